@@ -103,8 +103,15 @@ def make_case(name: str, title: str, records: dict[str, Record], checks: dict[st
     """The table of engines that took turns; times are held against the first one's."""
     first = next(iter(records.values())).wall_s
     rows: list[tuple[Cell, ...]] = [
-        (label, one.wall_s, one.cpu_s, f"{one.wall_s / first:.2f}", one.num_computed, one.peak_mib)
-        for label, one in records.items()
+        (
+            label,
+            record.wall_s,
+            record.cpu_s,
+            f"{record.wall_s / first:.2f}",
+            record.num_computed,
+            record.peak_mib,
+        )
+        for label, record in records.items()
     ]
     return Case(name, title, ("", "s", "CPU s", "x", "computed", "peak MiB"), rows, checks)
 
@@ -130,10 +137,17 @@ def attention_case(bench: Bench) -> Iterator[Case]:
     figures, difference = bench.processes.call(measure_attention, *arguments)
     tree = figures["tree"]
     rows: list[tuple[Cell, ...]] = []
-    for name, one in figures.items():
-        ratios = [f"{one[what] / tree[what]:.2f}" for what in ("attention_ms", "step_ms")]
+    for name, record in figures.items():
+        ratios = [f"{record[what] / tree[what]:.2f}" for what in ("attention_ms", "step_ms")]
         rows.append(
-            (name, one["attention_ms"], ratios[0], one["plan_ms"], one["step_ms"], ratios[1])
+            (
+                name,
+                record["attention_ms"],
+                ratios[0],
+                record["plan_ms"],
+                record["step_ms"],
+                ratios[1],
+            )
         )
     columns = ("", "attention ms", "x", "plan ms", "step ms", "x")
     title = f"a decode step of {num_rows} sequences over {shared:,} shared tokens"
@@ -185,7 +199,8 @@ def forks_case(bench: Bench) -> Iterator[Case]:
     )
     names = ("fork_us", "moved_by_forks", "moved_after", "computed_after")
     rows: list[tuple[Cell, ...]] = [
-        (f"page size {one['page_size']}", *(one[name] for name in names)) for one in (small, large)
+        (f"page size {record['page_size']}", *(record[name] for name in names))
+        for record in (small, large)
     ]
     columns = ("", "us a fork", "bytes moved by forks", "by 8 first answers", "tokens computed")
     heads = 8 * (length % 16) * large["bytes_per_token"]
@@ -233,7 +248,7 @@ def main() -> int:
         folder, long_folder = Path(name) / "model", Path(name) / "long"
         processes.call(save_models, shape, folder, long_folder, sizes.forked + 1_024)
         bench = Bench(processes, sizes, shape, folder, long_folder, args.repeats)
-        for case in (case for one in args.only for case in CASES[one](bench)):
+        for case in (case for letter in args.only for case in CASES[letter](bench)):
             cases.append(case)
             report.add(case.section())
     report.finish("branch-cpu", {"cases": [asdict(case) for case in cases]})

@@ -3,7 +3,7 @@
     python benchmarks/bench_cache.py [--quick] [--only A,C] [--json] [--save DIR]
 
     A miss   B hit   C chat   D churn   E eviction   F bytes kept   G page sizes   H long prompt
-    I scheduling pass
+    I scheduling pass   J garbage collector
 
 Contenders: a plain numpy reference, `RadixCache`, `HashBlockCache` with blocks of 16 and 256
 tokens, and SGLang's tree where it can be imported (cache/sglang.py says how), else a line says why
@@ -30,6 +30,7 @@ from cache.cases import (
     miss_and_hit,
     page_sizes,
 )
+from cache.collector import collector_pauses
 from cache.contenders import peers, radix
 from cache.memory import footprint
 from cache.scheduling import scheduling_pass
@@ -48,6 +49,7 @@ CASES: dict[str, tuple[str, Case]] = {
     "G": ("larger pages, as a ratio to page size 1", page_sizes),
     "H": ("a long prompt", long_lookup),
     "I": ("a scheduling pass", scheduling_pass),
+    "J": ("the garbage collector beside a growing tree", collector_pauses),
 }
 NOTES = (
     "Medians of the thread's CPU time; all contenders take turns in one process. The garbage"
@@ -74,18 +76,18 @@ def measure(bench: Bench, wanted: list[str], report: Report) -> list[Figure]:
     reference = list(interleaved(key, what, operations, 7))
     title = "reference: numpy compares 4,096 tokens and copies as many page ids"
     report.add(Section(title, make_table(reference)))
-    found: list[Figure] = []
+    figures: list[Figure] = []
     cases = dict.fromkeys(CASES[name][1] for name in wanted)
     for case in sorted(cases, key=lambda case: case is not eviction):
         gc.collect()
         gc.disable()
-        found += [figure for figure in case(bench) if figure.key[0] in wanted]
+        figures += [figure for figure in case(bench) if figure.key[0] in wanted]
         gc.enable()
         for name in (name for name in wanted if CASES[name][1] is case):
-            mine = [figure for figure in found if figure.key[0] == name]
+            mine = [figure for figure in figures if figure.key[0] == name]
             report.add(Section(f"{name}  {CASES[name][0]}", make_table(mine)))
     report.sections[1:] = sorted(report.sections[1:], key=lambda section: section.title)
-    return [*reference, *sorted(found, key=lambda figure: figure.key[0])]
+    return [*reference, *sorted(figures, key=lambda figure: figure.key[0])]
 
 
 def make_table(figures: Sequence[Figure]) -> Table:

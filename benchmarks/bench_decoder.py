@@ -56,7 +56,7 @@ def ours(
     model: CpuDecoder, threads: int, depths: list[int], rows: list[int], is_cpu_time: bool
 ) -> Rates:
     torch.set_num_threads(threads)
-    found: Rates = {}
+    rates: Rates = {}
     clock = (lambda: time.process_time() / threads) if is_cpu_time else time.perf_counter
     ids = np.arange(max(depths) + NUM_PREFILL, dtype=np.int32) * 97 % model.info.vocab_size
 
@@ -74,27 +74,27 @@ def ours(
     alone = CpuModel(model, 1, len(ids))
     for depth in sorted(depths):
         fill(alone, range(1), depth)
-        found[f"prefill at {depth}"] = NUM_PREFILL / spent(alone, range(1), depth, NUM_PREFILL)
+        rates[f"prefill at {depth}"] = NUM_PREFILL / spent(alone, range(1), depth, NUM_PREFILL)
         seconds = spent(alone, range(1), depth, 1, NUM_DECODES)
-        found[f"decode at {depth}"] = NUM_DECODES / seconds
+        rates[f"decode at {depth}"] = NUM_DECODES / seconds
     if rows:
         several = CpuModel(model, max(rows), ROW_DEPTH + NUM_DECODES)
         for row in range(max(rows)):
             fill(several, range(row, row + 1), ROW_DEPTH)
         for size in rows:
             seconds = spent(several, range(size), ROW_DEPTH, 1, NUM_DECODES)
-            found[f"decode of {size} rows"] = size * NUM_DECODES / seconds
-    return found
+            rates[f"decode of {size} rows"] = size * NUM_DECODES / seconds
+    return rates
 
 
 def llama(file: Path, kv_type: str, threads: int, args: argparse.Namespace) -> Rates:
-    found: Rates = {}
+    rates: Rates = {}
     folder, rows = args.llama, args.rows
     bench = [folder / "llama-bench", "-p", NUM_PREFILL, "-n", NUM_DECODES, "-r", 1,
              "-o", "jsonl", "-d", _text(args.depths), "-m", file, "-t", threads]  # fmt: skip
     for line in _json_lines(bench):
         kind = "prefill" if line["n_prompt"] else "decode"
-        found[f"{kind} at {line['n_depth']}"] = line["avg_ts"]
+        rates[f"{kind} at {line['n_depth']}"] = line["avg_ts"]
     if rows:
         size = max(rows) * (ROW_DEPTH + NUM_DECODES)
         kv = ["-ctk", kv_type, "-ctv", kv_type]
@@ -102,8 +102,8 @@ def llama(file: Path, kv_type: str, threads: int, args: argparse.Namespace) -> R
                    "-c", size, "-npp", ROW_DEPTH, "-ntg", NUM_DECODES, "-npl", _text(rows),
                    "--output-format", "jsonl"]  # fmt: skip
         for line in _json_lines(batched):
-            found[f"decode of {line['pl']} rows"] = line["speed_tg"]
-    return found
+            rates[f"decode of {line['pl']} rows"] = line["speed_tg"]
+    return rates
 
 
 def _json_lines(command: list[object]) -> Iterator[dict[str, float]]:
@@ -125,12 +125,12 @@ def main() -> None:
     for number in range(args.rounds):
         for threads, (name, model) in product(args.threads, models.items()):
             is_cpu = args.clock == "cpu"
-            found = {"radixserve": ours(model, threads, args.depths, args.rows, is_cpu)}
+            programs = {"radixserve": ours(model, threads, args.depths, args.rows, is_cpu)}
             if args.llama:
                 kv_type = "f32" if name == "float32" else "f16"
                 file = quantize(args.llama, Path(source.path), FORMS[name][2], args.llama)
-                found["llama.cpp"] = llama(file, kv_type, threads, args)
-            for program, own in found.items():
+                programs["llama.cpp"] = llama(file, kv_type, threads, args)
+            for program, own in programs.items():
                 for what, rate in own.items():
                     of_step = rates.setdefault((name, threads, what), defaultdict(list))
                     of_step[program].append(rate)

@@ -60,7 +60,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         for arrival in ARRIVALS if args.arrival == "both" else (args.arrival,):
             is_burst = arrival == "burst"
             setup = Setup(folder, args.dtype, serving(workload, warm_up, is_burst=is_burst))
-            engines = {one: one for one in args.only_engines if one not in absent}
+            engines = {name: name for name in args.only_engines if name not in absent}
             records, missing = run_engines(processes, engines, setup, [setup.work] * args.repeats)
             absent.update(missing)
             floor = find_floor(shape, args.dtype, limits, workload, burst=is_burst)

@@ -93,7 +93,7 @@ class Library:
             documents = [cut(shared) for _ in range(6)]
             weights = [1 / (rank + 1) for rank in range(6)]
             pairs = [rng.choices(documents, weights, k=2) for _ in range(count)]
-            first = [one + other + cut(full.own) for one, other in pairs]
+            first = [first + second + cut(full.own) for first, second in pairs]
         else:
             head = cut(shared) if shared else ()
             first = [head + cut(FIRST if name == "agent" else full.own) for _ in range(count)]
@@ -108,19 +108,22 @@ def title_of(name: str) -> str:
 def make_section(title: str, records: dict[str, Record]) -> Section:
     own = records["radixserve"]
     rows = []
-    for name, one in records.items():
+    for name, record in records.items():
         answers = [
-            [answer.token_ids for sample in record.samples for answer in sample.answers]
-            for record in (one, own)
+            [answer.token_ids for sample in series.samples for answer in sample.answers]
+            for series in (record, own)
         ]
         num_same = sum(mine == theirs for mine, theirs in zip(*answers, strict=True))
         rows.append(
             (
                 name,
-                *(f"{figure:.2f}" for figure in (one.cpu_s, one.wall_s, one.cpu_s / own.cpu_s)),
-                f"{one.first_s * 1e3:,.0f}",
-                one.num_computed,
-                one.peak_mib,
+                *(
+                    f"{figure:.2f}"
+                    for figure in (record.cpu_s, record.wall_s, record.cpu_s / own.cpu_s)
+                ),
+                f"{record.first_s * 1e3:,.0f}",
+                record.num_computed,
+                record.peak_mib,
                 f"{num_same} of {len(answers[0])}",
             )
         )
@@ -169,10 +172,10 @@ def main() -> None:
                 report.add(make_section(f"{name}, weights {form}: {title_of(name)}", records))
                 data[f"{name} {form}"] = {
                     label: {
-                        key: [getattr(sample, key) for sample in one.samples]
+                        key: [getattr(sample, key) for sample in record.samples]
                         for key in ("cpu_s", "wall_s", "num_computed")
                     }
-                    for label, one in records.items()
+                    for label, record in records.items()
                 }
     report.finish("model-cpu", {"cases": data})
 

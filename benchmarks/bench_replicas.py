@@ -48,7 +48,7 @@ def make_chats(args: argparse.Namespace, vocab: int, seed: int) -> list[Script]:
         for _ in range(args.sessions):
             first, *others = [row(args.own) for _ in range(args.turns)]
             chats.append([head + first, *others])
-    return [chats[at] for at in rng.permutation(len(chats))]
+    return [chats[number] for number in rng.permutation(len(chats))]
 
 
 async def run_chats(

@@ -81,7 +81,7 @@ def throughput(bench: Bench) -> Found:
         "http": over_http,
     }
     seconds = take_turns(operations, bench.args.repeats, warm_up=1)
-    rates = {name: count * tokens / min(found) for name, found in seconds.items()}
+    rates = {name: count * tokens / min(samples) for name, samples in seconds.items()}
     rows: list[list[Cell]] = [
         [name, round(rate), *(round(rate / rates[base], 3) for base in ("generate", "astream"))]
         for name, rate in rates.items()
@@ -100,8 +100,8 @@ def first_token(bench: Bench) -> Found:
     }
     delays = take_turns(operations, 10 * bench.args.repeats, warm_up=5)
     rows: list[list[Cell]] = [
-        [name, round(1e3 * median(found), 2), round(1e3 * min(found), 2)]
-        for name, found in delays.items()
+        [name, round(1e3 * median(samples), 2), round(1e3 * min(samples), 2)]
+        for name, samples in delays.items()
     ]
     table = Table(["path", "median ms", "least ms"], rows)
     return Section(f"first token of a warm prompt of {PROMPT} tokens", table), delays
@@ -133,9 +133,9 @@ def crowd(bench: Bench) -> Found:
     ]
     before = held()
     seconds, streams = read_streams(bench.served.port, clients)
-    staying = [one for client, one in zip(clients, streams, strict=True)
+    staying = [stream for client, stream in zip(clients, streams, strict=True)
                if client.max_events > tokens]  # fmt: skip
-    done, wanted = sum(one.is_done for one in staying), len(staying)
+    done, wanted = sum(stream.is_done for stream in staying), len(staying)
     time.sleep(1)
     with urllib.request.urlopen(bench.served.address + "/v1/cache/stats", timeout=60) as answer:
         stats = json.load(answer)

@@ -107,13 +107,13 @@ def main() -> None:
     measure(START, 1, "demo")  # files into the cache, kernels compiled
     torch, radixserve = measure(IMPORTS, args.repeats)
     (refusal,) = measure(REFUSE, args.repeats)
-    found = {"import torch": torch, "import radixserve": radixserve, "refusal": refusal}
+    figures = {"import torch": torch, "import radixserve": radixserve, "refusal": refusal}
     for model in args.models:
-        (found[f"Runtime({model!r})"],) = measure(START, args.repeats, model)
+        (figures[f"Runtime({model!r})"],) = measure(START, args.repeats, model)
     with tempfile.TemporaryDirectory() as folder:
-        (found["first compile"],) = measure(COMPILE, 1, RADIXSERVE_CACHE=folder)
+        (figures["first compile"],) = measure(COMPILE, 1, RADIXSERVE_CACHE=folder)
     ((ratio,),) = measure(FIRST_SECOND, args.repeats)
-    rows = [[name, *row, *[None] * (len(COLUMNS) - 1 - len(row))] for name, row in found.items()]
+    rows = [[name, *row, *[None] * (len(COLUMNS) - 1 - len(row))] for name, row in figures.items()]
     rows.append(["demo, first second", *[None] * (len(COLUMNS) - 2), ratio])
     print_table(args, COLUMNS, rows)
 

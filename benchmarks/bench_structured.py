@@ -70,12 +70,14 @@ def write_tokenizer(folder: Path) -> None:
     tokens = dict.fromkeys(alphabet)
     tokens.update(dict.fromkeys(('{"', '":', '",', '"}', '"]', "},", "],", '["', "ĊĊ", "ĠĠ")))
     tokens.update(dict.fromkeys(f"{number}" for number in range(1_000)))
-    syllables = ["".join(one) for one in itertools.product("bcdfghklmnprst", "aeiou", ("", "n"))]
+    syllables = [
+        "".join(letters) for letters in itertools.product("bcdfghklmnprst", "aeiou", ("", "n"))
+    ]
     rng = random.Random(0)
     while len(tokens) < VOCAB - 1:
         word = "".join(rng.choices(syllables, k=rng.randrange(1, 5)))
         tokens[rng.choice(("", "Ġ", '"')) + rng.choice((word, word.capitalize()))] = None
-    tokenizer = Tokenizer(models.BPE({token: at for at, token in enumerate(tokens)}, []))
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|end|>"])
@@ -97,9 +99,9 @@ def turn(
     seconds = {"wall_s": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}
     after = rt.cache_stats()
     num_steps = after["steps"] - before["steps"]
-    assert all(len(one.token_ids) == params.max_tokens for one in answers)
+    assert all(len(answer.token_ids) == params.max_tokens for answer in answers)
     spent = {name: after[name] - before[name] for name in ("forward_s", "sample_s")}
-    per_step = {name: 1e3 * one / num_steps for name, one in (seconds | spent).items()}
+    per_step = {name: 1e3 * spent_s / num_steps for name, spent_s in (seconds | spent).items()}
     return {**per_step, "steps": num_steps}, answers
 
 
@@ -107,7 +109,7 @@ def masks_alone(rt: Runtime, form: StructuredOutput, answers: list[Completion]) 
     """Microseconds of every mask of the answers, in this thread."""
     assert rt.tokenizer is not None
     grammar = GrammarCompiler(lambda: rt.tokenizer.backend).compile(form)
-    found = []
+    spans = []
     for answer in answers:
         matcher = grammar.matcher(frozenset())
         row = np.zeros(matcher.num_words, np.int32)
@@ -116,8 +118,8 @@ def masks_alone(rt: Runtime, form: StructuredOutput, answers: list[Completion]) 
             matcher.compute(row)
             matcher.finish_row(row)
             matcher.accept(token_id)
-            found.append(1e6 * (time.thread_time() - began))
-    return found
+            spans.append(1e6 * (time.thread_time() - began))
+    return spans
 
 
 def main() -> int:
@@ -135,13 +137,15 @@ def main() -> int:
         write_tokenizer(folder)
         with Runtime(folder, num_pages=8_000, max_running_requests=args.rows) as rt:
             table_s, compile_s = (
-                timeit.timeit(partial(rt.compile_grammar, one), number=1)
-                for one in (StructuredOutput(regex="a"), form)
+                timeit.timeit(partial(rt.compile_grammar, structured), number=1)
+                for structured in (StructuredOutput(regex="a"), form)
             )
-            found = [measure(rt, report, form, args, temperature) for temperature in (0.0, 1.0)]
-            data = {"table_s": table_s, "compile_s": compile_s, "temperatures": found}
+            temperatures = [
+                measure(rt, report, form, args, temperature) for temperature in (0.0, 1.0)
+            ]
+            data = {"table_s": table_s, "compile_s": compile_s, "temperatures": temperatures}
     line = f"tokens as a trie {table_s:.2f} s, once; the schema {1e3 * compile_s:.2f} ms, once"
-    is_kept = all(one["share"] <= MOST for one in data["temperatures"])
+    is_kept = all(row["share"] <= MOST for row in temperatures)
     verdict = f"{'ok' if is_kept else 'FAILED'}: a form costs at most {MOST:.0%} of a step"
     report.finish("structured-cpu", data, tail=[line, verdict])
     return int(not is_kept)
@@ -155,7 +159,7 @@ def measure(
     operations = {name: partial(turn, rt, args.rows, params) for name, params in kinds.items()}
     turns = take_turns(operations, args.repeats, warm_up=1)
     middle = {
-        name: {part: statistics.median(one[part] for one, _ in several) for part in several[0][0]}
+        name: {part: statistics.median(turn[part] for turn, _ in several) for part in several[0][0]}
         for name, several in turns.items()
     }
     pairs = zip(turns["structured"], turns["plain"], strict=True)
@@ -166,7 +170,7 @@ def measure(
     mask_share = alone["mean"] * args.rows / 1e3 / middle["structured"]["cpu_s"]
     title = "greedy" if not heat else f"temperature {heat:g}"
     parts = ("cpu_s", "wall_s", "forward_s", "sample_s")
-    rows = [(name, *(one[part] for part in parts)) for name, one in middle.items()]
+    rows = [(name, *(figures[part] for part in parts)) for name, figures in middle.items()]
     lines = [
         f"a structured step over a plain one: {share:+.1%} (median of {args.repeats} pairs)",
         f"masks alone: mean {alone['mean']:.0f} us, p50 {alone['p50']:.0f} us, "

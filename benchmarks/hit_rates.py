@@ -97,7 +97,7 @@ def save(study: Study, orders: Study, name: str, seconds: float, out: Path) -> N
         "numpy": np.__version__,
         "machine": f"{platform.system()} {platform.machine()}",
     }
-    found = document["traces"] | {
+    traces = document["traces"] | {
         name: {
             **study_document(study, DEFAULT_KV_BYTES),
             "scheduled": study_document(orders, DEFAULT_KV_BYTES)["scheduled"],
@@ -106,7 +106,7 @@ def save(study: Study, orders: Study, name: str, seconds: float, out: Path) -> N
             "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         }
     }
-    document["traces"] = {one: found[one] for one in SIZES if one in found}
+    document["traces"] = {name: traces[name] for name in SIZES if name in traces}
     results.write_text(json.dumps(document, indent=1) + "\n")
     few = [run for run in study.direct if (run.spec.label, run.spec.page_size) in DRAWN]
     draw([replace(study, direct=few)], out / "img" / f"hit-rates-{name}.png")
@@ -120,8 +120,8 @@ def with_tables(page: str, traces: dict[str, Any], name: str) -> str:
     lines = "\n".join(f"- {line}" for line in facts(direct))
     tables = [finding.markdown() for finding in findings(direct)]
     page = replace_block(page, f"hit-rates {name}", "\n\n".join([lines, *tables]))
-    orders = [(one, scheduled_finding(found)) for one, found in traces.items()]
-    tables = [replace(found, title=one, lines=()).markdown() for one, found in orders]
+    orders = [(name, scheduled_finding(results)) for name, results in traces.items()]
+    tables = [replace(table, title=name, lines=()).markdown() for name, table in orders]
     legend = "\n".join(orders[-1][1].lines)
     return replace_block(page, "hit-rates orders", "\n\n".join([*tables, legend]))
 

@@ -1,9 +1,11 @@
 """Routers over replicas on the shared traces: tables, a picture, and all of it as JSON.
 
     python benchmarks/routers.py --traces DIR [--out docs] [--only NAMES] [--limit N]
+        [--replicas 4,16,64] [--router NAMES] [--failures SECONDS] [--autoscaling SETTINGS]
 
-Writes routers.json, img/routers.png and the tables in cluster.md between its markers. Caches are
-real, times modelled; everything but the seconds is deterministic.
+Writes routers.json, img/routers.png and the tables in cluster.md between its markers; with options
+of the second line it prints tables instead. Caches are real, times modelled; everything but the
+seconds is deterministic.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from typing import Any
 
 from harness.arguments import Names, parse
 from harness.report import replace_block
+from rival_routers import ROUTERS, rival
 
-from radixserve.replay import CacheSpec, Cluster, read_trace
-from radixserve.replay.cluster_report import cluster_finding, replay_clusters
+from radixserve.replay import Autoscaling, CacheSpec, Failures, read_trace
+from radixserve.replay.report import changes_finding, cluster_finding, replay_clusters
 
 SIZES = {  # tokens of each replica: a few of the longest requests
     "mooncake_conversation": 260_000,
@@ -24,40 +27,67 @@ SIZES = {  # tokens of each replica: a few of the longest requests
     "tau_airline": 20_000,
     "bbh_fewshot": 4_000,
 }
-ROUTERS = ("tree", "approximate", "session", "random", "round-robin")
+DRAWN = ("tree", "approximate", "session", "random", "round-robin")
 NUMBERS = (4, 16, 64)
 _LOADS = (1, 1.5, 2, 4, 8, 16, 64)  # ticks
 
 
 def main() -> None:
-    only = Names("trace", SIZES)
-    options = {"traces": Path, "out": Path("docs"), "only": only, "limit": int}
-    args = parse(__doc__, required=("traces",), **options)
-    clusters = [Cluster(number, router) for number in NUMBERS for router in ROUTERS]
-    results = args.out / "routers.json"
+    options = {"traces": Path, "out": Path("docs"), "only": Names("trace", SIZES), "limit": int}
+    args = parse(
+        __doc__,
+        required=("traces",),
+        replicas=list(NUMBERS),
+        router=Names("router", ROUTERS, DRAWN),
+        failures=float,
+        autoscaling=str,
+        **options,
+    )
+    changes: dict[str, Any] = {}
+    if args.failures is not None:
+        changes["failures"] = Failures(mean_s=args.failures)
+    if args.autoscaling is not None:
+        changes["autoscaling"] = Autoscaling.read("--autoscaling", args.autoscaling)
+    clusters = [
+        rival(number, router, **changes) for number in args.replicas for router in args.router
+    ]
+    is_published = not changes and args.replicas == list(NUMBERS) and args.router == list(DRAWN)
     for name in args.only:
         trace = read_trace(args.traces / f"{name}.jsonl.gz", limit=args.limit)
         rows = replay_clusters(trace, [CacheSpec(SIZES[name])], clusters)
-        known = json.loads(results.read_text()) if results.exists() else {}
-        known[name] = {"trace": name, "requests": len(trace), "replicas": rows}
-        found = {one: known[one] for one in SIZES if one in known}
-        results.write_text(json.dumps(found, indent=1) + "\n")
-        save(found, args.out)
+        document = {"trace": name, "requests": len(trace), "replicas": rows}
+        if is_published:
+            save(add_to_results(args.out / "routers.json", document), args.out)
+            continue
+        print(cluster_finding(document).markdown())
+        if (table := changes_finding(document)) is not None:
+            print(table.markdown())
 
 
-def save(found: dict[str, Any], out: Path) -> None:
+def add_to_results(path: Path, document: dict[str, Any]) -> dict[str, Any]:
+    """Put a trace's rows into the file of results; returns those of all traces."""
+    results = json.loads(path.read_text()) if path.exists() else {}
+    results[document["trace"]] = document
+    results = {name: results[name] for name in SIZES if name in results}
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    return results
+
+
+def save(results: dict[str, Any], out: Path) -> None:
     page = out / "cluster.md"
-    tables = [cluster_finding(document).markdown() for document in found.values()]
+    tables = [cluster_finding(document).markdown() for document in results.values()]
     page.write_text(replace_block(page.read_text(), "routers", "\n\n".join(tables)))
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, len(found), figsize=(3.2 * len(found), 5.5), squeeze=False)
-    for at, (name, document) in enumerate(found.items()):
-        top, bottom = axes[:, at]
-        for router in ROUTERS:
+    figure, axes = pyplot.subplots(
+        2, len(results), figsize=(3.2 * len(results), 5.5), squeeze=False
+    )
+    for column, (name, document) in enumerate(results.items()):
+        top, bottom = axes[:, column]
+        for router in DRAWN:
             rows = [row for row in document["replicas"] if row["router"] == router]
             numbers = [row["replicas"] for row in rows]
             ratios = [row["hit_rate"] / row["one_cache_hit_rate"] for row in rows]

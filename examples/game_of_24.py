@@ -77,13 +77,13 @@ def moves(numbers: Numbers) -> Iterator[tuple[str, Numbers]]:
     """(the step, the numbers after it, its result last) of all steps."""
     for i, j in combinations(range(len(numbers)), 2):
         low, high = sorted((numbers[i], numbers[j]))
-        rest = tuple(number for at, number in enumerate(numbers) if at not in (i, j))
+        rest = tuple(number for index, number in enumerate(numbers) if index not in (i, j))
         yield f"{low} + {high}", (*rest, low + high)
         yield f"{low} * {high}", (*rest, low * high)
-        for one, other in {(high, low), (low, high)}:
-            yield f"{one} - {other}", (*rest, one - other)
+        for left, other in {(high, low), (low, high)}:
+            yield f"{left} - {other}", (*rest, left - other)
             if other:
-                yield f"{one} / {other}", (*rest, one / other)
+                yield f"{left} / {other}", (*rest, left / other)
 
 
 @cache
@@ -98,9 +98,9 @@ def expression(path: Sequence[search.Node], numbers: Sequence[int]) -> str:
     """The steps of a solution put into one formula."""
     pool = [(Fraction(number), str(number)) for number in numbers]
     for node in path:
-        one, sign, other = node.text.split(" = ")[0].split()
-        parts = [_take(pool, Fraction(number)) for number in (one, other)]
-        result = _compute(Fraction(one), sign, Fraction(other))
+        left, sign, other = node.text.split(" = ")[0].split()
+        parts = [_take(pool, Fraction(number)) for number in (left, other)]
+        result = _compute(Fraction(left), sign, Fraction(other))
         pool.append((result, f"({parts[0]} {sign} {parts[1]})"))
     ((_, formula),) = pool
     return formula[1:-1]
@@ -114,13 +114,13 @@ def is_solution(formula: str, numbers: Sequence[int]) -> bool:
 
 
 def _take(pool: list[tuple[Fraction, str]], number: Fraction) -> str:
-    at = next(at for at, (value, _) in enumerate(pool) if value == number)
-    return pool.pop(at)[1]
+    index = next(index for index, (value, _) in enumerate(pool) if value == number)
+    return pool.pop(index)[1]
 
 
-def _compute(one: Fraction, sign: str, other: Fraction) -> Fraction:
-    results = {"+": one + other, "-": one - other, "*": one * other}
-    return results[sign] if sign in results else one / other
+def _compute(left: Fraction, sign: str, other: Fraction) -> Fraction:
+    results = {"+": left + other, "-": left - other, "*": left * other}
+    return results[sign] if sign in results else left / other
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

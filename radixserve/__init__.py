@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from radixserve.api import search
     from radixserve.api.branch import Branch, generate_all, score_all
     from radixserve.api.chat import ChatSession, HistoryRewritten
+    from radixserve.api.decisions import Decision
     from radixserve.api.runtime import Runtime
     from radixserve.cache import CachedSequence, Lookup, RadixCache
     from radixserve.config import EngineConfig
+    from radixserve.diagnosis import Diagnosis
     from radixserve.errors import (
         EngineDead,
         InvalidRequest,
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
     from radixserve.hint import Hint, HintAnswer
     from radixserve.output import Chunk, Completion, Metrics, Score, Usage
     from radixserve.request import BeamParams, SamplingParams
-    from radixserve.structured_output import StructuredOutput
+    from radixserve.structured_outputs import StructuredOutput
+    from radixserve.text.decision_prompts import Option, Question
 
 __all__ = [
     "BeamParams",
@@ -37,6 +40,8 @@ __all__ = [
     "ChatSession",
     "Chunk",
     "Completion",
+    "Decision",
+    "Diagnosis",
     "EngineConfig",
     "EngineDead",
     "Hint",
@@ -46,7 +51,9 @@ __all__ = [
     "Lookup",
     "Metrics",
     "ModelNotSupported",
+    "Option",
     "OutOfPages",
+    "Question",
     "RadixCache",
     "RadixServeError",
     "RequestFailed",
@@ -64,9 +71,11 @@ __all__ = [
 _HOMES = {
     "api.branch": ("Branch", "generate_all", "score_all"),
     "api.chat": ("ChatSession", "HistoryRewritten"),
+    "api.decisions": ("Decision",),
     "api.runtime": ("Runtime",),
     "cache": ("CachedSequence", "Lookup", "RadixCache"),
     "config": ("EngineConfig",),
+    "diagnosis": ("Diagnosis",),
     "errors": (
         "EngineDead",
         "InvalidRequest",
@@ -76,9 +85,10 @@ _HOMES = {
         "RequestFailed",
     ),
     "hint": ("Hint", "HintAnswer"),
-    "structured_output": ("StructuredOutput",),
+    "structured_outputs": ("StructuredOutput",),
     "output": ("Chunk", "Completion", "Metrics", "Score", "Usage"),
     "request": ("BeamParams", "SamplingParams"),
+    "text.decision_prompts": ("Option", "Question"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import math
 import numbers
 import operator
+import reprlib
+from collections.abc import Iterable
 from typing import Any, Self
 
 from radixserve.errors import InvalidRequest
 
+# Levels of brackets, objects and lists inside one another: of grammars, schemas and arguments.
+MAX_NESTING = 128
+_REPR = reprlib.Repr()  # of the beginning of a value; what is longer is cut by `shown`
+_REPR.maxlevel, _REPR.maxdict, _REPR.maxlist, _REPR.maxtuple = 6, 40, 40, 40
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = 400
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """ "; did you mean NAME?" with the most similar of the known names; "" without one."""
+    similar = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {similar[0]}?" if similar else ""
+
 
 class StrictFields:
-    """Base of keyword-only frozen records; unknown names raise and say what is allowed."""
+    """Base of keyword-only frozen records; unknown names raise InvalidRequest with the
+    allowed ones."""
 
     __slots__ = ()
 
@@ -26,15 +42,15 @@ class StrictFields:
         unknown = sorted(set(fields) - set(allowed))
         if unknown:
             raise InvalidRequest(
-                f"unknown {cls.__name__} name {', '.join(map(repr, unknown))}; "
-                f"allowed: {', '.join(allowed)}"
+                f"unknown {cls.__name__} name {', '.join(map(repr, unknown))}"
+                f"{suggestion(unknown[0], allowed)}; allowed: {', '.join(allowed)}"
             )
         return super().__new__(cls)
 
     def __repr__(self) -> str:
-        """The fields that are not at their default."""
+        """The fields that are not at their default, or at the one that other fields choose."""
         pairs = (
-            (field.name, getattr(self, field.name), field.default)
+            (field.name, getattr(self, field.name), field.metadata.get("usual", field.default))
             for field in dataclasses.fields(self)  # type: ignore[arg-type]
         )
         given = (f"{name}={value!r}" for name, value, default in pairs if value != default)
@@ -104,9 +120,9 @@ def check_text(name: str, value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """`value` for an error message, cut to a line."""
+    """`value` for an error message, cut to a line. The cost does not grow with the value."""
     try:
-        text = repr(value)
+        text = _REPR.repr(value) if isinstance(value, str | list | tuple | dict) else repr(value)
     except ValueError:  # an integer too long to print
         text = "a very large number"
     text = text if len(text) <= 80 else text[:77] + "..."

@@ -12,17 +12,32 @@ import sys
 from collections.abc import Sequence
 
 from radixserve._version import __version__
-from radixserve.commands import chat, demo, generate, info, replay, serve
+from radixserve.commands import cache, chat, demo, generate, info, models, replay, serve, verify
 from radixserve.commands.flags import take_model
 from radixserve.commands.parser import CommandParser
+from radixserve.commands.terminal import error_line
 from radixserve.errors import RadixServeError
 
+EXTRAS = {  # the extra of setup.cfg that brings a package; the others come without one
+    "fastapi": "serve",
+    "gguf": "gguf",
+    "llguidance": "grammar",
+    "matplotlib": "plot",
+    "msgspec": "kv-events",
+    "prometheus_client": "serve",
+    "ray": "cluster",
+    "triton": "cuda",
+    "uvicorn": "serve",
+    "xxhash": "hash",
+    "zmq": "kv-events",
+}
 _EXAMPLES = """\
 examples:
   radixserve demo
   radixserve chat Qwen/Qwen3-0.6B --system "You are brief."
   radixserve generate Qwen/Qwen3-0.6B --chat --prompt "What is a radix tree?"
   radixserve generate --jsonl prompts.jsonl --output answers.jsonl --max-tokens 64
+  radixserve pull Qwen/Qwen3-0.6B-GGUF:Q8_0
   radixserve serve demo
   radixserve replay requests.jsonl --policy lru,arc
   radixserve info
@@ -47,10 +62,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has closed the pipe, as in `radixserve ... | head`
         _drop_stdout()
         return 1
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if args.debug or package in ("", "radixserve", "radixserve_kernels"):
+            raise
+        extra = EXTRAS.get(package)
+        name = "radixserve" if extra is None else f'"radixserve[{extra}]"'
+        print(
+            f"radixserve: error: this command needs {package}, which is not installed: "
+            f"pip install {name}",
+            file=sys.stderr,
+        )
+        return 2
     except (RadixServeError, OSError) as error:
         if args.debug:
             raise
-        print(f"radixserve: error: {_as_line(error)}", file=sys.stderr)
+        print(f"radixserve: error: {error_line(error)}", file=sys.stderr)
         return 2
 
 
@@ -60,25 +87,18 @@ def build_parser() -> argparse.ArgumentParser:
         prog="radixserve",
         description="Serve language models around a token-exact radix prefix cache.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     version = f"radixserve {__version__}"
     parser.add_argument("-V", "--version", action="version", version=version)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (demo, chat, generate, serve, replay, info):
+    models_commands = (models.PULL, models.LIST, models.RM)
+    for command in (demo, chat, generate, serve, *models_commands, replay, verify, cache, info):
         command_parser = command.add_parser(commands)
         command_parser.set_defaults(run=command.run)
         command_parser.add_argument(
             "--debug", action="store_true", help="show the traceback of an error"
         )
     return parser
-
-
-def _as_line(error: Exception) -> str:
-    text = str(error)
-    if isinstance(error, OSError) and error.filename is not None:
-        text = f"{error.filename}: {error.strerror}"
-    return " ".join(text.split())
 
 
 def _drop_stdout() -> None:

@@ -1,11 +1,11 @@
-"""Engine settings: one frozen record, checked when it is made."""
+"""The settings of an engine: one frozen record that checks itself."""
 
 from __future__ import annotations
 
 import numbers
 import re
-from dataclasses import dataclass
-from typing import TypedDict
+from dataclasses import dataclass, field
+from typing import Literal, TypedDict, get_args
 
 from radixserve.checks import (
     StrictFields,
@@ -17,20 +17,48 @@ from radixserve.checks import (
 )
 from radixserve.errors import InvalidRequest
 
-ATTENTION_BACKENDS = ("auto", "cpu", "torch", "triton", "flashinfer")
-HASH_ALGORITHMS = ("sha256", "xxh3")
-SWA_FULL_TOKENS_RATIO = 0.5  # of models with windows up to
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+WeightDtype = Literal["auto", "int8"]
+KVDtype = Literal["auto", "bfloat16", "int8"]
+ModelImpl = Literal["auto", "native", "transformers"]
+CacheKind = Literal["radix", "hash", "off"]
+HashAlgorithm = Literal["sha256", "xxh3"]
+EvictionPolicy = Literal["lru", "arc", "lfu", "fifo", "slru", "priority", "expected-return"]
+AdmissionRule = Literal["greedy", "priced"]
+SchedulePolicy = Literal["lpm", "fcfs", "dfs-weight"]
+AttentionBackendName = Literal["auto", "cpu", "torch", "triton", "flashinfer"]
+GenerationConfig = Literal["auto", "none"]
+KVStoreWrite = Literal["finish", "reuse"]
+CHOICES: dict[str, tuple[str, ...]] = {  # by field of EngineConfig
+    "dtype": get_args(Dtype),
+    "weight_dtype": get_args(WeightDtype),
+    "kv_dtype": get_args(KVDtype),
+    "model_impl": get_args(ModelImpl),
+    "cache": get_args(CacheKind),
+    "hash_algorithm": get_args(HashAlgorithm),
+    "eviction": get_args(EvictionPolicy),
+    "schedule_policy": get_args(SchedulePolicy),
+    "admission": get_args(AdmissionRule),
+    "attention_backend": get_args(AttentionBackendName),
+    "generation_config": get_args(GenerationConfig),
+    "kv_store_write": get_args(KVStoreWrite),
+}
+ATTENTION_BACKENDS, EVICTION_POLICIES = CHOICES["attention_backend"], CHOICES["eviction"]
+ADMISSIONS = CHOICES["admission"]
+SWA_FULL_TOKENS_RATIO = 0.5  # of models whose windows have at most
 MAX_SHORT_WINDOW = 1024  # positions: hit rates of chats and agents fall with longer ones
-EVICTION_POLICIES = ("lru", "arc", "lfu", "fifo", "slru", "priority")
+LEAST_CHECKPOINT_INTERVAL = 64  # tokens, of recurrent states: below it taking them costs too much
 
 
 class EngineSettings(TypedDict, total=False):
     """The fields of `EngineConfig`, as keyword arguments of `Runtime` for type checkers."""
 
     device: str
-    dtype: str
-    weight_dtype: str
-    model_impl: str
+    dtype: Dtype
+    weight_dtype: WeightDtype
+    activation_bits: int
+    kv_dtype: KVDtype
+    model_impl: ModelImpl
     tensor_parallel_size: int
     page_size: int
     num_pages: int | None
@@ -40,17 +68,24 @@ class EngineSettings(TypedDict, total=False):
     max_running_requests: int
     max_seq_len: int | None
     num_states: int | None
-    checkpoint_interval: int
+    checkpoint_interval: int | None
     swa_full_tokens_ratio: float | None
-    cache: str
-    hash_algorithm: str
-    eviction: str
-    schedule_policy: str
+    cache: CacheKind
+    hash_algorithm: HashAlgorithm
+    eviction: EvictionPolicy
+    max_lease_share: float
+    schedule_policy: SchedulePolicy
     max_overtake: int
-    attention_backend: str
+    max_wait_s: float | None
+    admission: AdmissionRule
+    attention_backend: AttentionBackendName
     cuda_graphs: bool
     overlap: bool
     cascade_attention: bool
+    exact: bool | None
+    kv_store: str | None
+    kv_store_size: int | str
+    kv_store_write: KVStoreWrite
     hint_seconds: float
     max_hint_seconds: float
     max_hint_share: float
@@ -59,74 +94,112 @@ class EngineSettings(TypedDict, total=False):
     kv_events: str | None
     kv_events_topic: str
     kv_events_block_size: int
+    generation_config: GenerationConfig
+    allow_guidance_options: bool
+    parse_special_tokens: bool
     seed: int
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class EngineConfig(StrictFields):
-    """Settings of an engine. Sizes are in tokens unless the name says otherwise.
+    """The settings of an engine. Sizes are in tokens unless the name says otherwise.
 
-    device              "auto" (a CUDA device where there is one), "cpu", "cuda", or one of several:
-                        "cuda:1"
-    dtype               "auto", "float32", "bfloat16", "float16" (on CUDA only); auto: the
-                        checkpoint's own, and on a CPU float32 where that is float16
-    weight_dtype        "auto" (a GGUF file's matrices of 8 bits or less stay so on the CPU, and are
-                        widened to dtype on CUDA), or "int8" to pack any model's matrices in 8 bits
-                        at load, on the CPU only
-    model_impl          "auto" (the native decoder where it computes the model, else transformers'
-                        code), "native", or "transformers", which is slower and of use to compare
-    tensor_parallel_size  ranks that compute each layer together: a CUDA device each, or on the CPU
-                        as many processes
-    page_size           tokens a KV page; default: 1, with cache "hash" 16, the size of a block
-    num_pages           pages in the pool, or
-    kv_cache_memory     bytes for the pool, recurrent states included, "512MB" works; neither: a
+    device              "auto" (a CUDA device if the machine has one), "cpu", "cuda", or one of
+                        several CUDA devices: "cuda:1"
+    dtype               "auto", "float32", "bfloat16", "float16" (on CUDA only). "auto" takes the
+                        checkpoint's dtype, and float32 on a CPU if that is float16
+    weight_dtype        "auto" (a GGUF file's matrices of 8 bits or less keep their form on the CPU
+                        and are widened to dtype on CUDA), or "int8" to pack any model's matrices
+                        in 8 bits at load, on the CPU only
+    activation_bits     8 or 16: bits to which the CPU rounds activations before weights of 8 or 4
+                        bits. 16 is closer to the widened weights and slower: it holds for the head,
+                        attention's projections, and the first and last layer's MLPs
+    kv_dtype            dtype of stored K and V: "auto" (the model's), "bfloat16", or "int8", half
+                        as large, with a scale for each head of a token. Another dtype than the
+                        model's on the CPU only; see docs/quantization.md
+    model_impl          "auto" (the native decoder if it computes the model, else transformers'
+                        code), "native", or "transformers", which is slower and useful to compare
+    tensor_parallel_size  number of ranks that compute each layer together: one CUDA device per
+                        rank, or one process per rank on the CPU
+    page_size           tokens per KV page. Default: 1; 16 with cache "hash", the size of a block
+    num_pages           number of pages in the pool; default: as many as kv_cache_memory holds
+    kv_cache_memory     bytes of the pool, recurrent states included; "512MB" works. Default: a
                         share of free memory (on a CPU it becomes resident as it is filled)
-    gpu_memory_utilization  on CUDA the share of the card's memory that weights, activations and
-                        pool take together, where the pool's size is not given
-    chunked_prefill_size  prefill tokens a step, over all requests
-    max_running_requests  requests that run at the same time
-    max_seq_len         longest prompt + output; default: what the model and the pool allow
-    num_states          recurrent states of models that have such layers, for running requests and
-                        for checkpoints in the tree; default: a share of free memory, of
-                        kv_cache_memory, or on CUDA of what is left for states and pool
-    checkpoint_interval  tokens from one kept state of a sequence to the next
-    swa_full_tokens_ratio  of models whose layers partly see a window of positions only: the tokens
-                        whose K/V of such layers the pool holds, over the tokens whose other K/V it
-                        holds. Below 1 it holds more tokens in the same memory; K/V before the
-                        windows in use is dropped when it is short. 1: none is. Default: 0.5
-                        for windows of up to 1,024 positions, else 1; 1 where num_pages is given,
-                        with cache "hash", several ranks and attention_backend "flashinfer"
+    gpu_memory_utilization  share of a CUDA device's memory for weights, activations and pool
+                        together, if the pool's size is not given
+    chunked_prefill_size  prefill tokens per step, over all requests
+    max_running_requests  number of requests that run at the same time
+    max_seq_len         most tokens of prompt and output together. Default: what the model and the
+                        pool allow
+    num_states          number of recurrent states, for running requests and for checkpoints in the
+                        tree; models with recurrent layers only. Default: a share of free memory, of
+                        kv_cache_memory, or on CUDA of the memory left for states and pool
+    checkpoint_interval  tokens between two kept states of a sequence. Default: by the memory of a
+                        state and of a token's K/V, closer near the beginning
+    swa_full_tokens_ratio  for models with sliding-window layers: tokens whose K/V of these layers
+                        fits into the pool, divided by the tokens whose other K/V fits. Below 1 the
+                        pool holds more tokens in the same memory, and drops K/V before the windows
+                        in use when it is full. 1 drops none. Default: 0.5 for windows of up to
+                        1,024 positions, else 1; 1 if num_pages is given, with cache "hash",
+                        several ranks or attention_backend "flashinfer"
     cache               "radix" (to the token), "hash" (whole blocks of page_size tokens), or
                         "off" to reuse nothing
-    hash_algorithm      of a block's key with cache "hash": "sha256", or "xxh3", which is faster
-                        and needs the package xxhash
-    eviction            order in which unused pages are dropped: "lru", "arc", "lfu", "fifo",
-                        "slru", "priority"; cache "hash" has "lru" only
+    hash_algorithm      hash of a block's key with cache "hash": "sha256", or "xxh3", which is
+                        faster and needs the package xxhash
+    eviction            order in which unused pages are evicted: "lru", "arc", "lfu", "fifo",
+                        "slru", "priority", "expected-return"; cache "hash" has "lru" only.
+                        Default: "lru"; with admission "priced" "expected-return"
+    max_lease_share     share of the pool that the leases of open sessions may fill, of cache
+                        "radix"; the leases that began first end early
     schedule_policy     "lpm" (longest cached prefix first), "fcfs", "dfs-weight"
-    max_overtake        no request is overtaken by more than this many later ones
-    attention_backend   "cpu" (kernels compiled for this processor when they are first used),
-                        "torch" (PyTorch's operations), on CUDA "flashinfer" and "triton", or
-                        "auto": "cpu", on CUDA "flashinfer", else "triton", where it can be had
-    cuda_graphs         on CUDA, run decode steps as graphs that were captured at load, other
-                        steps of up to 512 tokens as graphs between their attention calls
+    max_overtake        most later requests that may be admitted before a waiting request
+    max_wait_s          seconds after which no later request is admitted before a waiting request;
+                        default: no limit
+    admission           "greedy" (a request starts if it fits), or "priced": a request waits that
+                        would evict K/V of more worth; see docs/scheduling.md
+    attention_backend   "cpu" (kernels compiled for this processor on first use), "torch" (PyTorch's
+                        operations), on CUDA "flashinfer" and "triton", or "auto": the first that
+                        can be used of "cpu" on a CPU, "flashinfer" and "triton" on CUDA
+    cuda_graphs         on CUDA, run decode steps as graphs captured at load, and other steps of up
+                        to 512 tokens as graphs between their attention calls
     overlap             on CUDA, schedule the next step while the device computes the present one
-    cascade_attention   read pages that running requests share once for all of them, where that pays
-    hint_seconds        seconds that a pin or retain lasts where the hint names none, up to
-    max_hint_seconds    which is the most that one lasts
-    max_hint_share      share of the pool that all of them together may hold
+    cascade_attention   read pages that running requests share once for all of them, if that is
+                        faster
+    exact               a token's logits have the same bits whatever is cached or runs in the same
+                        batch, by default on the CPU only: see docs/exactness.md. False is faster on
+                        the CPU: shared pages are read together to their last token, and AMX reads
+                        the K/V of few bfloat16 rows in another order. True is slower on CUDA: the
+                        Triton kernels run, and pages that rows share are read by each of them
+    kv_store            folder that keeps the K/V of ended requests: a restart finds it, and so do
+                        requests that come back after the pool has evicted it
+    kv_store_size       most bytes of the folder's files; the least recently used ones are removed
+    kv_store_write      "finish" (all tokens of a request when it ends), or "reuse": the tokens
+                        that it found cached, which were asked for twice
+    hint_seconds        seconds that a pin or retain lasts if the hint names none
+    max_hint_seconds    most seconds that a pin or retain lasts
+    max_hint_share      share of the pool that all pins and retains together may hold
     trace               file to which every finished request is appended, for `radixserve replay`
-    trace_hash_block    record no token ids but keyed hashes of blocks of so many tokens
-    kv_events           publish what the cache stores and drops, in vLLM's format: "PUB[,REPLAY]",
-                        addresses of ZeroMQ such as tcp://*:5557,tcp://*:5558
-    kv_events_topic     of these messages; llm-d reads kv@POD@MODEL
-    kv_events_block_size  tokens a block in them, whatever the page_size
-    seed                of the random streams of requests that bring none, and of random weights
+    trace_hash_block    block size in tokens: the trace gets keyed hashes of blocks in place of
+                        token ids
+    kv_events           ZeroMQ addresses that publish the stored and removed blocks in vLLM's
+                        format, "PUB[,REPLAY]": tcp://*:5557,tcp://*:5558
+    kv_events_topic     topic of these messages; llm-d reads kv@POD@MODEL
+    kv_events_block_size  tokens per block of these messages, whatever the page_size
+    generation_config   "auto": the sampling defaults are those of the model's
+                        generation_config.json, or of a GGUF file's general.sampling. "none": these
+                        are not read
+    allow_guidance_options  read "x-guidance", the options of llguidance, in JSON schemas; else it
+                        is left out
+    parse_special_tokens  special tokens written in chat messages are control tokens, not text
+    seed                seed of random weights, and of the requests that have none
     """
 
     device: str = "auto"
-    dtype: str = "auto"
-    weight_dtype: str = "auto"
-    model_impl: str = "auto"
+    dtype: Dtype = "auto"
+    weight_dtype: WeightDtype = "auto"
+    activation_bits: int = 8
+    kv_dtype: KVDtype = "auto"
+    model_impl: ModelImpl = "auto"
     tensor_parallel_size: int = 1
     page_size: int = None  # type: ignore[assignment]  # __post_init__ sets the cache's default
     num_pages: int | None = None
@@ -136,17 +209,25 @@ class EngineConfig(StrictFields):
     max_running_requests: int = 64
     max_seq_len: int | None = None
     num_states: int | None = None
-    checkpoint_interval: int = 512
+    checkpoint_interval: int | None = None
     swa_full_tokens_ratio: float | None = None
-    cache: str = "radix"
-    hash_algorithm: str = "sha256"
-    eviction: str = "lru"
-    schedule_policy: str = "lpm"
+    cache: CacheKind = "radix"
+    hash_algorithm: HashAlgorithm = "sha256"
+    # __post_init__ sets the admission's default
+    eviction: EvictionPolicy = field(default=None, metadata={"usual": "lru"})  # type: ignore[arg-type]
+    max_lease_share: float = 0.5
+    schedule_policy: SchedulePolicy = "lpm"
     max_overtake: int = 64
-    attention_backend: str = "auto"
+    max_wait_s: float | None = None
+    admission: AdmissionRule = "greedy"
+    attention_backend: AttentionBackendName = "auto"
     cuda_graphs: bool = True
     overlap: bool = True
     cascade_attention: bool = True
+    exact: bool | None = None
+    kv_store: str | None = None
+    kv_store_size: int | str = "8GB"
+    kv_store_write: KVStoreWrite = "finish"
     hint_seconds: float = 300.0
     max_hint_seconds: float = 3600.0
     max_hint_share: float = 0.5
@@ -155,10 +236,22 @@ class EngineConfig(StrictFields):
     kv_events: str | None = None
     kv_events_topic: str = ""
     kv_events_block_size: int = 16
+    generation_config: GenerationConfig = "auto"
+    allow_guidance_options: bool = False
+    parse_special_tokens: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_choice("cache", self.cache, ("radix", "hash", "off"))
+        if self.eviction is None:
+            is_priced = self.admission == "priced" and self.cache == "radix"
+            object.__setattr__(self, "eviction", "expected-return" if is_priced else "lru")
+        if self.kv_dtype == "fp8_e4m3":
+            raise InvalidRequest(
+                'kv_dtype="fp8_e4m3" is not built: neither the CPU nor CUDA devices have it; '
+                '"int8" takes as little memory, on the CPU'
+            )
+        for name, choices in CHOICES.items():
+            check_choice(name, getattr(self, name), choices)
         if self.page_size is None:
             object.__setattr__(self, "page_size", 16 if self.cache == "hash" else 1)
         self._check_ints(
@@ -178,29 +271,41 @@ class EngineConfig(StrictFields):
         name = "gpu_memory_utilization"
         share = check_float(name, self.gpu_memory_utilization, 0.0, 1.0, open_low=True)
         object.__setattr__(self, name, share)
+        share = check_float("max_lease_share", self.max_lease_share, 0.0, 1.0)
+        object.__setattr__(self, "max_lease_share", share)
+        if self.max_wait_s is not None:
+            self._check_floats(max_wait_s=(0.0, 1e9))
         if self.swa_full_tokens_ratio is not None:
             self._check_windows(self.swa_full_tokens_ratio)
         most = 1e9
         self._check_floats(
             hint_seconds=(0.0, most), max_hint_seconds=(0.0, most), max_hint_share=(0.0, 1.0)
         )
-        self._check_bools("cuda_graphs", "overlap", "cascade_attention")
+        self._check_bools(
+            "allow_guidance_options",
+            "parse_special_tokens",
+            "cuda_graphs",
+            "overlap",
+            "cascade_attention",
+            *(() if self.exact is None else ("exact",)),
+        )
         _check_device(self.device)
-        check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-        check_choice("hash_algorithm", self.hash_algorithm, HASH_ALGORITHMS)
-        check_choice("weight_dtype", self.weight_dtype, ("auto", "int8"))
-        check_choice("model_impl", self.model_impl, ("auto", "native", "transformers"))
-        check_choice("eviction", self.eviction, EVICTION_POLICIES)
-        check_choice("schedule_policy", self.schedule_policy, ("lpm", "fcfs", "dfs-weight"))
-        check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         if self.dtype == "float16" and self.device == "cpu":
             raise InvalidRequest(
                 'dtype="float16" needs a CUDA device; device="cpu" has float32 and bfloat16'
+            )
+        if self.activation_bits not in (8, 16):
+            raise InvalidRequest(
+                f"activation_bits must be 8 or 16, got {shown(self.activation_bits)}"
             )
         if self.weight_dtype != "auto" and self.device.startswith("cuda"):
             raise InvalidRequest(
                 f'weight_dtype="{self.weight_dtype}" is computed on the CPU only; '
                 f'device="{self.device}" has "auto"'
+            )
+        if self.kv_dtype == "int8" and self.device.startswith("cuda"):
+            raise InvalidRequest(
+                f'kv_dtype="int8" is read on the CPU only; device="{self.device}" has "auto"'
             )
         if self.tensor_parallel_size > 1 and ":" in self.device:
             raise InvalidRequest(
@@ -212,10 +317,21 @@ class EngineConfig(StrictFields):
             if self.num_pages is not None:
                 raise InvalidRequest("give num_pages or kv_cache_memory, not both")
             parse_bytes(self.kv_cache_memory)
+        parse_bytes(self.kv_store_size, "kv_store_size")
+        if self.kv_store is not None:
+            if not check_str("kv_store", self.kv_store):
+                raise InvalidRequest("kv_store must be None or the path of a folder, got ''")
+            if self.cache != "radix":
+                raise InvalidRequest(f'kv_store needs cache="radix", got cache="{self.cache}"')
         if self.cache == "hash" and self.eviction != "lru":
             raise InvalidRequest(
                 f'eviction must be "lru" with cache="hash", got {self.eviction!r}; '
                 f'cache="radix" has {", ".join(EVICTION_POLICIES)}'
+            )
+        if self.admission == "priced" and self.eviction != "expected-return":
+            raise InvalidRequest(
+                'admission="priced" needs cache="radix" and eviction="expected-return", '
+                f"got cache={self.cache!r} and eviction={self.eviction!r}"
             )
         if self.cache != "hash" and self.hash_algorithm != "sha256":
             raise InvalidRequest(
@@ -229,11 +345,15 @@ class EngineConfig(StrictFields):
         check_text("kv_events_topic", self.kv_events_topic)
         if self.kv_events is not None:
             addresses = check_str("kv_events", self.kv_events).split(",")
-            if len(addresses) > 2 or not all("://" in one for one in addresses):
+            if len(addresses) > 2 or not all("://" in address for address in addresses):
                 raise InvalidRequest(
                     "kv_events must be one or two addresses, such as "
                     f'"tcp://*:5557,tcp://*:5558", got {self.kv_events!r}'
                 )
+
+    def is_exact_on(self, device_type: str) -> bool:
+        """Whether `exact` holds on "cpu" or "cuda"; None holds on the CPU."""
+        return device_type == "cpu" if self.exact is None else self.exact
 
     def _check_windows(self, ratio: float) -> None:
         name = "swa_full_tokens_ratio"
@@ -252,6 +372,18 @@ def _check_device(device: object) -> None:
             f'device must be "auto", "cpu", "cuda" or "cuda:N" for the N-th CUDA device, '
             f"got {shown(device)}"
         )
+
+
+def choose_checkpoint_interval(interval: int | None, state_tokens: float) -> int:
+    """Tokens from one kept state of a long sequence to the next: `interval` where it is given, else
+    a power of two so that states take at most the memory of the K/V between them. `state_tokens`:
+    tokens whose K/V takes the memory of a state."""
+    if interval is not None:
+        return interval
+    chosen = LEAST_CHECKPOINT_INTERVAL
+    while chosen < state_tokens:
+        chosen *= 2
+    return chosen
 
 
 _UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}

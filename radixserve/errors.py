@@ -10,7 +10,30 @@ class RadixServeError(Exception):
 
 
 class InvalidRequest(RadixServeError, ValueError):
-    """A request or a setting is wrong; the message says what, and what is allowed."""
+    """A request or a setting is wrong; the message names it and the allowed values.
+
+    `param`: the field or the place that is wrong, such as "tools[0].function.name", where known.
+    """
+
+    def __init__(self, *args: object, param: str | None = None) -> None:
+        super().__init__(*args)
+        self.param = param
+
+
+class PromptTooLong(InvalidRequest):
+    """A prompt leaves no room in the context for a token of output.
+
+    `num_tokens`: of the prompt. `max_tokens`: of the longest prompt.
+    """
+
+    def __init__(self, message: str, *, num_tokens: int, max_tokens: int) -> None:
+        super().__init__(message)
+        self.num_tokens = num_tokens
+        self.max_tokens = max_tokens
+
+
+class BranchBusy(InvalidRequest):
+    """Another call moves this branch: wait for its end, or fork the branch."""
 
 
 class ModelNotSupported(RadixServeError):
@@ -22,13 +45,13 @@ class OutOfPages(RadixServeError):
 
 
 class RequestFailed(RadixServeError):
-    """This request could not be answered, for instance as its logits are no numbers or its step
-    failed; the engine goes on. `__cause__` carries the reason when there is one."""
+    """This request could not be answered, for instance because its logits are not numbers or its
+    step failed. The engine continues. `__cause__` is the reason, if it is known."""
 
 
 class EngineDead(RadixServeError):
     """The engine has ended: it was closed, it failed, or it runs in the process that this one was
-    forked from. `__cause__` carries the reason when there is one."""
+    forked from. `__cause__` is the reason, if it is known."""
 
 
 def fresh(error: EngineDead) -> EngineDead:

@@ -84,6 +84,16 @@ class GgufFile:
         """The field of the model's architecture: "context_length" is llama.context_length."""
         return self.fields.get(f"{self.architecture}.{name}", default)
 
+    def largest(self, name: str, default: Any = None) -> Any:
+        """The field; of one with a number for each layer, the largest."""
+        value = self.field(name, default)
+        return max(value, default=default) if isinstance(value, list) else value
+
+    @property
+    def num_layers(self) -> int:
+        """Without those at the end that draft tokens."""
+        return int(self.field("block_count", 0)) - int(self.field("nextn_predict_layers", 0))
+
     def kind(self, name: str) -> str:
         """How the numbers of a tensor are stored, as gguf.GGMLQuantizationType names it.
 
@@ -145,72 +155,74 @@ class GgufFile:
     def _read_header(self) -> None:
         if self._data[:4] != _MAGIC:
             raise ValueError("it does not begin with GGUF")
-        at = 4
-        version, num_tensors, num_fields = struct.unpack_from("<IQQ", self._data, at)
+        position = 4
+        version, num_tensors, num_fields = struct.unpack_from("<IQQ", self._data, position)
         if version not in _VERSIONS:
             raise ValueError(f"version {version} is not one of {_VERSIONS}")
-        at += 20
+        position += 20
         for _ in range(num_fields):
-            name, at = self._string(at)
-            (kind,) = struct.unpack_from("<I", self._data, at)
-            self.fields[name], at = self._value(kind, at + 4)
-        found = []
+            name, position = self._string(position)
+            (kind,) = struct.unpack_from("<I", self._data, position)
+            self.fields[name], position = self._value(kind, position + 4)
+        tensors = []
         for _ in range(num_tensors):
-            name, at = self._string(at)
-            (num_dimensions,) = struct.unpack_from("<I", self._data, at)
+            name, position = self._string(position)
+            (num_dimensions,) = struct.unpack_from("<I", self._data, position)
             if num_dimensions > _MAX_DIMENSIONS:
                 raise ValueError(f"tensor {name} has {num_dimensions} dimensions")
-            shape = struct.unpack_from(f"<{num_dimensions}Q", self._data, at + 4)
-            at += 4 + 8 * num_dimensions
-            type_id, offset = struct.unpack_from("<IQ", self._data, at)
-            at += 12
-            found.append((name, shape[::-1], type_id, offset))
+            shape = struct.unpack_from(f"<{num_dimensions}Q", self._data, position + 4)
+            position += 4 + 8 * num_dimensions
+            type_id, offset = struct.unpack_from("<IQ", self._data, position)
+            position += 12
+            tensors.append((name, shape[::-1], type_id, offset))
         alignment = int(self.fields.get("general.alignment", 32))
-        start = -(-at // alignment) * alignment
-        for name, shape, type_id, offset in found:
+        start = -(-position // alignment) * alignment
+        for name, shape, type_id, offset in tensors:
             self.tensors[name] = GgufTensor(name, shape, type_id, start + offset)
 
-    def _string(self, at: int) -> tuple[str, int]:
-        (length,) = struct.unpack_from("<Q", self._data, at)
-        at += 8
-        if length > len(self._data) - at:
+    def _string(self, offset: int) -> tuple[str, int]:
+        (length,) = struct.unpack_from("<Q", self._data, offset)
+        offset += 8
+        if length > len(self._data) - offset:
             raise ValueError(f"a string of {length} bytes ends after the file")
-        return self._data[at : at + length].decode(), at + length
+        return self._data[offset : offset + length].decode(), offset + length
 
-    def _value(self, kind: int, at: int) -> tuple[Any, int]:
+    def _value(self, kind: int, offset: int) -> tuple[Any, int]:
         if kind == _STRING:
-            return self._string(at)
+            return self._string(offset)
         if kind in _NUMBERS:
             layout = "<" + _NUMBERS[kind]
-            return struct.unpack_from(layout, self._data, at)[0], at + struct.calcsize(layout)
+            return struct.unpack_from(layout, self._data, offset)[0], offset + struct.calcsize(
+                layout
+            )
         if kind != _ARRAY:
             raise ValueError(f"a field has the unknown type {kind}")
-        inner, length = struct.unpack_from("<IQ", self._data, at)
-        at += 12
+        inner, length = struct.unpack_from("<IQ", self._data, offset)
+        offset += 12
         if length > min(_MAX_LENGTH, len(self._data)):
             raise ValueError(f"an array of {length} entries ends after the file")
         if inner in _NUMBERS:
-            values = np.frombuffer(self._data, np.dtype("<" + _NUMBERS[inner]), length, at)
-            return values.tolist(), at + values.nbytes
+            values = np.frombuffer(self._data, np.dtype("<" + _NUMBERS[inner]), length, offset)
+            return values.tolist(), offset + values.nbytes
         if inner == _STRING:
-            return self._strings(length, at)
-        found = []
+            return self._strings(length, offset)
+        items = []
         for _ in range(length):
-            value, at = self._value(inner, at)
-            found.append(value)
-        return found, at
+            value, offset = self._value(inner, offset)
+            items.append(value)
+        return items, offset
 
-    def _strings(self, length: int, at: int) -> tuple[list[str], int]:
+    def _strings(self, length: int, offset: int) -> tuple[list[str], int]:
         """An array of strings, in a loop without calls: vocabularies have 100,000 of them."""
         data, size_at, end = self._data, struct.Struct("<Q").unpack_from, len(self._data)
-        found = []
+        strings = []
         for _ in range(length):
-            begin = at + 8
-            at = begin + size_at(data, at)[0]
-            if at > end:
+            begin = offset + 8
+            offset = begin + size_at(data, offset)[0]
+            if offset > end:
                 raise ValueError("a string ends after the file")
-            found.append(data[begin:at].decode())
-        return found, at
+            strings.append(data[begin:offset].decode())
+        return strings, offset
 
 
 def find_gguf(model_path: str) -> GgufFile | None:
@@ -225,11 +237,11 @@ def find_gguf(model_path: str) -> GgufFile | None:
         return GgufFile(path)
     if not path.is_dir() or (path / "config.json").is_file():
         return None
-    found = sorted(path.glob(f"*{SUFFIX}"))
-    if len(found) > 1:
-        names = ", ".join(one.name for one in found)
+    paths = sorted(path.glob(f"*{SUFFIX}"))
+    if len(paths) > 1:
+        names = ", ".join(file.name for file in paths)
         raise InvalidRequest(f"{path} holds several GGUF files ({names}): name one of them")
-    return GgufFile(found[0]) if found else None
+    return GgufFile(paths[0]) if paths else None
 
 
 def _gguf_package() -> Any:

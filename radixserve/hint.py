@@ -1,4 +1,4 @@
-"""`Hint` and `HintAnswer`: what a caller wants for K/V, and what became of it."""
+"""`Hint`, a caller's wish for cached K/V, and `HintAnswer`, its outcome."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ ANSWERS = ("accepted", "clipped", "deferred", "rejected", "missing")  # from bes
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """What is wanted for a prefix, or for all that a session keeps."""
+    """A wish for a prefix, or for all prefixes that a session claims."""
 
     verb: str
     token_ids: IntArray | None  # the prefix; None: that of `session`
     session: str = ""
     namespace: str = ""
-    seconds: float | None = None  # None: the default; 0 ends what was granted before
-    max_tokens: int | None = None  # of the prefix, its first ones
-    owner: str = ""  # whose budget it counts against
-    budget_tokens: int | None = None  # that all pins and retains of the owner may hold
-    may_share: bool = True  # the operator permits it
+    seconds: float | None = None  # None: the default; 0 ends the hints granted before
+    max_tokens: int | None = None  # only so many first tokens of the prefix
+    owner: str = ""  # the budget's owner
+    budget_tokens: int | None = None  # most tokens that all pins and retains of the owner may hold
+    may_share: bool = True  # whether the operator permits sharing
 
 
 class HintAnswer(NamedTuple):
     """answer is one of
-    accepted  done as asked; a prefetch: cached already, or it begins now
+    accepted  done as asked; of a prefetch: the prefix is cached already, or its computation begins
     clipped   done for fewer tokens or seconds than asked
-    deferred  it will be done when nothing else is at work
+    deferred  done later, when no request waits or runs
     rejected  not done
-    missing   nothing of it is cached, no such session is open, or there is nothing to end
+    missing   no token of the prefix is cached, no such session is open, or no hint can be ended
     """
 
     verb: str
     answer: str
-    tokens_found: int = 0  # leading tokens that were cached; with seconds=0 those of what was ended
-    tokens_covered: int = 0  # tokens that the hint has an effect on, in whole pages
+    tokens_found: int = 0  # leading tokens that were cached; with seconds=0 those of the ended hint
+    tokens_covered: int = 0  # tokens that the hint affects, whole pages
     seconds: float | None = None  # granted; None for verbs without a time
-    reason: str = ""  # why it is not as asked; "" where it is
+    reason: str = ""  # why the outcome differs from the wish; "" if it does not
 
 
 class HintLimits(NamedTuple):
@@ -55,7 +55,7 @@ class HintLimits(NamedTuple):
 
 
 def check_hint(verb: object, seconds: object, max_tokens: object) -> None:
-    """Raise InvalidRequest for a wrong verb, and for bounds that are wrong or that it has not."""
+    """Raise InvalidRequest for an unknown verb, and for bounds that are wrong or not the verb's."""
     check_choice("verb", verb, VERBS)
     if seconds is not None:
         if verb not in TIMED_VERBS:
@@ -68,16 +68,16 @@ def check_hint(verb: object, seconds: object, max_tokens: object) -> None:
 
 
 def join_answers(verb: str, answers: list[HintAnswer]) -> HintAnswer:
-    """One answer for several prefixes of a session: the worst, with the sums of tokens."""
-    worst = max(answers, key=lambda one: ANSWERS.index(one.answer))
-    kinds = {one.answer for one in answers}
+    """Returns one answer for several prefixes of a session: the worst, with the sums of tokens."""
+    worst = max(answers, key=lambda own: ANSWERS.index(own.answer))
+    kinds = {own.answer for own in answers}
     answer = "clipped" if kinds & {"accepted", "clipped"} and len(kinds) > 1 else worst.answer
-    seconds = [one.seconds for one in answers if one.seconds is not None]
+    seconds = [own.seconds for own in answers if own.seconds is not None]
     return HintAnswer(
         verb,
         answer,
-        sum(one.tokens_found for one in answers),
-        sum(one.tokens_covered for one in answers),
+        sum(own.tokens_found for own in answers),
+        sum(own.tokens_covered for own in answers),
         min(seconds, default=None),
         worst.reason,
     )

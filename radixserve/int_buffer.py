@@ -12,7 +12,7 @@ from radixserve.arrays import IntArray
 class IntBuffer:
     """Views handed out stay valid memory after a growth, but then show the older state.
 
-    `size` is its length and `last` its last value, -1 where there is none, without a call; not to
+    `size` is its length and `last` its last value, -1 if it is empty, without a call; not to
     be set.
     """
 

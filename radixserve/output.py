@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
+from radixserve.arrays import IntArray
+from radixserve.diagnosis import Decode, Diagnosis, diagnose
+from radixserve.errors import InvalidRequest
 from radixserve.schedule import SampleOutput
+
+FinishReason = Literal["stop", "length", "abort"]
+MissReason = Literal[
+    "full",
+    "diverged",
+    "evicted",
+    "namespace",
+    "no_checkpoint",
+    "window_evicted",
+    "never_seen",
+]
 
 
 class Lookup(NamedTuple):
@@ -28,10 +44,17 @@ class Lookup(NamedTuple):
     """
 
     cached_len: int  # tokens that acquire() would reuse now
-    reason: str
+    reason: MissReason
     position: int  # first position at which the prompt and the cached tokens differ
     expected: int | None = None  # for diverged: a token cached at that position
     found: int | None = None  # for diverged: the prompt's token there
+
+    @property
+    def missing_state_tokens(self) -> int:
+        """Tokens whose K/V is cached and which acquire() would compute again nevertheless, because
+        no recurrent state, or K/V of layers with windows, was kept from which to continue."""
+        lacks_state = self.reason in ("no_checkpoint", "window_evicted")
+        return self.position - self.cached_len if lacks_state else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +63,20 @@ class Usage:
 
     A prompt token counts as cached when this request never computed it, as computed otherwise
     (once, also when a preemption made it necessary again). A request that ended before its prompt
-    was processed counts only what was.
+    was processed counts only what was. missing_state_tokens: of the computed ones those that
+    `Lookup.missing_state_tokens` counts.
     """
 
     prompt_tokens: int
     cached_tokens: int
     computed_tokens: int
     completion_tokens: int
+    missing_state_tokens: int = 0
+    loaded_tokens: int = 0  # of cached_tokens: read from the kv_store for this request
 
     def with_answer(self, num_tokens: int) -> Usage:
         """The same prompt, with an answer of that length."""
-        return Usage(self.prompt_tokens, self.cached_tokens, self.computed_tokens, num_tokens)
+        return replace(self, completion_tokens=num_tokens)
 
     def of_other_answer(self, num_tokens: int) -> Usage:
         """The usage of a further answer: all of the prompt counts as cached."""
@@ -60,10 +86,12 @@ class Usage:
 def add_usages(usages: Sequence[Usage]) -> Usage:
     """Their sum."""
     return Usage(
-        sum(one.prompt_tokens for one in usages),
-        sum(one.cached_tokens for one in usages),
-        sum(one.computed_tokens for one in usages),
-        sum(one.completion_tokens for one in usages),
+        sum(usage.prompt_tokens for usage in usages),
+        sum(usage.cached_tokens for usage in usages),
+        sum(usage.computed_tokens for usage in usages),
+        sum(usage.completion_tokens for usage in usages),
+        sum(usage.missing_state_tokens for usage in usages),
+        sum(usage.loaded_tokens for usage in usages),
     )
 
 
@@ -111,11 +139,24 @@ class RequestOutput(NamedTuple):
 
     request_id: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # one a token when asked for, else empty
+    logprobs: tuple[float, ...]  # one per token if requested, else empty
     top_logprobs: tuple[dict[int, float], ...]
     finish: Finish | None
     beams: tuple[Beam, ...] = ()  # the answers of a beam search, best first, when it has ended
     beam_samples: tuple[SampleOutput, ...] = ()  # of a beam search: the sample of each of its beams
+
+
+class PromptTokens:
+    """A prompt's token ids and how to read them. A copy or pickle of it has the ids alone."""
+
+    __slots__ = ("decode", "token_ids")
+
+    def __init__(self, token_ids: IntArray, decode: Decode | None = None) -> None:
+        self.token_ids = token_ids
+        self.decode = decode
+
+    def __reduce__(self) -> tuple[type[PromptTokens], tuple[IntArray]]:
+        return PromptTokens, (self.token_ids,)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -125,21 +166,25 @@ class Completion:
     finish_reason   "stop" (end token or stop string), "length" or "abort"
     stop_reason     the stop string, or the id in stop_token_ids, that ended it; else None: also for
                     the model's own end tokens
-    logprobs        of each generated token, when asked for: of the model's own distribution
-    top_logprobs    {token id: logprob} of the best ones at each position, when asked for
+    logprobs        of each generated token, if requested: of the model's own distribution
+    top_logprobs    {token id: logprob} of the best ones at each position, if requested
     cumulative_logprob  their sum over the generated tokens, when asked for and where a prompt was
                     completed several times
     prompt_logprobs  of each token of the prompt given those before it, when asked for: None for the
                     first one, and for those that an aborted request did not reach
-    prompt_top_logprobs  {token id: logprob} of the best ones in their places, when asked for
+    prompt_top_logprobs  {token id: logprob} of the best ones in their places, if requested
     score           of a beam: what the answers of the search are ranked by
     miss            how much of the prompt was cached at admission, and why not more
+    digest          a hash of the logits' bits behind each token, when asked for: equal where the
+                    answers are equal to the bit. None where another process sampled tokens or a
+                    grammar forced them
+    prompt          the prompt's token ids: `prompt_token_ids`
     """
 
     request_id: str
     text: str
     token_ids: list[int]
-    finish_reason: str
+    finish_reason: FinishReason
     usage: Usage
     metrics: Metrics
     miss: Lookup | None
@@ -150,6 +195,35 @@ class Completion:
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
     stop_reason: str | int | None = None
+    digest: str | None = None
+    prompt: PromptTokens | None = field(default=None, compare=False)
+
+    @property
+    def prompt_token_ids(self) -> IntArray:
+        """Raises InvalidRequest for a completion that was made without its prompt."""
+        if self.prompt is None:
+            raise InvalidRequest(f"the completion {self.request_id} was made without its prompt")
+        return self.prompt.token_ids
+
+    def sequence(self) -> tuple[IntArray, int]:
+        """The token ids of prompt and answer, and of how many the K/V was computed: not of the
+        answer's last one."""
+        prompt, answer = self.prompt_token_ids, np.asarray(self.token_ids, np.int32)
+        num_computed = self.usage.prompt_tokens + max(0, len(answer) - 1)
+        return np.concatenate([prompt, answer]), num_computed
+
+    def diagnosis(self, previous: Completion) -> Diagnosis:
+        """Why this prompt found less in the cache than `previous` had left there: the first token
+        that was lost, the texts that differ, and the tokens that had to be computed again.
+
+        `previous`: a request that had ended before, such as the turn before. O(tokens)."""
+        return diagnose(
+            self.prompt_token_ids,
+            self.usage.cached_tokens,
+            "" if self.miss is None else self.miss.reason,
+            *previous.sequence(),
+            None if self.prompt is None else self.prompt.decode,
+        )
 
     def __repr__(self) -> str:
         """In one line: long texts are cut, tokens and log-probabilities counted."""
@@ -200,11 +274,11 @@ def join_chunks(first: Chunk, second: Chunk) -> Chunk:
 
 
 class EngineStatus(NamedTuple):
-    """What the engine's thread is doing, as it last said: read without waiting for it."""
+    """The state of the engine's thread, read without waiting for it."""
 
     is_alive: bool
     is_idle: bool  # nothing to compute
-    stepped_at: float  # time.monotonic() after the last step, or when it became idle
+    stepped_at: float  # time.monotonic() after the last step; now, while it is idle
     running: int  # requests
     waiting: int  # requests, those that the thread has not read yet included
     waiting_tokens: int  # of these requests

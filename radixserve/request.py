@@ -1,21 +1,24 @@
-"""What a caller asks for: `SamplingParams`, and the `Request` that the engine queues."""
+"""`SamplingParams`, a caller's settings for an answer, and `Request`, which the engine queues."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from radixserve.arrays import IntArray
-from radixserve.checks import StrictFields, check_float, check_int, check_text, shown
+from radixserve.checks import StrictFields, check_choice, check_float, check_int, check_text, shown
 from radixserve.errors import InvalidRequest
-from radixserve.structured_output import Grammar, StructuredOutput
+from radixserve.logits_digest import LogitsDigest
+from radixserve.structured_outputs import Grammar, StructuredOutput
 
+TruncationSide = Literal["left", "right"]
 MAX_LOGPROBS = 100
+MAX_LOGPROB_IDS = 1_024
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 1_024
 MAX_LOGIT_BIAS = 100.0
@@ -30,10 +33,10 @@ LogitsProcessor = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SamplingParams(StrictFields):
-    """How a request's tokens are sampled and when it ends. Checked when made (InvalidRequest).
+    """How a request's tokens are sampled and when it ends. Raises InvalidRequest when made.
 
     max_tokens            most tokens to generate
-    min_tokens            end tokens and stop strings are ignored before this many
+    min_tokens            number of tokens before which end tokens and stop strings are ignored
     temperature           0 is greedy; else 1e-5 to 100
     top_k                 keep the k most likely tokens; 0 or -1 keeps all
     top_p                 keep the smallest set of tokens with at least this probability
@@ -44,35 +47,44 @@ class SamplingParams(StrictFields):
     frequency_penalty     subtracted for each occurrence in the output
     logit_bias            {token id: number added to its logit, -100 to 100}
     allowed_token_ids     the only tokens that may be sampled; None: all
-    bad_words             strings that are not generated: of each, as it is tokenised with and
-                          without a space before it, the last token is forbidden where the output
-                          ends with the others
+    bad_words             strings that are not generated. Each is tokenised with and without a
+                          space before it; its last token is forbidden after the others
     structured            the constraint on the answer: a StructuredOutput or its fields, such
-                          as {"regex": "[0-9]+"}. What cannot continue it is forbidden after all
-                          other changes. The answer ends, with finish_reason "stop", when nothing
-                          can follow, also before min_tokens; where it may end, end tokens may be
-                          sampled
+                          as {"regex": "[0-9]+"}. Tokens that cannot continue the answer are
+                          forbidden after all other changes. Where the answer may end, end tokens
+                          may be sampled. It ends, with finish_reason "stop", when no token can
+                          follow, also before min_tokens
     logits_processors     Python functions f(output ids, logits) -> logits, or f(prompt ids, output
                           ids, logits), called in order before all other changes; logits are a
-                          float32 tensor [vocabulary]. Slow: each is called for every token while no
-                          other request advances, and on a device no step is prepared ahead. They
-                          must not call the Runtime; what one raises ends its request only
+                          float32 tensor [vocabulary]. Slow: each call stops all other requests, and
+                          on a device no step is prepared ahead. They must not call the Runtime. An
+                          exception ends its request only
     stop                  string or strings that end the text; they are not part of it
     include_stop_str_in_output  leave the stop string, or the end token's text, in the text
-    stop_token_ids        token ids that end it, besides the model's own end tokens
+    stop_token_ids        token ids that end the answer, besides the model's own end tokens
     ignore_eos            continue after the model's end tokens
-    seed                  makes the request reproducible whatever runs beside it
-    n                     completions a prompt, computed once; each with a random stream of its own
-    best_of               sample this many, return the n with the highest cumulative log-probability
-    logprobs              None, or how many of the best tokens to report besides the one sampled
-    prompt_logprobs       None, or how many of the best tokens to report besides each token of the
-                          prompt; what is cached of it is computed again
+    seed                  seed of the request's random stream: the same seed gives the same answer,
+                          whatever runs in the same batch if answers are exact (docs/exactness.md)
+    n                     completions per prompt, which is computed once; each has its own random
+                          stream
+    best_of               number of completions to sample; the n with the highest cumulative
+                          log-probability are returned
+    logprobs              number of best tokens to report besides the sampled one; None: no
+                          log-probabilities
+    logprob_token_ids     tokens to report in place of the best ones: top_logprobs has these, in
+                          this order; None: the best ones
+    prompt_logprobs       number of best tokens to report besides each token of the prompt; None: no
+                          log-probabilities. Cached tokens are computed again for them
     skip_special_tokens   leave special tokens out of the text
-    keep_special_ids      those that stay in it nevertheless
-    truncate_prompt_tokens  None, or take only so many of the prompt's last tokens; -1: as many as
-                          leave room for max_tokens
-    priority              requests with a higher one are admitted first
+    keep_special_ids      special tokens that stay in the text nevertheless
+    truncate_prompt_tokens  number of the prompt's last tokens to use; -1: as many as leave room for
+                          max_tokens; None: all
+    truncation_side       the side of the prompt that is cut off: "left", or "right" to use its
+                          first tokens
+    priority              requests with a higher priority are admitted first
     namespace             requests of different namespaces share no cache
+    digest                report a hash of each token's logits, as logits_processors get them, to
+                          compare answers bit by bit
     """
 
     max_tokens: int = 128
@@ -97,12 +109,15 @@ class SamplingParams(StrictFields):
     n: int = 1
     best_of: int | None = None
     logprobs: int | None = None
+    logprob_token_ids: Iterable[int] | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     keep_special_ids: Iterable[int] = ()
     truncate_prompt_tokens: int | None = None
+    truncation_side: TruncationSide = "left"
     priority: int = 0
     namespace: str = ""
+    digest: bool = False
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
@@ -132,21 +147,41 @@ class SamplingParams(StrictFields):
             )
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequest("truncate_prompt_tokens must be None, -1 or >= 1, got 0")
+        check_choice("truncation_side", self.truncation_side, get_args(TruncationSide))
         put("logit_bias", _logit_bias(self.logit_bias))
         if self.allowed_token_ids is not None:
             ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not ids:
                 raise InvalidRequest("allowed_token_ids must name a token at least; None: all")
             put("allowed_token_ids", tuple(dict.fromkeys(ids)))
+        if self.logprob_token_ids is not None:
+            put("logprob_token_ids", self._read_logprob_token_ids())
+            put("logprobs", 0)
         put("bad_words", _strings("bad_words", self.bad_words, MAX_BAD_WORDS))
-        put("structured", _structured(self.structured))
+        put("structured", _read_structured_outputs(self.structured))
         put("logits_processors", _processors(self.logits_processors))
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         put("stop", _strings("stop", stop, MAX_STOP_STRINGS))
         put("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         put("keep_special_ids", _token_ids("keep_special_ids", self.keep_special_ids))
-        self._check_bools("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+        self._check_bools(
+            "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "digest"
+        )
         check_text("namespace", self.namespace)
+
+    def _read_logprob_token_ids(self) -> tuple[int, ...]:
+        name = "logprob_token_ids"
+        ids = tuple(dict.fromkeys(_token_ids(name, self.logprob_token_ids)))
+        if not 1 <= len(ids) <= MAX_LOGPROB_IDS:
+            raise InvalidRequest(f"{name} must name 1 to {MAX_LOGPROB_IDS} tokens, got {len(ids)}")
+        if self.logprobs:
+            raise InvalidRequest(f"{name} and logprobs={self.logprobs} exclude each other")
+        return ids
+
+    @property
+    def has_top_logprobs(self) -> bool:
+        """Whether other tokens are reported besides each one sampled."""
+        return bool(self.logprobs) or self.logprob_token_ids is not None
 
     @property
     def num_samples(self) -> int:
@@ -159,7 +194,7 @@ class SamplingParams(StrictFields):
 
     @cached_property
     def is_greedy_only(self) -> bool:
-        """Whether logits alone decide and nothing else is asked for: no history counts."""
+        """Whether logits alone decide, without other settings: no history counts."""
         return self.takes_best and self.structured is None
 
     @cached_property
@@ -176,7 +211,7 @@ class SamplingParams(StrictFields):
         return is_free and (self.is_greedy or not has_filter)
 
     @property
-    def structured_output(self) -> StructuredOutput | None:
+    def structured_outputs(self) -> StructuredOutput | None:
         """`structured` as the record that it is after the check."""
         assert not isinstance(self.structured, Mapping)
         return self.structured
@@ -225,18 +260,20 @@ def _several(name: str, value: object, what: str) -> tuple[Any, ...]:
 
 def _strings(name: str, value: object, most: int) -> tuple[str, ...]:
     what = "a non-empty string or several" if name == "stop" else "a list of non-empty strings"
-    found = _several(name, value, what)
-    for one in found:
-        if not isinstance(one, str) or not one:
+    strings = _several(name, value, what)
+    for string in strings:
+        if not isinstance(string, str) or not string:
             raise InvalidRequest(f"{name} must be {what}, got {shown(value)}")
-        check_text(name, one)
-    if len(found) > most:
-        raise InvalidRequest(f"{name} takes at most {most} strings, got {len(found)}")
-    return tuple(map(str, found))
+        check_text(name, string)
+    if len(strings) > most:
+        raise InvalidRequest(f"{name} takes at most {most} strings, got {len(strings)}")
+    return tuple(map(str, strings))
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
     ids = _several(name, value, "a list of token ids")
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < 2**31:  # fast where many
+        return ids
     return tuple(check_int(name, token_id, 0, 2**31 - 1) for token_id in ids)
 
 
@@ -246,6 +283,10 @@ def _logit_bias(value: object) -> dict[int, float] | None:
     if not isinstance(value, Mapping):
         raise InvalidRequest(f"logit_bias must be {{token id: number}}, got {shown(value)}")
     most = MAX_LOGIT_BIAS
+    if set(map(type, value)) == {int} and set(map(type, value.values())) <= {int, float}:
+        biases = np.array(list(value.values()), np.float64)
+        if min(value) >= 0 and max(value) < 2**31 and bool((np.abs(biases) <= most).all()):
+            return dict(zip(value, biases.tolist(), strict=True))  # fast where many
     return {
         check_int("a token id of logit_bias", token_id, 0, 2**31 - 1): check_float(
             f"logit_bias of token {shown(token_id)}", bias, -most, most
@@ -255,14 +296,14 @@ def _logit_bias(value: object) -> dict[int, float] | None:
 
 
 def _processors(value: object) -> tuple[LogitsProcessor, ...]:
-    found = _several("logits_processors", value, "a list of functions")
-    for one in found:
-        if not callable(one):
-            raise InvalidRequest(f"logits_processors must be functions, got {shown(one)}")
-    return found
+    processors = _several("logits_processors", value, "a list of functions")
+    for processor in processors:
+        if not callable(processor):
+            raise InvalidRequest(f"logits_processors must be functions, got {shown(processor)}")
+    return processors
 
 
-def _structured(value: object) -> StructuredOutput | None:
+def _read_structured_outputs(value: object) -> StructuredOutput | None:
     if value is None or isinstance(value, StructuredOutput):
         return value
     if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
@@ -307,7 +348,7 @@ class Request:
     seed: int  # of its random stream; params.seed or one drawn by the owner
     end_ids: frozenset[int]  # tokens that end it: the model's (unless ignored) and its own
     max_len: int  # most tokens of prompt and output together
-    session: str = ""  # the cache session that claims what it leaves cached; "": none
+    session: str = ""  # the cache session that claims its cached tokens; "": none
     logprob_targets: IntArray | None = None
     # [k] token ids to score, one after each of the last k tokens; no token is sampled then
     also_generate: bool = False
@@ -316,12 +357,24 @@ class Request:
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     is_prefetch: bool = False  # computed for later requests; no caller's prompt
     grammar: Grammar | None = None  # of params.structured
-    num_generated: int = 0  # last tokens of `token_ids` that are part of the answer, to go on from
+    digest: LogitsDigest | None = None  # with params.digest, also the first of logits_processors
+    turn_starts: tuple[int, ...] = ()  # ascending positions at which messages of a chat begin, the
+    # generation prompt's last; known only where the model has recurrent layers
+    num_resumed_tokens: int = 0  # last tokens of `token_ids` that the answer begins with
+
+    def with_digest(self) -> Request:
+        """The request with a digest of its own, where its params ask for one."""
+        if not self.params.digest:
+            return self
+        digest = LogitsDigest()
+        others = [p for p in self.params.logits_processors if not isinstance(p, LogitsDigest)]
+        params = replace(self.params, logits_processors=(digest, *others))
+        return replace(self, params=params, digest=digest)
 
     @property
     def num_prompt(self) -> int:
-        """Tokens of `token_ids` that are no part of the answer."""
-        return len(self.token_ids) - self.num_generated
+        """Tokens of `token_ids` that are not part of the answer."""
+        return len(self.token_ids) - self.num_resumed_tokens
 
     @property
     def num_candidates(self) -> int:

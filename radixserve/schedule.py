@@ -1,8 +1,7 @@
 """Records exchanged by scheduler and model runner: one step's work and its result.
 
-Plain numpy. The scheduler fills a `SchedulerOutput`, the runner answers it with a
-`ModelRunnerOutput`. Records of one row are NamedTuples: they take a third of a frozen dataclass's
-time to make.
+Plain numpy. The scheduler fills a `SchedulerOutput`, whose rows are columns, and the runner answers
+it with a `ModelRunnerOutput`.
 
 A schedule's arrays may be views of the scheduler's own: a runner reads them before `launch`
 returns. With overlap the next schedule is made while a step is still being computed. Steps are
@@ -11,8 +10,10 @@ computed in order, each one's copies before its rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,10 +21,9 @@ from numpy.typing import NDArray
 
 from radixserve.arrays import IntArray
 from radixserve.request import SamplingParams
-from radixserve.structured_output import Matcher
+from radixserve.structured_outputs import Matcher
 
 PLACEHOLDER = -1  # placeholder of a token id that only the device has
-new_tuple = tuple.__new__  # of a NamedTuple and all its values: half the price of its constructor
 
 
 class SampleSpec(NamedTuple):
@@ -50,9 +50,9 @@ class SampleSpec(NamedTuple):
     @property
     def on_host(self) -> bool:
         """Whether its output is made on the host, which must know all tokens before it."""
-        structured = self.params.structured_output
+        structured_outputs = self.params.structured_outputs
         # With jump_forward a sample may bring several tokens.
-        jumps = structured is not None and structured.jump_forward
+        jumps = structured_outputs is not None and structured_outputs.jump_forward
         return self.num_candidates > 0 or jumps or bool(self.params.logits_processors)
 
 
@@ -89,6 +89,97 @@ class ScheduledRequest(NamedTuple):
         return self.start + len(self.token_ids)
 
 
+class LogprobTargets(NamedTuple):
+    """`ScheduledRequest.logprob_targets` and `num_top_logprobs` of a row that has targets."""
+
+    token_ids: IntArray  # [k]
+    num_top_logprobs: int
+
+
+class RowStates(NamedTuple):
+    """The recurrent states of a row, as `ScheduledRequest` has them."""
+
+    state_id: int = -1
+    checkpoints: tuple[tuple[int, int], ...] = ()
+    written_state_id: int = -1
+
+
+@dataclass(slots=True, eq=False)
+class ScheduledRows:
+    """The R rows of a step as columns: item i of each list describes row i, in the words of
+    `ScheduledRequest`. The tokens of all rows lie end to end in `input_ids`.
+
+    As a sequence it holds the rows as `ScheduledRequest`s, each made when it is read.
+    """
+
+    request_ids: list[str] = field(default_factory=list)
+    input_ids: array[int] = field(default_factory=partial(array, "i"))  # [T] int32
+    num_tokens: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    page_ids: list[IntArray] = field(default_factory=list)
+    samples: list[SampleSpec | None] = field(default_factory=list)
+    first_new_pages: list[int] = field(default_factory=list)
+    req_pool_indices: list[int] = field(default_factory=list)
+    future_indices: list[int] = field(default_factory=list)  # [] if all tokens are known
+    targets: dict[int, LogprobTargets] = field(default_factory=dict)  # by row
+    states: list[RowStates] = field(default_factory=list)  # [] if the model has no states
+
+    @classmethod
+    def of(cls, rows: Iterable[ScheduledRequest]) -> ScheduledRows:
+        """The columns of `rows`."""
+        columns, rows = cls(), tuple(rows)
+        for number, row in enumerate(rows):
+            columns.request_ids.append(row.request_id)
+            columns.input_ids.extend(row.token_ids.tolist())
+            columns.num_tokens.append(len(row.token_ids))
+            columns.starts.append(row.start)
+            columns.page_ids.append(row.page_ids)
+            columns.samples.append(row.sample)
+            columns.first_new_pages.append(row.first_new_page)
+            columns.req_pool_indices.append(row.req_pool_idx)
+            columns.states.append(RowStates(row.state_id, row.checkpoints, row.written_state_id))
+            if row.logprob_targets is not None:
+                targets = LogprobTargets(row.logprob_targets, row.num_top_logprobs)
+                columns.targets[number] = targets
+        if any(row.future_index >= 0 for row in rows):
+            columns.future_indices = [row.future_index for row in rows]
+        return columns
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    def __getitem__(self, row: int) -> ScheduledRequest:
+        """O(rows). Raises IndexError."""
+        row = range(len(self.request_ids))[row]
+        return self._row(row, sum(self.num_tokens[:row]))
+
+    def __iter__(self) -> Iterator[ScheduledRequest]:
+        first = 0
+        for row, num_tokens in enumerate(self.num_tokens):
+            yield self._row(row, first)
+            first += num_tokens
+
+    def _row(self, row: int, first: int) -> ScheduledRequest:
+        """first: the index of the row's first token in `input_ids`."""
+        targets = self.targets.get(row, LogprobTargets(np.empty(0, np.int32), 0))
+        states = self.states[row] if self.states else RowStates()
+        return ScheduledRequest(
+            request_id=self.request_ids[row],
+            token_ids=np.frombuffer(self.input_ids, np.int32)[first : first + self.num_tokens[row]],
+            start=self.starts[row],
+            page_ids=self.page_ids[row],
+            sample=self.samples[row],
+            logprob_targets=targets.token_ids if row in self.targets else None,
+            num_top_logprobs=targets.num_top_logprobs,
+            future_index=self.future_indices[row] if self.future_indices else -1,
+            first_new_page=self.first_new_pages[row],
+            req_pool_idx=self.req_pool_indices[row],
+            state_id=states.state_id,
+            checkpoints=states.checkpoints,
+            written_state_id=states.written_state_id,
+        )
+
+
 class WindowLayers(NamedTuple):
     """Layers that see a window of positions only, where their K and V have pages of their own."""
 
@@ -109,7 +200,7 @@ class SchedulerOutput:
     """One step: the copies, then one forward over all rows, then a token for each sampled row."""
 
     step: int
-    rows: tuple[ScheduledRequest, ...]
+    rows: ScheduledRows
     # [num_copies, 3] (source page, destination page, tokens from the page's start)
     cow_copies: IntArray
     num_prefill_tokens: int
@@ -130,16 +221,16 @@ class SampleOutput(NamedTuple):
     """A row's result: a token, or scores. Logprobs are of the model's own distribution."""
 
     token_id: int
-    logprob: float | None  # when the request asked for logprobs
-    top_logprobs: tuple[tuple[int, float], ...]  # best first, as many as asked for
+    logprob: float | None = None  # if the request has logprobs
+    top_logprobs: tuple[tuple[int, float], ...] = ()  # best first, as many as requested
     error: str | None = None  # why no token could be sampled; the row's K/V is not to be kept
     scores: tuple[float, ...] = ()  # log-probabilities of the row's targets; token_id is -1 where
-    # nothing else was asked for
+    # nothing else was requested
     top_scores: tuple[tuple[tuple[int, float], ...], ...] = ()  # the best tokens in their places
     candidates: Candidates | None = None  # of a beam; then token_id is -1
     cause: BaseException | None = None  # of the error, where a caller's function raised it
     is_complete: bool = False  # nothing can follow the token: the answer's grammar is at its end
-    # Tokens that have to follow it, with params.structured_output.jump_forward.
+    # Tokens that have to follow it, with params.structured_outputs.jump_forward.
     forced_ids: tuple[int, ...] = ()
 
 

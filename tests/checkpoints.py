@@ -35,7 +35,108 @@ WINDOWS = {  # one layer sees 21 positions, one all
 }
 MOE = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
 
+_DELTA_NET: dict[str, Any] = {  # two layers of it and one of attention, whose rotary turns 4 of 16
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.25,
+    },
+}
+_SHARED_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
+}
+_GRANITE_HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_experts_per_tok": 2,
+    "shared_intermediate_size": 40,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_expand": 2,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.7,
+    "embedding_multiplier": 3.0,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("Qwen3NextConfig", {**_DELTA_NET, **_SHARED_EXPERTS}),
+    "qwen3_5": ("Qwen3_5TextConfig", _DELTA_NET),
+    "lfm2": (
+        "Lfm2Config",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_multiple_of": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    ),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**_DELTA_NET, **_SHARED_EXPERTS}),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {
+            **MOE,
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    ),
+    "granitemoehybrid": ("GraniteMoeHybridConfig", {**_GRANITE_HYBRID, "num_local_experts": 4}),
+    "granite_hybrid_dense": (
+        "GraniteMoeHybridConfig",
+        {**_GRANITE_HYBRID, "num_local_experts": 0, "position_embedding_type": "rope"},
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            "layers_block_type": "linear_attention moe full_attention linear_attention mlp".split(),
+            "num_hidden_layers": 5,
+            "head_dim": 16,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 24,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+            "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 40,
+            "n_routed_experts": 4,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {
+            "head_dim": 16,
+            "mamba_n_heads": 6,
+            "mamba_d_head": 24,
+            "mamba_d_ssm": 144,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 2,
+            "mamba_rms_norm": False,
+            "attention_in_multiplier": 0.8,
+            "attention_out_multiplier": 1.2,
+            "key_multiplier": 0.7,
+            "ssm_in_multiplier": 1.3,
+            "ssm_out_multiplier": 0.6,
+            "ssm_multipliers": [0.9, 1.1, 0.7, 1.2, 0.8],
+            "mlp_multipliers": [1.4, 0.7],
+            "embedding_multiplier": 2.0,
+            "lm_head_multiplier": 0.5,
+        },
+    ),
     "llama": ("LlamaConfig", {}),
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "qwen2": ("Qwen2Config", {}),
@@ -139,11 +240,47 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 NATIVE = ("llama", "mistral", "qwen2", "qwen3")
 EXPERTS = ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")  # of four experts a token has two
+DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # native on the cpu attention backend
+STATE_SPACES = ("granitemoehybrid", "granite_hybrid_dense", "nemotron_h", "falcon_h1")
+RECURRENT = (*DELTA_NETS, *STATE_SPACES, "lfm2", "lfm2_moe")  # the same
 NATIVE_PARTS = (  # other native families: each has parts that these do not have
     *("cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3", "glm", "glm4", "granite"),
     *EXPERTS,
     *("olmo2", "olmo3", "phi3", "smollm3", "mistral_window", "qwen2_window", "phi3_window"),
 )
+
+_FOUR_LAYERS = {"num_hidden_layers": 4, "layer_types": None}
+_LONGROPE = {
+    "original_max_position_embeddings": 128,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0 + i / 8 for i in range(8)],
+        "long_factor": [2.0] * 8,
+    },
+}
+GGUF_OVERRIDES: dict[str, dict[str, Any]] = {  # of a family of GGUF files
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 32},
+    "mixtral": {},
+    "qwen3_moe": {"head_dim": 32, "norm_topk_prob": True},
+    "qwen2_moe": {},
+    "cohere": {"tie_word_embeddings": True},
+    "cohere2": {**_FOUR_LAYERS, "tie_word_embeddings": True},
+    "exaone4": {},
+    "gemma": {},
+    "gemma2": {"query_pre_attn_scalar": 16, "tie_word_embeddings": True},
+    "gemma3": {**_FOUR_LAYERS, "num_hidden_layers": 6, "query_pre_attn_scalar": 16},
+    "glm4": {},
+    "gpt_oss": {},
+    "granite": {},
+    "olmo2": {},
+    "olmo3": {},
+    "phi3": {},
+    "phi3_window": _LONGROPE,
+    "smollm3": {**_FOUR_LAYERS, "no_rope_layer_interval": 4},
+}
 
 
 def make_config(family: str, **overrides: Any) -> Any:
@@ -169,6 +306,9 @@ def make_model(config: Any, seed: int = 0) -> Any:
             for name, parameter in model.named_parameters():
                 if parameter.ndim == 1 or "norm" in name:
                     parameter.add_(0.2 * torch.randn_like(parameter))
+            for name, buffer in model.named_buffers():
+                if name.endswith("bias"):  # of the choice of experts
+                    buffer.add_(0.2 * torch.randn_like(buffer))
     return model.float()
 
 

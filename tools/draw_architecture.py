@@ -33,12 +33,13 @@ ORDER = (  # from left to right within a layer
         "engine",
         "scheduler",
         "cache",
+        "store",
         "text",
     ),
     *("runner", "models", "grammar", "attention", RECORDS, KERNELS),
 )
 COLOURS = {
-    **dict.fromkeys(("routing", "scheduler", "cache"), "#dcebd8"),
+    **dict.fromkeys(("routing", "scheduler", "cache", "store"), "#dcebd8"),
     **dict.fromkeys(("runner", "models", "attention", KERNELS), "#d9e5f6"),
 }
 BOX_WIDTH, BOX_HEIGHT, GAP, LAYER = 270, 64, 36, 112  # pixels
@@ -68,15 +69,15 @@ def imported_modules(path: Path) -> Iterator[str]:
 
 def read_imports() -> dict[str, set[str]]:
     """For each package the packages that it imports."""
-    found: dict[str, set[str]] = {}
+    imports: dict[str, set[str]] = {}
     for base in (ROOT, ROOT / "kernels"):
         for path in sorted((base).glob("radixserve*/**/*.py")):
             module = ".".join(path.relative_to(base).with_suffix("").parts)
             package = package_of(module)
             if package is not None and not module.endswith("__init__"):
                 others = {package_of(name) for name in imported_modules(path)} - {None, package}
-                found.setdefault(package, set()).update(o for o in others if o is not None)
-    return found
+                imports.setdefault(package, set()).update(o for o in others if o is not None)
+    return imports
 
 
 def purpose(package: str) -> str:
@@ -93,8 +94,10 @@ def layers(imports: dict[str, set[str]]) -> list[list[str]]:
     level: dict[str, int] = {}
     for package in TopologicalSorter(imports).static_order():
         level[package] = 1 + max((level[o] for o in imports.get(package, ())), default=-1)
-    found = [[p for p in ORDER if level.get(p) == at] for at in range(max(level.values()) + 1)]
-    return found[::-1]
+    rows = [
+        [p for p in ORDER if level.get(p) == number] for number in range(max(level.values()) + 1)
+    ]
+    return rows[::-1]
 
 
 def needed(imports: dict[str, set[str]]) -> list[tuple[str, str]]:
@@ -117,10 +120,10 @@ def svg() -> str:
     width = max(len(row) for row in rows) * (BOX_WIDTH + GAP) + GAP
     height = len(rows) * LAYER + GAP
     place = {}
-    for at, row in enumerate(rows):
+    for level_number, row in enumerate(rows):
         left = (width - len(row) * (BOX_WIDTH + GAP) + GAP) / 2
         for number, package in enumerate(row):
-            place[package] = left + number * (BOX_WIDTH + GAP), GAP / 2 + at * LAYER
+            place[package] = left + number * (BOX_WIDTH + GAP), GAP / 2 + level_number * LAYER
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" font-family="sans-serif" font-size="11">',

@@ -25,13 +25,13 @@ def main() -> None:
     output: Path = parser.parse_args().output
     calls = ",\n".join(
         f"  {json.dumps(name)}: [\n"
-        + ",\n".join(f"   {json.dumps(one)}" for one in parameters)
+        + ",\n".join(f"   {json.dumps(parameter)}" for parameter in parameters)
         + "\n  ]"
         for name, parameters in installed().items()
     )
-    found = version("flashinfer-python")
-    output.write_text(f'{{\n "version": {json.dumps(found)},\n "calls": {{\n{calls}\n }}\n}}\n')
-    print(f"FlashInfer {found}: {output}")
+    release = version("flashinfer-python")
+    output.write_text(f'{{\n "version": {json.dumps(release)},\n "calls": {{\n{calls}\n }}\n}}\n')
+    print(f"FlashInfer {release}: {output}")
 
 
 if __name__ == "__main__":

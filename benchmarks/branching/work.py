@@ -39,8 +39,10 @@ def chats(said: Sequence[Sequence[str]], num_new: int) -> Work:
 def new_tokens(answers: Sequence[Answer], num_sessions: int, num_new: int) -> int:
     """Tokens of a chat's turns whose K and V no turn before has left: what was said, the template
     around it, and the last token of each answer. What the first turns share counts once."""
-    prompts = [one.prompt for one in answers]
-    turns = [prompts[at : at + num_sessions] for at in range(0, len(prompts), num_sessions)]
+    prompts = [answer.prompt for answer in answers]
+    turns = [
+        prompts[first : first + num_sessions] for first in range(0, len(prompts), num_sessions)
+    ]
     known = {prompt[:end] for prompt in turns[0] for end in range(1, len(prompt))}
     first = len(known) + num_sessions  # the last token of a prompt is always computed
     return first + sum(

@@ -99,19 +99,19 @@ def hash_blocks(size: int) -> Contender:
 
 def peers() -> tuple[list[Contender], list[str]]:
     """The other caches that can be imported here, and a line for each that cannot."""
-    found = [hash_blocks(16), hash_blocks(256)]
+    contenders = [hash_blocks(16), hash_blocks(256)]
     if importlib.util.find_spec("sglang") is None:
-        return found, ["sglang: skipped, not installed"]
+        return contenders, ["sglang: skipped, not installed"]
     try:
         engine = importlib.import_module("cache.sglang").SGLang()
         for build in (engine.rust_tree, engine.core_tree, engine.python_tree):
             build(1)  # raises now what it would raise in the middle of a run
     except Exception as error:
         why = f"{type(error).__name__}: {error}".split("\n")[0]
-        return found, [f"sglang: skipped, import failed: {why}"]
-    found += [
+        return contenders, [f"sglang: skipped, import failed: {why}"]
+    contenders += [
         Contender("sglang-rust", engine.rust_tree, max_leaves=100_000, is_native=True),
         Contender("sglang-core", engine.core_tree, max_leaves=100_000, is_native=True),
         Contender("sglang-python", engine.python_tree, max_leaves=10_000),
     ]
-    return found, []
+    return contenders, []

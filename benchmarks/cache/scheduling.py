@@ -93,7 +93,7 @@ class _Queue:
         """Microseconds of so many arrivals."""
         first = self._num_added
         self._num_added += count
-        new = [_request(at, self._prompts[at]) for at in range(first, first + count)]
+        new = [_request(number, self._prompts[number]) for number in range(first, first + count)]
 
         return micros(lambda: [self._scheduler.add(request) for request in new])
 

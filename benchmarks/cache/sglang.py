@@ -170,12 +170,12 @@ class SGLangTree:
 
     def _nodes(self) -> list[Any]:
         """All nodes of the Python core but the root."""
-        stack, found = [self.cache.tree_core.root_node], []
+        stack, nodes = [self.cache.tree_core.root_node], []
         while stack:
             children = list(stack.pop().children.values())
-            found += children
+            nodes += children
             stack += children
-        return found
+        return nodes
 
 
 class SGLangCore(SGLangTree):
@@ -200,16 +200,16 @@ class SGLangCore(SGLangTree):
 
     def request(self, prompt: array[int]) -> None:
         tree, match = self._tree, self._match(prompt)
-        node, found = match.last_device_node_id, match.device_prefix_len
+        node, num_cached = match.last_device_node_id, match.device_prefix_len
         tree.inc_lock_ref(node, [])
         prefix = tree.collect_full_device_indices(node, self._root)
-        wanted = len(prompt) - found
+        wanted = len(prompt) - num_cached
         slots = self._slots.alloc(wanted)
         if slots is None:
             self.evict(wanted - self._slots.available_size())
             slots = self._slots.alloc(wanted)
         pages = self._engine.torch.cat((prefix, slots))
-        new = {"key": prompt, "value": pages, "prev_prefix_len": found}
+        new = {"key": prompt, "value": pages, "prev_prefix_len": num_cached}
         step = tree.begin_insert(self._make.InsertParamsBinding(**_PLAIN_INSERT, **new))
         while step.result is None:
             self._apply(step.actions)

@@ -2,6 +2,7 @@
 
 radix, hash, off   radixserve's `Runtime` with that cache (hash: blocks of 16 tokens)
 wrapped            radix, on transformers' modelling code instead of the native decoder
+inexact            radix, with exact=False
 transformers       `generate` on a batch padded on the left; sequential: on one prompt
 copied             `generate` on copies of a cache that holds the shared prefix; in chats, on
                    the session's own cache: what an application does by hand
@@ -22,8 +23,12 @@ from harness.workloads import Workload
 
 Prompts = list[list[int]]
 _CACHES = ("radix", "hash", "off")
-NAMES = (*_CACHES, "transformers", "copied", "continuous", "wrapped")
-DEFAULT = NAMES[:-1]
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "wrapped": {"model_impl": "transformers"},
+    "inexact": {"exact": False},
+}
+DEFAULT = (*_CACHES, "transformers", "copied", "continuous")
+NAMES = (*DEFAULT, *_VARIANTS)
 
 
 @dataclass(frozen=True)
@@ -95,11 +100,11 @@ def open_engine(name: str, setup: Setup) -> Engine:
         from engine.llama import LlamaServer
 
         return LlamaServer(setup)
-    if name in (*_CACHES, "wrapped"):
+    if name in _CACHES or name in _VARIANTS:
         from engine.runtime_engine import RuntimeEngine
 
-        wrapped = {"model_impl": "transformers"} if name == "wrapped" else {}
-        return RuntimeEngine.open(setup, "radix" if wrapped else name, **wrapped)
+        cache = name if name in _CACHES else "radix"
+        return RuntimeEngine.open(setup, cache, **_VARIANTS.get(name, {}))
     from engine import transformers_engines as peers
 
     kinds = {"transformers": peers.Generate, "copied": peers.Copied, "continuous": peers.Continuous}

@@ -144,7 +144,7 @@ def find_floor(
     for ideal in ideal_rounds(workload):
         prompts = [prompt for _, prompt in ideal.requests]
         num_prefilled += sum(prompt - cached for cached, prompt in ideal.requests)
-        prefill += sum(prefill_s(*one) for one in ideal.requests)
+        prefill += sum(prefill_s(*lengths) for lengths in ideal.requests)
         groups = [(prompts, ideal.num_distinct)] if burst else [([n], n) for n in prompts]
         for lengths, distinct in groups:
             for step in range(1, workload.num_new):

@@ -22,7 +22,7 @@ class RuntimeEngine(Engine):
         self._runtime = runtime
 
     @classmethod
-    def open(cls, setup: Setup, cache: str, **settings: str) -> RuntimeEngine:
+    def open(cls, setup: Setup, cache: str, **settings: Any) -> RuntimeEngine:
         """Settings are the defaults but for the size of the cache. Raises Unavailable."""
         page_size = BLOCK if cache == "hash" else 1
         num_pages = setup.work.num_requests + setup.work.num_tokens // page_size + 64
@@ -38,7 +38,7 @@ class RuntimeEngine(Engine):
         start = time.perf_counter()
         outs = self._runtime.generate(prompts, _greedy(num_new), progress=False)
         beyond = time.perf_counter() - start - max(out.metrics.total_s for out in outs)
-        return [replace(one, first_s=one.first_s + beyond) for one in self._answers(outs)]
+        return [replace(answer, first_s=answer.first_s + beyond) for answer in self._answers(outs)]
 
     def sample(self, prompt: Sequence[int], count: int, num_new: int) -> list[Answer]:
         """Random continuations: n=count or, without a cache, requests with the same seeds."""
@@ -52,7 +52,7 @@ class RuntimeEngine(Engine):
     def beam_search(self, prompt: Sequence[int], width: int, num_new: int) -> list[Answer]:
         outs = self._runtime.beam_search(list(prompt), width, num_new, ignore_eos=True)
         answers = self._answers(outs)
-        return [replace(one, score=out.score) for one, out in zip(answers, outs, strict=True)]
+        return [replace(answer, score=out.score) for answer, out in zip(answers, outs, strict=True)]
 
     def chat(self, said: Sequence[Sequence[str]], num_new: int) -> list[Answer]:
         """`said[turn][session]`; all sessions send their turn at the same moment."""
@@ -64,8 +64,8 @@ class RuntimeEngine(Engine):
             ends = [
                 chat.tokens[: -len(out.token_ids)] for chat, out in zip(chats, outs, strict=True)
             ]
-            found = zip(self._answers(outs), ends, strict=True)
-            answers += [replace(one, prompt=tuple(ids.tolist())) for one, ids in found]
+            pairs = zip(self._answers(outs), ends, strict=True)
+            answers += [replace(answer, prompt=tuple(ids.tolist())) for answer, ids in pairs]
         for chat in chats:
             chat.close()
         return answers
@@ -75,8 +75,8 @@ class RuntimeEngine(Engine):
         super().reset()
 
     def stats(self) -> dict[str, float]:
-        found = self._runtime.cache_stats()
-        return {name: found[name] for name in ("steps", *(f"{part}_s" for part in PARTS))}
+        stats = self._runtime.cache_stats()
+        return {name: stats[name] for name in ("steps", *(f"{part}_s" for part in PARTS))}
 
     def close(self) -> None:
         self._runtime.close()

@@ -32,7 +32,7 @@ def serving(workload: Workload, warm_up: Workload, *, is_burst: bool) -> Work:
 
 def _serve(workload: Workload, is_burst: bool, engine: Engine) -> list[Answer]:
     histories: list[list[int]] = [[] for _ in workload.rounds[0]]
-    found, num_new = [], workload.num_new
+    served, num_new = [], workload.num_new
     for additions in workload.rounds:
         prompts = [[*history, *new] for history, new in zip(histories, additions, strict=True)]
         if is_burst:
@@ -41,8 +41,8 @@ def _serve(workload: Workload, is_burst: bool, engine: Engine) -> list[Answer]:
             answers = [engine.serve([p], [s], num_new)[0] for s, p in enumerate(prompts)]
         outputs = [answer.token_ids for answer in answers]
         histories = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
-        found += answers
-    return found
+        served += answers
+    return served
 
 
 def published(model: str, dtype: str, workload: str, arrival: str) -> dict[str, float]:
@@ -51,10 +51,10 @@ def published(model: str, dtype: str, workload: str, arrival: str) -> dict[str, 
 
     They show where the field is; what runs here is measured in the same run.
     """
-    at = int(workload[1:]) - 1
+    column = int(workload[1:]) - 1
     rows = json.loads(_PUBLISHED.read_text()).get(f"{model} {dtype}", {}).get(arrival, {})
-    found = {engine: row[at] for engine, row in rows.items() if at < len(row)}
-    return dict(sorted(found.items(), key=lambda one: one[1]))
+    seconds = {engine: row[column] for engine, row in rows.items() if column < len(row)}
+    return dict(sorted(seconds.items(), key=lambda item: item[1]))
 
 
 def compare(
@@ -134,7 +134,7 @@ class Case:
             samples, num_new = record.samples, self.workload.num_new
             assert all(len(output) == num_new for output in record.outputs), "lengths are exact"
             delays = [[answer.first_s for answer in sample.answers] for sample in samples]
-            middle = sorted(samples, key=lambda one: one.cpu_s)[(len(samples) - 1) // 2]
+            middle = sorted(samples, key=lambda sample: sample.cpu_s)[(len(samples) - 1) // 2]
             rows.append(
                 {
                     "engine": name,
@@ -155,15 +155,18 @@ class Case:
         return rows
 
     def _comparisons(self) -> list[str]:
-        """What the cache costs or saves, and the best published figure."""
+        """What the cache costs or saves, what exactness costs, and the best published figure."""
         lines = []
-        radix, off = self.records.get("radix"), self.records.get("off")
-        if radix is not None and off is not None:
-            pairs = zip(radix.samples, off.samples, strict=True)
-            ratios = [on.cpu_s / without.cpu_s for on, without in pairs]
+        radix = self.records.get("radix")
+        for name in ("off", "inexact"):
+            other = self.records.get(name)
+            if radix is None or other is None:
+                continue
+            pairs = zip(radix.samples, other.samples, strict=True)
+            ratios = [sample.cpu_s / beside.cpu_s for sample, beside in pairs]
             low, middle, high = np.percentile(ratios, (25, 50, 75))
             lines.append(
-                f"radix over off, {len(ratios)} pairs: median {middle:.3f},"
+                f"radix over {name}, {len(ratios)} pairs: median {middle:.3f},"
                 f" quartiles {low:.3f} to {high:.3f}"
             )
         for name, seconds in list(self.published.items())[:1]:

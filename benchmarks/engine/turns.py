@@ -59,7 +59,7 @@ class Record:
     @property
     def first_s(self) -> float:
         """Mean time to the first token."""
-        return median(fmean(one.first_s for one in sample.answers) for sample in self.samples)
+        return median(fmean(answer.first_s for answer in sample.answers) for sample in self.samples)
 
     @property
     def peak_mib(self) -> int | None:
@@ -83,8 +83,10 @@ def run_engines(
                 opened[label] = stack.enter_context(engine)
             except Unavailable as error:
                 absent[label] = str(error)
-        base_bytes = {label: one.call(attrgetter("base_bytes")) for label, one in opened.items()}
-        turns = {label: partial(_turn, one, works) for label, one in opened.items()}
+        base_bytes = {
+            label: engine.call(attrgetter("base_bytes")) for label, engine in opened.items()
+        }
+        turns = {label: partial(_turn, engine, works) for label, engine in opened.items()}
         samples = take_turns(turns, len(works))
     return {label: Record(samples[label], base) for label, base in base_bytes.items()}, absent
 

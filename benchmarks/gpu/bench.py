@@ -17,7 +17,7 @@ from harness.machine import describe_gpu, describe_machine
 from harness.shapes import Shape
 
 from radixserve import Runtime
-from radixserve.attention.choice import choose_backend, unsupported_reason
+from radixserve.attention.choice import choose_backend, unusable_reason
 from radixserve.models.sizes import SIZES
 from radixserve.runner.cuda_runner import CudaModelRunner
 
@@ -197,7 +197,7 @@ class Bench:
         return {"attention_backend": backend}
 
     def _check_backend(self, backend: str) -> None:
-        if reason := unsupported_reason(backend, DTYPE, self.device, 128):
+        if reason := unusable_reason(backend, DTYPE, self.device, 128):
             raise Skip(f"no {backend}: {reason}")
 
     def row(

@@ -95,7 +95,7 @@ def race(
 ) -> dict[str, float]:
     """Seconds of kinds in turn over the same work, and a line of the table; a kind that fails is
     told and left out of `kinds` from then on."""
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     with bench.case(name, "us"):
         kv, measure = prepare()
         for kind, (library, choice) in [*kinds.items()]:
@@ -104,7 +104,7 @@ def race(
                 backend: Any = make_backend(library, kv, shape.num_heads)
                 backend.choice = choice
                 backend.prepare()
-                found[kind] = measure(backend)
+                seconds[kind] = measure(backend)
             except Exception as error:
                 traceback.print_exc()
                 del kinds[kind]
@@ -112,8 +112,8 @@ def race(
                 bench.clock.wait()
             finally:
                 extend.choice_of = choice_of
-        bench.row(name, {kind: one * 1e6 for kind, one in found.items()}, section="us")
-    return found
+        bench.row(name, {kind: one * 1e6 for kind, one in seconds.items()}, section="us")
+    return seconds
 
 
 def _chosen(choice: KernelChoice, _device: object) -> KernelChoice:

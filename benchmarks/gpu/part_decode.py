@@ -58,21 +58,21 @@ def _measure(bench: Bench, engine: TimedEngine, name: str, size: int, context: i
     """Whether all targets are met; in a dry run those of one row are."""
     # Those of a smaller batch are among them, and cached by now.
     prompts = engine.prompts(size, context)
-    found = engine.decode(prompts, *bench.pick((32, 6), (4, 2)))
-    limit = decode_s(bench.shape(LLAMA), bench.ceilings, size, found.num_keys)
-    of_limit = limit / found.step.median
+    decoded = engine.decode(prompts, *bench.pick((32, 6), (4, 2)))
+    limit = decode_s(bench.shape(LLAMA), bench.ceilings, size, decoded.num_keys)
+    of_limit = limit / decoded.step.median
     checks = [bench.at_least("of the limit", of_limit, TARGET)] if size <= MOST_ROWS else []
-    checks.append(bench.at_most("host share", found.host_share, MOST_HOST))
+    checks.append(bench.at_most("host share", decoded.host_share, MOST_HOST))
     cells = {
-        **found.step.cells("step ms"),
+        **decoded.step.cells("step ms"),
         "limit ms": limit * 1e3,
         "of limit": f"{of_limit:.0%}",
-        "device ms": found.device.ms,
-        "host share": f"{found.host_share:.1%}",
-        "launch ms": found.host_s * 1e3,
-        "tok/s": found.num_rows / found.step.median,
+        "device ms": decoded.device.ms,
+        "host share": f"{decoded.host_share:.1%}",
+        "launch ms": decoded.host_s * 1e3,
+        "tok/s": decoded.num_rows / decoded.step.median,
     }
-    bench.row(name, cells, *checks, details={"context_measured": found.num_keys})
+    bench.row(name, cells, *checks, details={"context_measured": decoded.num_keys})
     return size == 1 if bench.is_dry else all(check.is_met for check in checks)
 
 

@@ -22,8 +22,8 @@ def run(bench: Bench, group: str) -> None:
     out = torch.empty_like(left)
     times = bench.clock.times(lambda: torch.mm(left, right, out=out), NUM_SAMPLES)
     flops = 2 * size**3 / times.median
-    cells, found = {"TFLOP/s": flops / 1e12, **times.cells()}, [bandwidth, flops]
-    details = dict(zip(("bandwidth", "flops"), found, strict=True))
+    cells, limits = {"TFLOP/s": flops / 1e12, **times.cells()}, [bandwidth, flops]
+    details = dict(zip(("bandwidth", "flops"), limits, strict=True))
     bench.row("product, bf16, random numbers", cells, details=details)
     bench.note(
         f"an H200 was seen at {H200.bandwidth / 1e12:g} TB/s and {H200.flops / 1e12:g} TFLOP/s"

@@ -49,10 +49,10 @@ def run(bench: Bench, group: str) -> None:
 def _cold(bench: Bench, engine: TimedEngine, length: int) -> Times:
     """Every prompt is a new one."""
     engine.check_room(length + 1, "a prompt and its answer")
-    found = [engine.first_token(engine.tokens(length)) for _ in range(_repeats(bench, length))]
-    if any(num_cached > 8 for _, num_cached in found):  # random tokens may begin alike
-        raise AssertionError(f"parts of random prompts were cached: {found}")
-    return Times.of([seconds for seconds, _ in found])
+    samples = [engine.first_token(engine.tokens(length)) for _ in range(_repeats(bench, length))]
+    if any(num_cached > 8 for _, num_cached in samples):  # random tokens may begin alike
+        raise AssertionError(f"parts of random prompts were cached: {samples}")
+    return Times.of([seconds for seconds, _ in samples])
 
 
 def _measure_cached(bench: Bench, engine: TimedEngine, name: str, length: int, new: int) -> None:
@@ -62,9 +62,9 @@ def _measure_cached(bench: Bench, engine: TimedEngine, name: str, length: int, n
     prompts = [
         np.concatenate([prefix, engine.tokens(new)]) for _ in range(_repeats(bench, new) + 1)
     ]
-    found = [engine.first_token(prompt) for prompt in prompts][1:]
-    times = Times.of([seconds for seconds, _ in found])
-    num_cached = median(count for _, count in found)
+    samples = [engine.first_token(prompt) for prompt in prompts][1:]
+    times = Times.of([seconds for seconds, _ in samples])
+    num_cached = median(count for _, count in samples)
     failed = "" if num_cached in (length, length + 1) else f"{num_cached:,} tokens were cached"
     cells = _cells(times, prefill_s(bench.shape(LLAMA), bench.ceilings, new, length), new)
     checks = []

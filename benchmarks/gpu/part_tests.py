@@ -36,8 +36,8 @@ def run(bench: Bench, group: str) -> None:
     if "No module named pytest" in result.stderr:
         raise Skip("pytest is not installed")
     last = next((line for line in result.stdout.splitlines()[::-1] if line.strip()), "")
-    found = {name: re.search(rf"(\d+) {name}", last) for name in COUNTS}
-    counts = {name: int(match[1]) if match else 0 for name, match in found.items()}
+    matches = {name: re.search(rf"(\d+) {name}", last) for name in COUNTS}
+    counts = {name: int(match[1]) if match else 0 for name, match in matches.items()}
     failed = f"exit code {result.returncode}, see the log" if result.returncode else ""
     if not failed and not counts["passed"]:
         failed = "no test ran"

@@ -62,7 +62,7 @@ class Part:
     @property
     def judged(self) -> list[tuple[str, Check]]:
         """(row, check)."""
-        found = [(row["name"], Check(**one)) for row in self.rows for one in row["checks"]]
+        found = [(row["name"], Check(**item)) for row in self.rows for item in row["checks"]]
         return [(name, check) for name, check in found if check.is_judged]
 
     @property
@@ -91,7 +91,7 @@ class Part:
         return f"{name}: {self.title} ({self.state}, {self.seconds:.0f} s)"
 
     def remarks(self) -> list[str]:
-        return [*(f"FAILED: {one}" for one in self.troubles), *self.notes]
+        return [*(f"FAILED: {item}" for item in self.troubles), *self.notes]
 
     def tables(self) -> list[Table]:
         """One a section."""
@@ -138,18 +138,18 @@ class Report:
             lines.append(f"  {name:<11} {part.state:<10} {counted}  {goals}".rstrip())
         for name, part in self.parts.items():
             for word, told in (("FAILED", part.failures), ("MISSED", part.misses)):
-                lines += [f"  {word} {name}: {clipped(one, 200)}" for one in told]
+                lines += [f"  {word} {name}: {clipped(item, 200)}" for item in told]
         return "\n".join(lines)
 
     def save(self) -> None:
         """Write results.json and results.md."""
-        parts = {name: {"state": one.state, **asdict(one)} for name, one in self.parts.items()}
+        parts = {name: {"state": item.state, **asdict(item)} for name, item in self.parts.items()}
         document = {"settings": self.settings, "notes": NOTES, "parts": parts}
         _write(self.folder / "results.json", json.dumps(document, indent=1) + "\n")
         text = ["# On a GPU", *self.header(), NOTES, f"```\n{self.summary()}\n```"]
         for name, part in self.parts.items():
             tables = [table.markdown() for table in part.tables()]
-            text += [f"## {part.heading(name)}", *tables, *(f"- {one}" for one in part.remarks())]
+            text += [f"## {part.heading(name)}", *tables, *(f"- {item}" for item in part.remarks())]
         _write(self.folder / "results.md", "\n\n".join(text) + "\n")
 
 

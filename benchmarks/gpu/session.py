@@ -64,7 +64,7 @@ def run_part(
     limits it may take."""
     spec = PARTS[name]
     part = report.parts[name] = Part(spec.title)
-    report.parts = {one: report.parts[one] for one in PARTS if one in report.parts}
+    report.parts = {name: report.parts[name] for name in PARTS if name in report.parts}
     began = time.monotonic()
 
     def start(group: str) -> Job:
@@ -146,11 +146,11 @@ def run_all(args: argparse.Namespace) -> int:
 
 def write_choice(report: Report) -> None:
     """The table of kernels with what the part `choose` found for this card."""
-    found: dict[str, Any] = {}
+    choice: dict[str, Any] = {}
     for row in report.parts["choose"].rows if "choose" in report.parts else ():
-        found |= row.get("details", {}).get("choice", {})
-    if found and "gpu" in report.settings:
-        table = json.loads(KERNEL_CHOICE.read_text()) | {report.settings["gpu"]: found}
+        choice |= row.get("details", {}).get("choice", {})
+    if choice and "gpu" in report.settings:
+        table = json.loads(KERNEL_CHOICE.read_text()) | {report.settings["gpu"]: choice}
         text = json.dumps(table, indent=1) + "\n"
         (report.folder / KERNEL_CHOICE.name).write_text(text)
 

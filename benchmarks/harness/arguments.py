@@ -56,7 +56,7 @@ def parse(
     args = parser.parse_args(given)
     for name, default in options.items():
         if isinstance(default, Names):
-            names = [one for one in getattr(args, name).split(",") if one]
+            names = [item for item in getattr(args, name).split(",") if item]
             if unknown := sorted(set(names) - set(default.known)):
                 known = ", ".join(default.known)
                 parser.error(f"no such {default.what}: {', '.join(unknown)}; there are {known}")
@@ -73,7 +73,7 @@ def parse(
 
 def _list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     def read(text: str) -> list[Any]:
-        return [kind(one) for one in text.split(",") if one]
+        return [kind(item) for item in text.split(",") if item]
 
     read.__name__ = f"list of {kind.__name__}"  # for argparse's errors
     return read

@@ -81,8 +81,8 @@ def _driver() -> str:
     """Its version, from nvidia-smi or else from /proc."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        return found.stdout.split("\n")[0].strip()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return done.stdout.split("\n")[0].strip()
     except (OSError, subprocess.SubprocessError):
         words = _DRIVER.read_text().split() if _DRIVER.exists() else []
         return next((word for word in words if word.replace(".", "").isdigit()), "unknown")

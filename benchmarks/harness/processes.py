@@ -121,13 +121,13 @@ def take_turns(
 ) -> dict[K, list[T]]:
     """The results of every operation, called with the number of the round; all are called once a
     round, in reversed order in every other one. Those of the first `warm_up` rounds are dropped."""
-    found: dict[K, list[T]] = {name: [] for name in operations}
+    results: dict[K, list[T]] = {name: [] for name in operations}
     for number in range(warm_up + rounds):
         for name in operations if number % 2 == 0 else [*operations][::-1]:
             result = operations[name](number)
             if number >= warm_up:
-                found[name].append(result)
-    return found
+                results[name].append(result)
+    return results
 
 
 _kept: list[Any] = []  # in the process of a `Resident`

@@ -38,7 +38,7 @@ class Table:
     def text(self, indent: str = "   ") -> str:
         """For a terminal: names and verdicts to the left, figures to the right."""
         rows = self._cells()
-        widths = [max(len(row[at]) for row in rows) for at in range(len(self.columns))]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(self.columns))]
         lines = []
         for row in rows:
             padded = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
@@ -134,6 +134,16 @@ def print_table(
         print(json.dumps({"settings": settings, "columns": columns, "rows": rows}))
     else:
         print(format_settings(settings), Table(columns, rows).text(""), sep="\n")
+
+
+def print_tables(args: argparse.Namespace, tables: Sequence[Table]) -> None:
+    """As `print_table`, for several tables; the JSON document lists them under "tables"."""
+    settings = describe_run(args, ())
+    if args.json:
+        listed = [{"columns": table.columns, "rows": table.rows} for table in tables]
+        print(json.dumps({"settings": settings, "tables": listed}))
+    else:
+        print(format_settings(settings), *(table.text("") for table in tables), sep="\n\n")
 
 
 def describe_run(args: argparse.Namespace, packages: Sequence[str]) -> dict[str, Any]:

@@ -51,11 +51,11 @@ class StepLoop:
     def step(self) -> list[RequestOutput]:
         """A step of the engine; raises the error of a request that failed."""
         outputs = self.engine.step()
-        for one in outputs:
-            if one.finish is not None:
-                self._open.discard(one.request_id)
-                if one.finish.error is not None:
-                    raise one.finish.error
+        for output in outputs:
+            if output.finish is not None:
+                self._open.discard(output.request_id)
+                if output.finish.error is not None:
+                    raise output.finish.error
         return outputs
 
     def step_until(self, is_done: Callable[[], bool]) -> None:

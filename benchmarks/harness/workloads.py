@@ -124,7 +124,9 @@ def ideal_rounds(workload: Workload) -> list[IdealRound]:
         for session, added in enumerate(additions):
             prompt = (*histories[session], *added)
             prefixes = _prefix_hashes(prompt)
-            cached = next((i for i, one in enumerate(prefixes) if one not in known), len(prompt))
+            cached = next(
+                (i for i, prefix in enumerate(prefixes) if prefix not in known), len(prompt)
+            )
             requests.append((min(cached, len(prompt) - 1), len(prompt)))
             histories[session] = (*prompt, *itertools.islice(unique, workload.num_new))
             known.update(_prefix_hashes(histories[session][:-1]))

@@ -36,22 +36,22 @@ async def read_stream(port: int, client: Client) -> Stream:
     body = {"prompt": list(client.prompt), "max_tokens": client.max_tokens}
     content = json.dumps({**body, "ignore_eos": True, "stream": True, "temperature": 0}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    found, start, last = Stream(), time.perf_counter(), b""
+    stream, start, last = Stream(), time.perf_counter(), b""
     head = (
-        "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
         f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
     )
     try:
         writer.write(head.encode() + content)
-        while found.num_events < client.max_events and (part := await reader.read(1 << 16)):
-            found.num_events += part.count(b"data: {")
-            if found.num_events and not found.first_s:
-                found.first_s = time.perf_counter() - start
+        while stream.num_events < client.max_events and (part := await reader.read(1 << 16)):
+            stream.num_events += part.count(b"data: {")
+            if stream.num_events and not stream.first_s:
+                stream.first_s = time.perf_counter() - start
             last = (last + part)[-64:]
             if client.pause_s:
                 await asyncio.sleep(client.pause_s)
-        found.is_done = b"[DONE]" in last
-        return found
+        stream.is_done = b"[DONE]" in last
+        return stream
     finally:
         writer.close()
 

@@ -1,4 +1,4 @@
-"""What a layer's attention needs beyond causal attention to all earlier positions."""
+"""Features of a layer's attention besides causal attention to all earlier positions."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class AttentionVariant(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionFeatures:
-    """The attention of one layer; a field that is None asks for nothing. Names as in vLLM.
+    """The attention of one layer; a field that is None has no effect. Names as in vLLM.
 
-    Window and chunk are by position: what a query sees does not depend on what lies in the cache.
+    Window and chunk are by position: the keys that a query sees do not depend on the cache.
     """
 
     sliding_window: int | None = None  # a query sees so many positions, its own the last of them
@@ -30,7 +30,9 @@ class AttentionFeatures:
     @property
     def names(self) -> frozenset[str]:
         """The fields that ask for something."""
-        return frozenset(one.name for one in fields(self) if getattr(self, one.name) is not None)
+        return frozenset(
+            feature.name for feature in fields(self) if getattr(self, feature.name) is not None
+        )
 
     @property
     def span(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The record of a step's rows on the host: what attention plans are made from."""
+"""The record of a step's rows on the host, from which attention plans are made."""
 
 from __future__ import annotations
 

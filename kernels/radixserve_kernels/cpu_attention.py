@@ -15,6 +15,18 @@ from radixserve_kernels.attention_metadata import AttentionMetadata, IndexArray
 from radixserve_kernels.cpu_library import address, cpu_library, finalize, is_bf16
 
 CAUSAL, BEGINS, ENDS = 1, 2, 4  # flags of a job
+_KV_TYPES = {torch.bfloat16: 1, torch.int8: 2}  # where they are not the queries' own
+
+
+class LayerKVRecord(ctypes.Structure):
+    """K and V of a layer as C takes them."""
+
+    _fields_ = (
+        ("k", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("has_window_pages", ctypes.c_int64),
+        ("type", ctypes.c_int64),
+    )
 
 
 class _AttentionMetadata(ctypes.Structure):
@@ -80,13 +92,15 @@ class Jobs:
     num_tokens: int  # of the step
 
 
-class Plan:
+class CpuAttentionPlan:
     """A step's rows cut into `Jobs` and these into tasks, for heads of a shape.
 
     With `merge_tokens` rows attend together to pages that they begin with, where
     (rows - 1) x tokens > rows x merge_tokens: so many keys cost as much to read as one more job for
-    a row. None: every row is on its own. `is_exact`: what they share ends with a whole block of
-    keys, so that a row's result has the bits that it has on its own.
+    a row. None: every row is on its own.
+
+    `is_exact`: a row's result has the bits that it has on its own. What rows share then ends at a
+    multiple of 16 tokens, 32 with AMX, and AMX reads few rows of bfloat16 as it reads many.
     """
 
     __slots__ = ("__weakref__", "_merge", "_record", "_rows", "pointer")
@@ -98,13 +112,13 @@ class Plan:
         heads: tuple[int, int, int],  # query heads, K/V heads, features of a head
         merge_tokens: int | None,
         *,
-        is_exact: bool = False,
+        is_exact: bool = True,
     ) -> None:
         library, self._record = cpu_library(), _AttentionMetadata(page_size=page_size)
-        boundary = library.radixserve_key_block() if is_exact else 1
         self._merge = (
             ctypes.byref(_Heads(*heads, heads[2] ** -0.5)),
-            *((0, 0) if merge_tokens is None else (boundary, merge_tokens)),
+            -1 if merge_tokens is None else merge_tokens,
+            is_exact,
         )
         self._take(rows)
         self.pointer = library.radixserve_plan(ctypes.byref(self._record), *self._merge)
@@ -153,14 +167,16 @@ class PagedAttention:
     """Attention over pages by a plan's jobs; owns its scratch memory. One thread."""
 
     def __init__(self, dtype: torch.dtype) -> None:
+        """dtype: of queries and of the output."""
         self._library = library = cpu_library(dtype)
         self._run, self._is_bf16 = library.radixserve_attend, is_bf16(dtype)
+        self._dtype = dtype
         self._pointer = library.radixserve_attention()
         finalize(self, library.radixserve_delete_attention, self._pointer)
 
     def run(
         self,
-        plan: Plan,
+        plan: CpuAttentionPlan,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -168,7 +184,7 @@ class PagedAttention:
         features: AttentionFeatures = PLAIN,
         page_ids: NDArray[np.int32] | None = None,
     ) -> Tensor:
-        """q [T, Hq, D]; k, v [num_slots, Hkv, D], the step's own included; returns [T, Hq, D].
+        """q [T, Hq, D]; k, v [num_slots, Hkv, W], the step's own included; returns [T, Hq, D].
 
         page_ids: of k and v, in the places of the planned rows' kv_indices, where they differ.
         """
@@ -177,12 +193,18 @@ class PagedAttention:
         stride = q.shape[1] * q.shape[2]
         self._library.radixserve_set_threads(torch.get_num_threads())
         record = None if features is PLAIN else ctypes.byref(features_record(features))
+        kv = LayerKVRecord(k.data_ptr(), v.data_ptr(), type=kv_type(k.dtype, self._dtype))
         self._run(
-            *(self._is_bf16, self._pointer, plan.pointer, q.data_ptr(), stride),
-            *(k.data_ptr(), v.data_ptr(), out.data_ptr(), stride, scale, record),
+            *(self._is_bf16, self._pointer, plan.pointer, q.data_ptr(), stride, ctypes.byref(kv)),
+            *(out.data_ptr(), stride, scale, record),
             None if page_ids is None else page_ids.ctypes.data,
         )
         return out
+
+
+def kv_type(stored: torch.dtype, dtype: torch.dtype) -> int:
+    """The dtype of stored K and V as C takes it, for queries of `dtype`: KvType of stored_kv.h."""
+    return 0 if stored == dtype else _KV_TYPES[stored]
 
 
 def features_record(features: AttentionFeatures) -> FeaturesRecord:

@@ -39,7 +39,7 @@ exit $status
 
 
 class CompilerError(Exception):
-    """Why there is no compiled code."""
+    """The code cannot be compiled, for the reason in the message."""
 
 
 def find_compiler() -> list[str]:
@@ -57,7 +57,7 @@ def find_compiler() -> list[str]:
 
 
 def compiler_version(compiler: Sequence[str]) -> bytes:
-    """What it says of itself. Raises CompilerError where it does not run."""
+    """The compiler's own version text. Raises CompilerError if it does not run."""
     command = [*compiler, "--version"]
     try:
         return subprocess.run(command, capture_output=True, timeout=30, check=False).stdout
@@ -93,8 +93,8 @@ def compile_once(
     """
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / f"{name}.lock", f"another process compiles {what}: waiting for it"):
-        if (found := find_compiled(folder, name)) is not None:
-            return found
+        if (compiled := find_compiled(folder, name)) is not None:
+            return compiled
         work = folder / f"{name}.tmp"
         shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
         work.mkdir()

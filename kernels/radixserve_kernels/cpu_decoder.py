@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixserve_kernels.cpu_attention import FeaturesRecord, Plan, features_record
+from radixserve_kernels.cpu_attention import (
+    CpuAttentionPlan,
+    FeaturesRecord,
+    LayerKVRecord,
+    features_record,
+    kv_type,
+)
 from radixserve_kernels.cpu_experts import PackedExperts
 from radixserve_kernels.cpu_library import address, cpu_library, finalize, is_bf16
+from radixserve_kernels.cpu_recurrent import CompiledStates
 from radixserve_kernels.cpu_weights import PackedWeight, WeightRecord
 from radixserve_kernels.decoder_layer import (
     ACTIVATIONS,
@@ -35,6 +42,7 @@ class _Shape(ctypes.Structure):
                 *("num_layers", "num_heads", "num_kv_heads", "head_dim"),
                 *("hidden_size", "intermediate_size", "vocab_size"),
                 *("norm_type", "activation", "has_whole_qk_norm", "has_parallel_residual"),
+                "has_gated_mlp",
             )
         ),
         *(
@@ -42,6 +50,7 @@ class _Shape(ctypes.Structure):
             for name in (
                 *("eps", "attention_scale", "embedding_scale", "residual_scale"),
                 *("logit_scale", "logit_soft_cap"),
+                *("attention_out_scale", "gate_scale", "mlp_out_scale"),
             )
         ),
     )
@@ -57,10 +66,11 @@ class _Mlp(ctypes.Structure):
 class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _NORMS),
-        *((name, WeightRecord) for name in ("qkv", "o")),
+        *((name, WeightRecord) for name in ("qkv", "o", "beside")),
         ("mlp", _Mlp),
         ("features", FeaturesRecord),
-        ("rotary", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("rotary", "has_gate")),
+        *((name, ctypes.c_void_p) for name in ("recurrence", "short_conv")),  # or null
     )
 
 
@@ -71,28 +81,31 @@ class _Step(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in (
                 *("input_ids", "positions", "slots", "sampled", "rotations", "logits"),
-                *("window_slots", "window_page_ids"),
+                *("window_slots", "window_page_ids", "states"),
             )
         ),
-    )
-
-
-class _LayerKV(ctypes.Structure):
-    _fields_ = (
-        ("k", ctypes.c_void_p),
-        ("v", ctypes.c_void_p),
-        ("has_window_pages", ctypes.c_int64),
     )
 
 
 class DecoderKV:
     """K and V of every layer as C takes them."""
 
-    def __init__(self, layers: Sequence[tuple[Tensor, Tensor, bool]]) -> None:
-        """layers: k and v [num_slots, Hkv, D], and whether they are in window pages."""
+    def __init__(self, layers: Sequence[tuple[Tensor, Tensor, bool]], dtype: torch.dtype) -> None:
+        """layers: k and v [num_slots, Hkv, W], and whether they are in window pages. dtype: of the
+        decoder that reads them."""
         self._borrowed = layers
-        records = [_LayerKV(k.data_ptr(), v.data_ptr(), windowed) for k, v, windowed in layers]
-        self.records = (_LayerKV * len(records))(*records)
+        records = [
+            LayerKVRecord(k.data_ptr(), v.data_ptr(), windowed, kv_type(k.dtype, dtype))
+            for k, v, windowed in layers
+        ]
+        self.records = (LayerKVRecord * len(records))(*records)
+
+
+class CompiledStep(NamedTuple):
+    """A planned step: its attention, and the memory of K and V. Planned anew in place."""
+
+    plan: CpuAttentionPlan
+    kv: DecoderKV
 
 
 class FusedDecoder:
@@ -111,6 +124,7 @@ class FusedDecoder:
         self._is_bf16, self._vocab_size = is_bf16(dtype), shape.vocab_size
         self._borrowed: tuple[Any, ...] = (layers, embedding, norm, head)  # by C
         self._library = library
+        self._step = _Step()  # C reads it during a call
         sizes = _shape_record(shape)
         records = (_Layer * len(layers))(*map(_layer_record, layers))
         self._pointer = library.radixserve_decoder(
@@ -126,22 +140,25 @@ class FusedDecoder:
         slots: Tensor,  # [T] int64
         sampled: Tensor,  # [S] int64, ascending
         rotations: Sequence[Tensor],  # of each rotary [n, 1, D/2] complex64, of every position
-        plan: Plan,
-        kv: DecoderKV,
+        attention: CompiledStep,
         window_slots: Tensor | None = None,  # [T] int64, of layers in window pages
         window_page_ids: NDArray[np.int32] | None = None,  # in the places of the plan's
+        states: CompiledStates | None = None,  # of layers that have some
     ) -> Tensor:
-        """Logits [S, V] float32 after the tokens `sampled`; writes the new tokens' slots of kv."""
+        """Logits [S, V] float32 after the tokens `sampled`; writes K and V of the new tokens."""
         size = (len(sampled), self._vocab_size)
         logits = torch.empty(size, dtype=torch.float32, device="cpu")  # not the default device
-        tables = (ctypes.c_void_p * len(rotations))(*(table.data_ptr() for table in rotations))
-        step = _Step(
-            *(len(input_ids), len(sampled)),
-            *(tensor.data_ptr() for tensor in (input_ids, positions, slots, sampled)),
-            *(ctypes.addressof(tables), logits.data_ptr(), address(window_slots)),
-            None if window_page_ids is None else window_page_ids.ctypes.data,
-        )
+        tables = (ctypes.c_void_p * len(rotations))(*map(torch.Tensor.data_ptr, rotations))
+        step = self._step
+        step.num_tokens, step.num_sampled = len(input_ids), len(sampled)
+        step.input_ids, step.positions = input_ids.data_ptr(), positions.data_ptr()
+        step.slots, step.sampled = slots.data_ptr(), sampled.data_ptr()
+        step.rotations, step.logits = ctypes.addressof(tables), logits.data_ptr()
+        step.window_slots = address(window_slots)
+        step.window_page_ids = None if window_page_ids is None else window_page_ids.ctypes.data
+        step.states = None if states is None else ctypes.addressof(states.record)
         self._library.radixserve_set_threads(torch.get_num_threads())
+        plan, kv = attention
         self._library.radixserve_run(self._pointer, ctypes.byref(step), plan.pointer, kv.records)
         return logits
 
@@ -161,8 +178,13 @@ def _layer_record(layer: DecoderLayer[PackedWeight, PackedExperts]) -> _Layer:
         mlp = _Mlp(layer.mlp.gate_up.record, layer.mlp.down.record)
     return _Layer(
         *(address(getattr(layer, name)) for name in _NORMS),
-        *(layer.qkv.record, layer.o.record, mlp, features_record(layer.features)),
+        *(layer.qkv.record, layer.o.record),
+        WeightRecord() if layer.beside is None else layer.beside.record,
+        *(mlp, features_record(layer.features)),
         -1 if layer.rotary is None else layer.rotary,
+        layer.has_gate,
+        None if layer.recurrence is None else ctypes.addressof(layer.recurrence.record),
+        None if layer.short_conv is None else ctypes.addressof(layer.short_conv.record),
     )
 
 

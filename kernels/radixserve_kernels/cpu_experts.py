@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from radixserve_kernels.cpu_library import cpu_library, is_bf16
+from radixserve_kernels.cpu_library import address, cpu_library, is_bf16
 from radixserve_kernels.cpu_weights import PackedWeight, WeightRecord
 from radixserve_kernels.experts import Routing
 
@@ -21,17 +21,22 @@ class ExpertsRecord(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("gate_up", "down")),
         *(
             (name, ctypes.c_int64)
-            for name in ("num_experts", "top_k", "has_shared", "renormalizes")
+            for name in (
+                *("num_experts", "top_k", "has_shared", "has_shared_gate", "renormalizes"),
+                *("has_sigmoid", "is_gated"),
+            )
         ),
-        *((name, ctypes.c_float) for name in ("alpha", "limit")),
+        ("choice_bias", ctypes.c_void_p),
+        *((name, ctypes.c_float) for name in ("alpha", "limit", "sum_eps", "scale")),
     )
 
 
 class PackedExperts:
-    """Experts ready to compute; the shared one, if there is one, is the last.
+    """Experts ready to compute; the shared expert, if the layer has one, is the last.
 
-    router: H -> E, and the shared expert's gate. gate_up: H -> 2 M, interleaved, see `interleave`,
-    all in one form. down: M -> H, all in one form.
+    router: H -> E, and the shared expert's gate if it has one. gate_up: H -> 2 M, interleaved, see
+    `interleave`, or up alone where experts have no gate; all in one form. down: M -> H, all in one
+    form. choice_bias: see `choose_experts`.
     """
 
     record: ExpertsRecord
@@ -44,19 +49,26 @@ class PackedExperts:
         gate_up: Sequence[PackedWeight],
         down: Sequence[PackedWeight],
         routing: Routing,
+        choice_bias: Tensor | None = None,
     ) -> None:
         count = routing.num_experts + routing.has_shared
-        assert (len(gate_up), len(down), router.num_columns) == (count, count, count)
-        assert len({one.form for one in gate_up}) == len({one.form for one in down}) == 1
+        assert (len(gate_up), len(down)) == (count, count)
+        assert router.num_columns == routing.num_logits
+        assert choice_bias is None or choice_bias.dtype == torch.float32
+        assert (
+            len({weight.form for weight in gate_up}) == len({weight.form for weight in down}) == 1
+        )
         records = [
-            (WeightRecord * count)(*(one.record for one in some)) for some in (gate_up, down)
+            (WeightRecord * count)(*(weight.record for weight in some)) for some in (gate_up, down)
         ]
-        self._borrowed = (router, gate_up, down, records)  # by C
+        bias = None if choice_bias is None else choice_bias.contiguous()
+        self._borrowed = (router, gate_up, down, records, bias)  # by C
         self.record = ExpertsRecord(
             router.record,
             *map(ctypes.addressof, records),
-            *(routing.num_experts, routing.top_k, routing.has_shared, routing.renormalizes),
-            *(routing.swiglu_alpha, routing.swiglu_limit),
+            *(routing.num_experts, routing.top_k, routing.has_shared, routing.has_shared_gate),
+            *(routing.renormalizes, routing.has_sigmoid, routing.is_gated, address(bias)),
+            *(routing.swiglu_alpha, routing.swiglu_limit, routing.sum_eps, routing.scale),
         )
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ FLAGS = (
     "-fvisibility=hidden",  # else libraries of two levels in a process share tables of functions
     *("-fno-math-errno", "-fno-strict-aliasing", "-w"),  # keys are packed as words of 32 bits
 )
-LEVELS = {  # what a processor says of itself, lowest first, and what the compiler is told
+LEVELS = {  # the processor's flags, lowest level first, and the compiler's
     "avx2": (("avx2", "fma", "f16c"), ("-march=x86-64-v3",)),
     "avx512": (
         ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
@@ -64,7 +64,7 @@ FORMS = "forms"  # the library of 8- and 4-bit weights
 
 
 class CpuLibraryError(Exception):
-    """Why there are no CPU kernels here."""
+    """The CPU kernels are unavailable, for the reason in the message."""
 
 
 _loading = threading.Lock()
@@ -72,14 +72,16 @@ loaded: dict[torch.dtype | str, ctypes.CDLL] = {}  # in that order
 
 
 def cpu_library(dtype: torch.dtype | None = None) -> ctypes.CDLL:
-    """The loaded library of a number type, compiled if need be: five to ten seconds.
+    """Load the library of a number type, compiling it if needed, which takes five to ten seconds.
 
-    None: any one that is loaded, else float32's; what it offers does not depend on the type.
-    Tried once a process: a failure is remembered. Raises CpuLibraryError.
+    dtype None loads any library, for functions that do not depend on the type. A failure is
+    remembered for the process. Raises CpuLibraryError.
     """
     if dtype is None:
-        dtype = next((key for key in loaded if isinstance(key, torch.dtype)), torch.float32)
-    return _require(dtype)
+        for part, library in loaded.items():
+            if part != FORMS:
+                return library
+    return loaded[dtype] if dtype in loaded else _require(dtype or torch.float32)
 
 
 def forms_library() -> ctypes.CDLL:
@@ -88,33 +90,33 @@ def forms_library() -> ctypes.CDLL:
 
 
 def is_loaded() -> bool:
-    """Whether a library was asked for before, and is there: nothing is compiled."""
+    """Whether a library has been loaded. Compiles nothing."""
     return bool(loaded)
 
 
 def forget() -> None:
-    """As if no library had been asked for."""
+    """Drop all loaded libraries and remembered failures."""
     load.cache_clear()
     loaded.clear()
 
 
 def _require(part: torch.dtype | str) -> ctypes.CDLL:
     with _loading:
-        found = load(part)
-        if isinstance(found, str):
-            raise CpuLibraryError(found)
+        result = load(part)
+        if isinstance(result, str):
+            raise CpuLibraryError(result)
         if part not in loaded:
-            loaded[part] = found
+            loaded[part] = result
             if (forms := loaded.get(FORMS)) is not None:
                 for library in loaded.values():
                     if library is not forms:
                         library.radixserve_use_forms(forms.radixserve_forms())
-    return found
+    return result
 
 
 @functools.cache
 def load(part: torch.dtype | str) -> ctypes.CDLL | str:
-    """The library of a number type or FORMS, or why there is none."""
+    """Load the library of a number type or FORMS; the reason as text if that fails."""
     try:
         compiler, flags = find_compiler(), compiler_flags()
         sources: tuple[str, ...] = ("forms.cpp",)
@@ -153,33 +155,44 @@ def cache_folder() -> Path:
 
 
 def levels() -> tuple[str, ...]:
-    """The instruction levels that this processor has, lowest first; none where it does not say."""
-    told = set(processor().split())
-    found = []
+    """The instruction levels of this processor, lowest first; () if its flags are unknown."""
+    flags = set(processor().split())
+    names = []
     for name, (wanted, _) in LEVELS.items():
-        if not told.issuperset(wanted):
+        if not flags.issuperset(wanted):
             break
-        found.append(name)
-    return tuple(found)
+        names.append(name)
+    return tuple(names)
 
 
 def compiler_flags() -> tuple[str, ...]:
     """The compiler's flags, for the level that is asked for. Raises CpuLibraryError."""
-    asked, found = os.environ.get("RADIXSERVE_CPU_LEVEL", ""), levels()
-    if asked and asked not in found:
-        allowed = ", ".join(found) or "none, its instructions are not known"
+    asked, offered = os.environ.get("RADIXSERVE_CPU_LEVEL", ""), levels()
+    if asked and asked not in offered:
+        allowed = ", ".join(offered) or "none, its instructions are not known"
         raise CpuLibraryError(f"RADIXSERVE_CPU_LEVEL={asked}: this processor has {allowed}")
-    if asked in found[:-1]:
+    if asked in offered[:-1]:
         return (*FLAGS, *LEVELS[asked][1])
     # Intel's cores with AVX512-FP16 take four times as long for a dot product of pairs as for an
     # FMA: measured on Emerald Rapids. A level that is asked for uses all of its instructions.
-    is_slow = not asked and found[-1:] == ("avx512bf16",) and _is_intel_fp16()
+    is_slow = not asked and offered[-1:] == ("avx512bf16",) and _is_intel_fp16()
     return (*FLAGS, *((WIDEN_BF16,) if is_slow else ()), "-march=native")
 
 
+def code_fingerprint() -> str:
+    """A name for the kernels' sources and the instructions that they are compiled to: results have
+    the same bits where it is the same. Raises CpuLibraryError."""
+    digest = hashlib.sha256()
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + source.read_bytes())
+    flags = (*levels()[-1:], *compiler_flags(), os.environ.get("RADIXSERVE_AMX", ""))
+    digest.update(" ".join(flags).encode())
+    return digest.hexdigest()[:16]
+
+
 def _is_intel_fp16() -> bool:
-    told = processor()
-    return "Intel" in told and "avx512_fp16" in told.split()
+    description = processor()
+    return "Intel" in description and "avx512_fp16" in description.split()
 
 
 def _fingerprint(compiler: list[str], flags: tuple[str, ...]) -> str:
@@ -196,10 +209,12 @@ def processor() -> str:
     """What the code is compiled for: the machine's name and the processor's instructions."""
     try:
         with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
-            told = [line for line in lines if line.startswith(("model name", "flags", "Features"))]
+            described = [
+                line for line in lines if line.startswith(("model name", "flags", "Features"))
+            ]
     except OSError:
-        told = [platform.processor()]
-    return f"{platform.machine()} {''.join(sorted(set(told)))}"
+        described = [platform.processor()]
+    return f"{platform.machine()} {''.join(sorted(set(described)))}"
 
 
 def _compile(compiler: list[str], sources: tuple[str, ...], folder: Path, name: str) -> Path:
@@ -238,9 +253,9 @@ _INTERFACE: dict[str, tuple[Any, tuple[Any, ...]]] = {  # of cpu/library.cpp
     "use_forms": (None, (_POINTER,)),
     "linear": (_check, (_FLAG, _POINTER, _NUMBER, _NUMBER, _POINTER, _POINTER)),
     "experts": (_check, (_FLAG, _POINTER, _POINTER, _NUMBER, _NUMBER, _POINTER)),
-    "key_block": (_FLAG, ()),
-    "plan": (_POINTER, (_POINTER, _POINTER, _NUMBER, _NUMBER)),
-    "reset_plan": (_check, (_POINTER, _POINTER, _POINTER, _NUMBER, _NUMBER)),
+    "job_grid": (_FLAG, ()),
+    "plan": (_POINTER, (_POINTER, _POINTER, _NUMBER, _FLAG)),
+    "reset_plan": (_check, (_POINTER, _POINTER, _POINTER, _NUMBER, _FLAG)),
     "jobs": (_check, (_POINTER, _POINTER)),
     "delete_plan": (None, (_POINTER,)),
     "attention": (_POINTER, ()),
@@ -248,8 +263,8 @@ _INTERFACE: dict[str, tuple[Any, tuple[Any, ...]]] = {  # of cpu/library.cpp
     "attend": (
         _check,
         (
-            *(_FLAG, _POINTER, _POINTER, _POINTER, _NUMBER),
-            *(_POINTER, _POINTER, _POINTER, _NUMBER, ctypes.c_float, _POINTER, _POINTER),
+            *(_FLAG, _POINTER, _POINTER, _POINTER, _NUMBER, _POINTER),
+            *(_POINTER, _NUMBER, ctypes.c_float, _POINTER, _POINTER),
         ),
     ),
     "argmax": (_NUMBER, (_POINTER, _NUMBER, _NUMBER, _POINTER)),

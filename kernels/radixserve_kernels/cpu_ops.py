@@ -1,4 +1,4 @@
-"""What the compiled CPU kernels offer here, the argmax of logits, and bitmasks over them.
+"""Sampling by the compiled CPU kernels: argmax, temperature and bitmasks over logits.
 
 Tensors are on the CPU, contiguous unless a stride is asked for, float32 or bfloat16.
 """
@@ -20,7 +20,7 @@ _VECTORS = {512: "AVX-512", 256: "AVX2"}  # their bits
 
 
 def unsupported_reason(dtype: torch.dtype) -> str:
-    """Why these kernels cannot compute in `dtype` here; "" if they can."""
+    """The reason why the kernels cannot compute in `dtype` on this machine; "" if they can."""
     if dtype not in DTYPE_FLAGS:
         return f"they compute in float32 and bfloat16, not in {dtype}"
     try:
@@ -61,8 +61,8 @@ def argmax_allowed(
     the logits, -1 for none.
     """
     ids = (ctypes.c_int64 * len(logits))()
-    found = cpu_library().radixserve_argmax_allowed
-    num_broken = _with_masks(found, logits.contiguous(), bitmask, mask_of, ids)
+    function = cpu_library().radixserve_argmax_allowed
+    num_broken = _with_masks(function, logits.contiguous(), bitmask, mask_of, ids)
     return list(ids), num_broken
 
 

@@ -17,12 +17,13 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from radixserve_kernels.attention_features import AttentionFeatures
+from radixserve_kernels.cpu_recurrent import PackedRecurrence, PackedShortConv
 
 Weight = TypeVar("Weight")  # a packed projection: `Linear`, `PackedWeight`
 Experts = TypeVar("Experts")  # a mixture of them: `GroupedExperts`, `PackedExperts`
 
 NORM_TYPES = ("rms", "layer")  # as C numbers them
-ACTIVATIONS = ("silu", "gelu_tanh")  # the same
+ACTIVATIONS = ("silu", "gelu_tanh", "relu2")  # the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,15 @@ class DecoderSizes:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_soft_cap: float = 0.0  # logits become cap * tanh(logit / cap); 0: they do not
+    has_gated_mlp: bool = True  # else down(activation(up))
+    attention_out_scale: float = 1.0  # of what attention adds to the residual
+    gate_scale: float = 1.0  # of the MLP's gate before its activation
+    mlp_out_scale: float = 1.0  # of what the MLP adds to the residual
 
 
 @dataclass(frozen=True)  # with slots a call of Mlp[...] fails in Python 3.11
 class Mlp(Generic[Weight]):
-    """down(activation(gate) * up), M features within."""
+    """down(activation(gate) * up), M features within; without a gate gate_up is up alone."""
 
     gate_up: Weight  # H -> 2 M; of PackedWeight interleaved, see `interleave`
     down: Weight  # M -> H
@@ -58,7 +63,10 @@ class Mlp(Generic[Weight]):
 
 @dataclass(frozen=True)
 class DecoderLayer(Generic[Weight, Experts]):
-    """Q = Hq * D and KV = Hkv * D features, H hidden. Norms are [H] float32."""
+    """Q = Hq * D and KV = Hkv * D features, H hidden. Norms are [H] float32.
+
+    An MLP alone has a qkv without columns; a layer without an MLP has one without columns.
+    """
 
     pre_attention_norm: Tensor | None
     post_attention_norm: Tensor | None
@@ -70,3 +78,8 @@ class DecoderLayer(Generic[Weight, Experts]):
     mlp: Mlp[Weight] | Experts  # experts only without a post_mlp_norm
     features: AttentionFeatures
     rotary: int | None  # which of the decoder's rotary tables turns q and k; None: none does
+    has_gate: bool = False  # qkv gives Q more, whose sigmoid multiplies what attention gives
+    recurrence: PackedRecurrence | None = None  # instead of attention or beside it: qkv gives what
+    # it reads, after q, k and v
+    short_conv: PackedShortConv | None = None  # instead of attention
+    beside: Weight | None = None  # as o, of a recurrence beside attention

@@ -18,27 +18,47 @@ class Routing:
 
     num_experts: int  # without the shared one
     top_k: int  # experts of a token, without the shared one
-    renormalizes: bool  # the weights of the chosen experts sum to 1, else those of all experts do
-    has_shared: bool = False  # a further expert that every token has, gated by a sigmoid
+    renormalizes: bool  # weights of the chosen experts sum to 1, else they are the scores
+    has_shared: bool = False  # a further expert that every token has
+    has_shared_gate: bool = True  # its weight is a sigmoid of the router's last column, else 1
+    has_sigmoid: bool = False  # scores are sigmoids of the logits, else their softmax
+    sum_eps: float = 0.0  # is added to the sum that `renormalizes` divides by
+    scale: float = 1.0  # of the weights, but the shared expert's
     swiglu_alpha: float = 1.0
     swiglu_limit: float = 0.0  # of the clamped swiglu; 0: silu(gate) * up
+    is_gated: bool = True  # else experts are down(relu(up)^2)
+
+    @property
+    def num_logits(self) -> int:
+        """Columns of the router."""
+        return self.num_experts + (self.has_shared and self.has_shared_gate)
 
 
-def choose_experts(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+def choose_experts(
+    logits: Tensor, routing: Routing, choice_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(ids [T, k] int64, weights [T, k] float32) of logits [T, E]: the best experts, best first.
 
-    A shared expert comes last, where there is one: logits have its gate as a last column.
+    choice_bias [E]: is added to the sigmoids where experts are chosen, not to their weights. A
+    shared expert comes last, and its gate, if it has one, is the last column of the logits.
     """
     logits = logits.float()
-    best, ids = logits[:, : routing.num_experts].topk(routing.top_k)
-    if routing.renormalizes:
-        weights = best.softmax(-1)
+    own = logits[:, : routing.num_experts]
+    if routing.has_sigmoid:
+        scores = own.sigmoid()
+        ids = (scores if choice_bias is None else scores + choice_bias).topk(routing.top_k)[1]
+        weights = scores.gather(1, ids)
+        if routing.renormalizes:
+            weights = weights / (weights.sum(1, keepdim=True) + routing.sum_eps)
     else:
-        weights = logits[:, : routing.num_experts].softmax(-1).gather(1, ids)
+        best, ids = own.topk(routing.top_k)
+        weights = best.softmax(-1) if routing.renormalizes else own.softmax(-1).gather(1, ids)
+    weights = weights * routing.scale
     if not routing.has_shared:
         return ids, weights
     shared = ids.new_full((len(ids), 1), routing.num_experts)
-    return torch.cat((ids, shared), 1), torch.cat((weights, logits[:, -1:].sigmoid()), 1)
+    gates = logits[:, -1:].sigmoid() if routing.has_shared_gate else weights.new_ones(len(ids), 1)
+    return torch.cat((ids, shared), 1), torch.cat((weights, gates), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +72,12 @@ class GroupedExperts:
     down_bias: Tensor | None  # [E, H]
     shared: Mlp[Linear] | None
     routing: Routing
+    choice_bias: Tensor | None = None  # [E] float32, see `choose_experts`
 
     def __call__(self, x: Tensor) -> Tensor:
         """What the experts make of x [T, H]: [T, H]."""
         routing = self.routing
-        ids, weights = choose_experts(self.router(x), routing)
+        ids, weights = choose_experts(self.router(x), routing, self.choice_bias)
         order, indptr = sort_by_expert(ids[:, : routing.top_k], routing.num_experts)
         inner = grouped_linear(x, self.gate_up, self.gate_up_bias, order, indptr)
         if routing.swiglu_limit:

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from radixserve_kernels import sampling
 from radixserve_kernels.attention_features import PLAIN, AttentionFeatures
-from radixserve_kernels.gpu import reference
+from radixserve_kernels.gpu import records, reference
 from radixserve_kernels.gpu.records import (
     LONG_ROW_KEYS,
     MIN_SPLIT_KEYS,
@@ -34,12 +35,13 @@ from radixserve_kernels.gpu.records import (
 MIN_CAPABILITY = (8, 0)  # Ampere
 PROGRAMS_PER_SM = 2  # that keep a multiprocessor's share of the memory busy
 MAX_SPLITS, MAX_LONG_SPLITS = 64, 8
+MAX_EXACT_BYTES = 256 << 20
 
 cpu_launcher: Callable[[Any], None] | None = None
 """Runs the kernels' `KernelLaunch`es for CPU tensors; None: gpu/reference.py computes them."""
 
 
-def unsupported_reason() -> str:
+def triton_unsupported_reason() -> str:
     """Why the kernels cannot run on CUDA here; "" if they can."""
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"
@@ -147,6 +149,16 @@ def grouped_linear(
     return out
 
 
+def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x @ weight.T + bias`, x [T, K], weight [N, K], bias [N]: [T, N]. A row's bits do not depend
+    on the number of rows: whatever that is, as many k are summed at a time."""
+    order = torch.arange(len(x), device=x.device)
+    indptr = torch.zeros(2, dtype=torch.int32, device=x.device)
+    indptr[1:] = len(x)
+    biases = None if bias is None else bias[None]
+    return grouped_linear(x, weight[None], biases, order, indptr)
+
+
 def rope_and_store(
     qkv: Tensor,
     positions: Tensor,
@@ -172,7 +184,8 @@ def rope_and_store(
     """
     inputs = (qkv, positions, slots, cos_sin, k_slots, v_slots)
     if out is None:
-        out = qkv.new_empty((len(qkv), num_heads, k_slots.shape[2]))
+        head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+        out = qkv.new_empty((len(qkv), num_heads, head_dim))
     heads = (num_heads, num_kv_heads)
     _run(qkv, "rope", "rope_and_store", *inputs, *heads, qk_norm, eps, is_centered, out)
     return out
@@ -213,14 +226,16 @@ def compile_attention(
     num_heads: int,
     page_size: int,
     features: frozenset[str] = frozenset(),
+    *,
+    is_exact: bool = False,
 ) -> None:
     """Compile whatever `decode`, `extend` and `merge_states` may launch over a CUDA pool.
 
-    features: of AttentionFeatures, those that any layer uses.
+    features: of AttentionFeatures, those that any layer uses. is_exact: with that flag only.
     """
     from radixserve_kernels.gpu import warm_up
 
-    warm_up.compile_attention(k_slots, v_slots, num_heads, page_size, features)
+    warm_up.compile_attention(k_slots, v_slots, num_heads, page_size, features, is_exact=is_exact)
 
 
 def choose_splits(num_rows: int, num_kv_heads: int, max_keys: int, num_sms: int) -> tuple[int, int]:
@@ -236,6 +251,25 @@ def choose_num_splits(num_rows: int, num_kv_heads: int, max_keys: int, num_sms: 
     """Splits of the keys of rows of similar lengths; for `extend` num_rows is that of its tiles."""
     wanted = -(-num_sms * PROGRAMS_PER_SM // max(num_rows * num_kv_heads, 1))
     return max(1, min(wanted, max_keys // MIN_SPLIT_KEYS, MAX_SPLITS))
+
+
+def choose_exact_splits(
+    num_programs: int,
+    num_kv_heads: int,
+    max_keys: int,
+    num_sms: int,
+    num_outputs: int,
+) -> int:
+    """num_splits for `decode` and `extend` with is_exact: that of max_keys where the programs
+    (rows, or tiles) leave multiprocessors idle, else 1; the results are the same.
+
+    num_outputs: numbers of the output, float32 in each split's states, which take at most
+    MAX_EXACT_BYTES.
+    """
+    num_splits = -(-max_keys // records.EXACT_SPLIT_KEYS)
+    is_small = 4 * num_outputs * num_splits <= MAX_EXACT_BYTES
+    is_idle = choose_num_splits(num_programs, num_kv_heads, max_keys, num_sms) > 1
+    return max(num_splits, 1) if is_small and is_idle else 1
 
 
 def workspace_size(num_tokens: int, num_heads: int, head_dim: int, num_splits: int) -> int:
@@ -258,6 +292,8 @@ def decode(
     lse: Tensor | None = None,
     fixed_splits: int | None = None,
     features: AttentionFeatures = PLAIN,
+    *,
+    is_exact: bool = False,
 ) -> Tensor:
     """Attention of one query a row over all its keys: q [R, Hq, D] -> [R, Hq, D].
 
@@ -266,11 +302,13 @@ def decode(
     MIN_SPLIT_KEYS keys; rows whose splits exceed LONG_ROW_KEYS have more, at most num_splits: see
     `choose_splits`. `workspace` [>= workspace_size(...)] float32 holds the split outputs, allocated
     if None. lse [R, Hq] is filled where given. features: window, chunk and soft cap, by a key's
-    place among its row's; sinks are left to `add_sinks`.
+    place among its row's; sinks are left to `add_sinks`. is_exact: a query's bits depend on its own
+    keys alone, and are those of `extend`. Splits have EXACT_SPLIT_KEYS keys then, from position 0
+    on; num_splits is 1, or at least that of the longest row, see `choose_exact_splits`.
     """
     keys = PagedKeys(k_slots, v_slots, kv_indptr, kv_indices, last_page_len, page_size)
     result = AttentionOutput(_like(q, out), lse)
-    split = KVSplit(num_splits, fixed_splits or num_splits, workspace)
+    split = KVSplit(num_splits, fixed_splits or num_splits, workspace, is_exact)
     _run(q, "decode", "decode", q, keys, _scale(q, scale), split, result, features)
     return result.out
 
@@ -292,6 +330,8 @@ def extend(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     features: AttentionFeatures = PLAIN,
+    *,
+    is_exact: bool = False,
 ) -> Tensor:
     """Attention of the new tokens of rows, whose keys are in the pool already: [T, Hq, D].
 
@@ -299,11 +339,12 @@ def extend(
     the first row) to qo_indptr[r + 1], int32 [R + 1]: the last tokens of its sequence. Causally,
     query i of n sees all its row's keys but the last n - 1 - i. With causal=False all queries see
     all keys, and n may be larger than their number. max_q: most queries of a row, T if None; it
-    picks the block size only. num_splits, workspace, lse [T, Hq], features: as in `decode`; windows
-    and chunks with causal only.
+    picks the block size only. num_splits, workspace, lse [T, Hq], features, is_exact: as in
+    `decode`; windows, chunks and is_exact with causal only.
     """
     keys = PagedKeys(k_slots, v_slots, kv_indptr, kv_indices, last_page_len, page_size)
-    result, split = AttentionOutput(_like(q, out), lse), KVSplit(num_splits, num_splits, workspace)
+    result = AttentionOutput(_like(q, out), lse)
+    split = KVSplit(num_splits, num_splits, workspace, is_exact)
     most = len(q) if max_q is None else max_q
     arguments = (q, keys, qo_indptr, _scale(q, scale), causal, most, split, result, features)
     _run(q, "extend", "extend", *arguments)
@@ -350,6 +391,8 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 
     logits [S, V] float32. A row with a NaN or without a finite maximum gets token 0 and False.
     """
+    if not logits.is_cuda and cpu_launcher is None:
+        return sampling.argmax(logits)
     num_rows = logits.shape[0]
     token_ids = logits.new_empty(num_rows, dtype=torch.int64)
     finite = logits.new_empty(num_rows, dtype=torch.bool)

@@ -6,9 +6,12 @@ operations: a step of few rows is bound by what each of them costs to start.
 
 from __future__ import annotations
 
+import math
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from radixserve_kernels.stored_kv import to_stored
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: Tensor, *, is_centered: bool = False) -> Tensor:
@@ -53,22 +56,29 @@ def pair_halves(weight: Tensor, head_dim: int) -> Tensor:
 def act_and_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
     """activation(first half) * second half of the last axis: [T, 2n] -> [T, n] without gaps.
 
-    activation: "silu", or "gelu_tanh", gelu in its tanh form.
+    activation: "silu", or "gelu_tanh", gelu in its tanh form. Written with operations whose results
+    do not depend on a number's place: silu and gelu round otherwise where no whole vector is left.
     """
     gate, up = gate_up.chunk(2, -1)
-    active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    return active.mul_(up)
+    wide = gate.float()
+    if activation == "silu":
+        active = wide / wide.neg().exp_().add_(1)
+    else:
+        inner = (wide * wide * wide).mul_(0.044715).add_(wide).mul_(math.sqrt(2 / math.pi))
+        active = inner.tanh_().add_(1).mul_(wide).mul_(0.5)
+    return active.to(gate.dtype).mul_(up)
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write k, v [T, Hkv, D] to distinct slots of k_cache, v_cache [num_slots, Hkv, D]."""
-    k_cache.index_copy_(0, slot_mapping, k)
-    v_cache.index_copy_(0, slot_mapping, v)
+    """Write k, v [T, Hkv, D] to distinct slots of k_cache, v_cache [num_slots, Hkv, W], as these
+    store them: see `to_stored`."""
+    k_cache.index_copy_(0, slot_mapping, to_stored(k, k_cache.dtype))
+    v_cache.index_copy_(0, slot_mapping, to_stored(v, v_cache.dtype))
 
 
 def copy_slots(kv: Tensor, source: Tensor, destination: Tensor) -> None:
     """Copy slots of every layer at once; everything is read before anything is written.
 
-    kv [L, 2, num_slots, Hkv, D]; source, destination [n] int64 slots, destinations distinct.
+    kv [L, 2, num_slots, Hkv, W]; source, destination [n] int64 slots, destinations distinct.
     """
     kv.index_copy_(2, destination, kv.index_select(2, source))

@@ -31,7 +31,9 @@ _REFUSED = (
     "n",
     "best_of",
     "prompt_logprobs",
+    "logprob_token_ids",
     "logits_processors",
+    "digest",
 )
 _CONTEXT = 5  # tokens decoded before the longest stop string, so that its words keep their spaces
 
@@ -68,7 +70,7 @@ def as_search(request: Request, beams: BeamParams, vocab_size: int) -> Request:
     """`request` as a beam search. InvalidRequest where the vocabulary is too small for the width:
     a single beam must have enough tokens for all of its first children."""
     num_ends, params = len(request.end_ids), request.params
-    if params.structured_output is not None and params.structured_output.jump_forward:
+    if params.structured_outputs is not None and params.structured_outputs.jump_forward:
         raise InvalidRequest("a beam search cannot jump forward: its beams choose every token")
     if params.structured is not None and not num_ends:
         raise InvalidRequest(
@@ -141,15 +143,15 @@ class BeamCollector(OutputCollector):
         """The first one's usage counts the prompt, the others' count it as cached."""
         if not beams:  # aborted before its first step
             return (self._text_of(RequestOutput("", (), (), (), finish)),)
-        found = []
+        completions = []
         for number, beam in enumerate(beams):
             usage = finish.usage.of_other_answer(len(beam.token_ids)) if number else finish.usage
             own = replace(finish, reason=beam.reason, usage=usage)
             output = RequestOutput("", tuple(beam.token_ids), beam.logprobs, beam.top_logprobs, own)
             total = math.fsum(beam.logprobs)
             completion = self._text_of(output)
-            found.append(replace(completion, score=beam.score, cumulative_logprob=total))
-        return tuple(found)
+            completions.append(replace(completion, score=beam.score, cumulative_logprob=total))
+        return tuple(completions)
 
     def _text_of(self, output: RequestOutput) -> Completion:
         """The answer with its text, as for a request that ended in one step."""

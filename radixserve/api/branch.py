@@ -1,7 +1,7 @@
 """`Branch`: a live position in the tree that a program holds, forks, extends, and rolls back.
 
-A branch is its token ids and a session in the cache, so that its K/V is evicted last. Evicted K/V
-is computed again by the next answer, whose `usage` says so.
+A branch holds its token ids and a session in the cache. While it is open, its K/V is evicted last;
+evicted K/V is computed again by the next answer and counted in its `usage`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,153 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from radixserve.api.client import EngineClient
-from radixserve.api.request_builder import check_params, params_for
-from radixserve.api.request_handle import RequestHandle
-from radixserve.api.samples import check_single, sample_of, with_prompt_scores
-from radixserve.api.scores import ScoreQuery, score
-from radixserve.api.session_handle import SessionHandle
+from radixserve.api.client import EngineClient, RequestHandle
+from radixserve.api.request_builder import (
+    check_params,
+    check_single,
+    params_for,
+    sample_of,
+    with_prompt_scores,
+)
+from radixserve.api.scores import ScoreQuery, ascore, score
 from radixserve.arrays import IntArray
 from radixserve.cache import Lookup
 from radixserve.checks import check_int
-from radixserve.errors import InvalidRequest
+from radixserve.engine.core_client import EngineCoreClient
+from radixserve.engine.messages import CloseSession, SessionClaim
+from radixserve.engine.output_collector import Event
+from radixserve.errors import BranchBusy, InvalidRequest
 from radixserve.output import Chunk, Completion, Score, Usage, add_usages
 from radixserve.request import Request, SamplingParams
+
+_LEAST_PRUNED = 16  # minimum number of forks of a branch before dead references are pruned
+
+
+class SessionHandle:
+    """A session in the engine, opened by the first request that names it.
+
+    A session claims what its own requests reached. On close it passes its claims to the nearest
+    open ancestor and descendants, so that an open branch keeps what others computed for it. May be
+    called from any thread, `close` also from the garbage collector; nothing blocks.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_below",
+        "_engine",
+        "_held_len",
+        "_is_known",
+        "_namespace",
+        "_parent",
+        "_prune_at",
+        "_reached_len",
+        "is_open",
+        "name",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        engine: EngineCoreClient,
+        number: int,
+        tokens: IntArray,
+        namespace: str,
+        parent: SessionHandle | None,
+    ) -> None:
+        """`parent`: that of the branch forked from, which is open."""
+        self.name = f"branch {number}"
+        self.tokens = tokens  # of the branch, prompt and output
+        self.is_open = True
+        self._engine = engine
+        self._namespace = namespace
+        self._parent = parent
+        self._below: list[weakref.ref[SessionHandle]] = []
+        self._prune_at = _LEAST_PRUNED
+        self._reached_len = 0  # tokens that a request of its own reached
+        self._held_len = 0  # most tokens that the session claims
+        self._is_known = False  # whether the engine may have a session of that name
+        if parent is not None:
+            parent._adopt(self)
+
+    def take(self) -> str:
+        """The name for a request, which opens the session."""
+        self._is_known = True
+        return self.name
+
+    def move(self, tokens: IntArray, *, is_reached: bool) -> None:
+        """Set the branch's tokens; `is_reached`: a request of the session computed them."""
+        self.tokens = tokens
+        if is_reached:
+            self._reached_len = self._held_len = len(tokens)
+        elif len(tokens) < self._held_len:  # rolled back: give up what was cut off
+            successors = list(self._forks())
+            claims = _claims(successors)
+            self._reached_len = self._held_len = 0
+            self._engine.post(CloseSession(self.name, claims, self._claim()))
+            self._close_again(successors)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        parent = self._nearest_open_parent()
+        successors = list(self._forks())
+        for fork in successors:
+            fork._parent = parent
+            if parent is not None:
+                parent._adopt(fork)
+        if not self._is_known:
+            return
+        if parent is not None:
+            successors.append(parent)
+        self._engine.post(CloseSession(self.name, _claims(successors)))
+        self._close_again(successors)
+
+    def _claim(self) -> SessionClaim | None:
+        """What the session is to claim; None where its own requests did, or it is closed."""
+        tokens = self.tokens
+        if self._reached_len >= len(tokens):
+            return None
+        self._is_known = True  # before looking whether it is open: `close` looks in that order, too
+        if not self.is_open:
+            return None
+        self._held_len = max(self._held_len, len(tokens))
+        return SessionClaim(self.name, tokens, self._namespace)
+
+    def _close_again(self, successors: Sequence[SessionHandle]) -> None:
+        """Some may have closed, in another thread, just before a claim of theirs was posted."""
+        for successor in successors:
+            if not successor.is_open:
+                self._engine.post(CloseSession(successor.name))
+
+    # -- related sessions ---------------------------------------------------------------------
+
+    def _adopt(self, fork: SessionHandle) -> None:
+        if len(self._below) >= self._prune_at:
+            self._below = [weakref.ref(fork) for fork in self._forks()]
+            self._prune_at = max(_LEAST_PRUNED, 2 * len(self._below))
+        self._below.append(weakref.ref(fork))
+
+    def _forks(self) -> Iterator[SessionHandle]:
+        """The nearest open descendants, one per path."""
+        for reference in list(self._below):
+            fork = reference()
+            if fork is not None and fork.is_open:
+                yield fork
+
+    def _nearest_open_parent(self) -> SessionHandle | None:
+        parent = self._parent
+        while parent is not None and not parent.is_open:
+            parent = parent._parent
+        self._parent = parent  # keeps chains of forks of forks short
+        return parent
+
+
+def _claims(successors: Sequence[SessionHandle]) -> tuple[SessionClaim, ...]:
+    claims = (successor._claim() for successor in successors)
+    return tuple(claim for claim in claims if claim is not None)
+
 
 Tokens = str | Sequence[int] | NDArray[np.integer[Any]]
 
@@ -93,7 +228,7 @@ class Branch:
 
     @property
     def text(self) -> str:
-        """The tokens as text, without special tokens. InvalidRequest if there is no tokenizer."""
+        """The tokens as text, without special tokens. InvalidRequest without a tokenizer."""
         return self._client.tokenizer.decode(self._tokens.tolist())
 
     def text_from(self, length: int) -> str:
@@ -145,6 +280,14 @@ class Branch:
         """How likely the model finds each continuation, see `Runtime.score`. Does not move."""
         return score_all([BranchQuery(self, candidates)])[0]
 
+    async def ascore(self, candidates: Sequence[str | Sequence[int]]) -> list[Score]:
+        """`score` for asyncio. Cancelling the task aborts it."""
+        self._check()
+        query = ScoreQuery(self._tokens, candidates, self._namespace)
+        (scores,) = await ascore(self._client, [query])
+        self._count(*(candidate_score.usage for candidate_score in scores))
+        return scores
+
     # -- moving -------------------------------------------------------------------------------
 
     def fork(self, n: int = 1) -> list[Branch]:
@@ -177,7 +320,7 @@ class Branch:
             self._move_to(self._tokens[: check_int("length", length, 0, self.length)].copy())
 
     def generate(self, params: SamplingParams | None = None) -> Completion:
-        """Continue from here and move to the end of what was generated.
+        """Continue from here and move to the end of the answer.
 
         The branch grows by exactly `completion.token_ids`: an end token that ended the answer and
         the tokens of a stop string are among them; `truncate` takes them back. The K/V of the very
@@ -209,6 +352,16 @@ class Branch:
         self._request(params)
         return self._astream(params)
 
+    def submit(
+        self, params: SamplingParams | None = None, *, streams: bool = False
+    ) -> BranchHandle:
+        """`generate`, or with `streams` `stream`, as a handle: to be entered and iterated over.
+
+        Checked now. The branch is moved by what the handle yields, between its begin and its end.
+        """
+        self._check()
+        return BranchHandle(self, self._request(params), streams=streams)
+
     def release(self) -> None:
         """Close its session: K/V that no other open branch reaches is evicted first from now on.
 
@@ -230,7 +383,7 @@ class Branch:
     def _moving(self) -> Iterator[None]:
         self._check()
         if not self._move_lock.acquire(blocking=False):
-            raise InvalidRequest(
+            raise BranchBusy(
                 "this branch is being moved: wait for its answer, leave its stream, or fork it"
             )
         try:
@@ -245,9 +398,14 @@ class Branch:
         if self._is_released:
             self._session.close()
 
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """The parameters of a call without params; see `Runtime.default_sampling_params`."""
+        return self._client.builder.default_params
+
     def _request(self, params: SamplingParams | None) -> Request:
         """The next answer's, checked; without its session."""
-        params = check_params(params)
+        params = check_params(params, self.default_sampling_params)
         check_single(params, "a branch")
         if params.truncate_prompt_tokens is not None:
             raise InvalidRequest(
@@ -310,6 +468,46 @@ class Branch:
         self._session.move(tokens, is_reached=is_answer)
 
 
+class BranchHandle(RequestHandle[Any]):
+    """The answer of a branch, which it moves: other moves are refused while the block lasts."""
+
+    def __init__(self, branch: Branch, request: Request, *, streams: bool) -> None:
+        client = branch._client
+        request = replace(request, session=branch._session.take())
+        super().__init__(
+            client.core,
+            client.reader.tokenizer,
+            [request.with_digest()],
+            streams=streams,
+            notifier=client.notifier,
+        )
+        self._branch = branch
+        self._begins_at = branch._tokens
+        self._moving = branch._moving()
+
+    def __enter__(self) -> Self:
+        self._moving.__enter__()
+        try:
+            if self._branch._tokens is not self._begins_at:
+                raise BranchBusy("this branch was moved before its answer began: ask again")
+            return super().__enter__()
+        except BaseException:
+            self._moving.__exit__(None, None, None)
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            self._moving.__exit__(None, None, None)
+
+    def _take(self, index: int, event: Event) -> Any:
+        output = super()._take(index, event)
+        completion = output.completion if isinstance(output, Chunk) else output
+        self._branch._advance(output.token_ids, completion)
+        return output
+
+
 class BranchQuery(NamedTuple):
     """How likely is each of `candidates` after a branch, or after a part of it?"""
 
@@ -321,19 +519,19 @@ class BranchQuery(NamedTuple):
 
 def score_all(queries: Sequence[BranchQuery]) -> list[list[Score]]:
     """`Branch.score` of several branches of one Runtime, in one batch."""
-    found = []
+    score_queries = []
     for branch, candidates, length, more in queries:
         branch._check()
         tokens = branch._tokens
         if length is not None:
             tokens = tokens[: check_int("length", length, 0, len(tokens))]
         prompt = np.concatenate([tokens, branch._client.reader.read_more(more)])
-        found.append(ScoreQuery(prompt, candidates, branch.namespace))
+        score_queries.append(ScoreQuery(prompt, candidates, branch.namespace))
     if not queries:
         return []
-    scores = score(_common_client([query.branch for query in queries]), found)
+    scores = score(_common_client([query.branch for query in queries]), score_queries)
     for query, several in zip(queries, scores, strict=True):
-        query.branch._count(*(one.usage for one in several))
+        query.branch._count(*(candidate_score.usage for candidate_score in several))
     return scores
 
 
@@ -346,18 +544,18 @@ def generate_all(
     `n`: what they share once, but for its last token, and number i samples with the seed + i. All
     move, or after an error none. `params`: for all, or one each.
     """
-    each = params_for(params, len(branches))
     if not branches:
         return []
     client = _common_client(branches)
+    each = params_for(params, len(branches), client.builder.default_params)
     with contextlib.ExitStack() as moves:
         for branch in branches:
             moves.enter_context(branch._moving())
         requests, firsts = _as_samples(branches, each)
         completions: list[Completion] = client.submit(requests).get()
-        for at, first in enumerate(firsts):
-            if each[at].prompt_logprobs is not None and first != at:
-                completions[at] = with_prompt_scores(completions[at], completions[first])
+        for index, first in enumerate(firsts):
+            if each[index].prompt_logprobs is not None and first != index:
+                completions[index] = with_prompt_scores(completions[index], completions[first])
         for branch, completion in zip(branches, completions, strict=True):
             branch._finish(completion)
         return completions
@@ -377,12 +575,12 @@ def _as_samples(
     groups: dict[tuple[int, str, SamplingParams], list[int]] = {}
     requests: list[Request] = []
     firsts = []
-    for at, (branch, one) in enumerate(zip(branches, params, strict=True)):
-        request = branch._next_request(one)
-        group = groups.setdefault((id(branch._tokens), branch.namespace, one), [])
+    for index, (branch, own_params) in enumerate(zip(branches, params, strict=True)):
+        request = branch._next_request(own_params)
+        group = groups.setdefault((id(branch._tokens), branch.namespace, own_params), [])
         if group:
             request = sample_of(requests[group[0]], request, len(group))
-        group.append(at)
+        group.append(index)
         requests.append(request)
         firsts.append(group[0])
     return requests, firsts

@@ -1,20 +1,22 @@
-"""`ChatSession`: a conversation that keeps the exact ids of everything said and generated."""
+"""`ChatSession`: a conversation that keeps the exact token ids of all messages and answers."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import os
 import threading
 import warnings
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import NoneType
 from typing import Any, Self
 
 import numpy as np
 
 from radixserve.api.branch import Branch
-from radixserve.api.chat_file import ChatRecord, Turn, read_chat, write_chat
 from radixserve.api.client import EngineClient
 from radixserve.api.request_builder import check_params
 from radixserve.arrays import IntArray
@@ -22,34 +24,161 @@ from radixserve.checks import check_int, check_str, shown
 from radixserve.errors import EngineDead, InvalidRequest
 from radixserve.output import Chunk, Completion
 from radixserve.request import SamplingParams
-from radixserve.text.chat_format import Answer, ChatFormat, Message
+from radixserve.text.chat_format import ChatFormat
 from radixserve.text.chat_options import ChatOptions, begun_answer
-from radixserve.text.prompts import check_messages
+from radixserve.text.conversations import Answer
+from radixserve.text.prompts import check_messages, is_token_id
+from radixserve.text.template_traits import Message
+
+_KIND, _VERSION = "radixserve chat", 2
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Messages and the model's answer to them."""
+
+    messages: tuple[Message, ...]
+    answer: Answer
+    tokens: IntArray  # [n] all ids of the conversation up to the answer's end
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRecord:
+    """A conversation and its settings, as a file holds them."""
+
+    model: Mapping[str, Any]  # facts of the model that give token ids their meaning
+    system: str | None
+    options: ChatOptions
+    turns: Sequence[Turn] = ()
+    added: tuple[Message, ...] = ()  # messages since the last answer
+
+
+def write_chat(path: str | os.PathLike[str], chat: ChatRecord) -> None:
+    """Write a chat as JSON. Raises OSError, or InvalidRequest if a message is not JSON."""
+    whole = chat.turns[-1].tokens.tolist() if chat.turns else []
+    document = {
+        "kind": _KIND,
+        "version": _VERSION,
+        "model": dict(chat.model),
+        "system": chat.system,
+        "template": chat.options.template,
+        "tools": None if chat.options.tools is None else list(chat.options.tools),
+        "chat_template_kwargs": chat.options.template_kwargs,
+        "added": list(chat.added),
+        "token_ids": whole,
+        "turns": [_document_of(turn, whole) for turn in chat.turns],
+    }
+    try:
+        text = json.dumps(document)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"the chat cannot be written as JSON: {error}") from None
+    Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def read_chat(
+    path: str | os.PathLike[str], model: Mapping[str, Any], vocab_size: int
+) -> ChatRecord:
+    """Read a chat that `write_chat` wrote. Raises OSError, or InvalidRequest for the chat of
+    another model and for other files."""
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        if document["kind"] != _KIND or document["version"] not in (1, _VERSION):
+            raise ValueError(f"it is not of kind {_KIND!r}, version 1 or {_VERSION}")
+        _check_model(path, document["model"], model)
+        whole = _ids(document["token_ids"], vocab_size)
+        turns = [_turn(turn, whole, vocab_size) for turn in document["turns"]]
+        options = ChatOptions.read(
+            _of(document["tools"], list, NoneType),
+            document.get("chat_template_kwargs"),
+            _of(document["template"], str, NoneType),
+        )
+        chat = ChatRecord(
+            document["model"],
+            _of(document["system"], str, NoneType),
+            options,
+            turns,
+            tuple(check_messages(_of(document.get("added", []), list))),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        if isinstance(error, InvalidRequest):
+            raise
+        raise InvalidRequest(f"{os.fspath(path)} is not a saved chat: {error!r}") from None
+    return chat
+
+
+def _document_of(turn: Turn, whole: list[int]) -> dict[str, Any]:
+    ids = turn.tokens.tolist()
+    return {
+        "messages": list(turn.messages),
+        "answer": asdict(turn.answer),
+        # The number of first ids of "token_ids" up to the turn's end, or the ids themselves.
+        "tokens": len(ids) if whole[: len(ids)] == ids else ids,
+    }
+
+
+def _check_model(
+    path: str | os.PathLike[str], theirs: Mapping[str, Any], ours: Mapping[str, Any]
+) -> None:
+    other = [
+        f"{name} {theirs.get(name)!r}, here {value!r}"
+        for name, value in ours.items()
+        if theirs.get(name) != value
+    ]
+    if other:
+        raise InvalidRequest(f"{os.fspath(path)} is the chat of another model: {'; '.join(other)}")
+
+
+def _turn(turn: Any, whole: list[int], vocab_size: int) -> Turn:
+    given = [turn["message"]] if "message" in turn else _of(turn["messages"], list)
+    messages = tuple(check_messages(given))
+    if not messages:
+        raise ValueError("a turn has no message")
+    given, tokens = turn["answer"], turn["tokens"]
+    own = _ids(given["token_ids"], vocab_size)
+    answer = Answer(_of(given["text"], str), tuple(own), _of(given["has_end"], bool))
+    ids = whole[: _of(tokens, int)] if is_token_id(tokens) else _ids(tokens, vocab_size)
+    if ids[len(ids) - len(own) :] != own:
+        raise ValueError("a turn does not end with its answer")
+    return Turn(messages, answer, np.asarray(ids, np.int32))
+
+
+def _ids(value: Any, vocab_size: int) -> list[int]:
+    ids = _of(value, list)
+    if not all(is_token_id(token) and 0 <= token < vocab_size for token in ids):
+        raise ValueError("an id is not in the vocabulary")
+    return list(ids)
+
+
+def _of(value: Any, *kinds: type) -> Any:
+    if not isinstance(value, kinds):
+        raise TypeError(f"{value!r} should be of type {kinds[0].__name__}"[:200])
+    return value
+
 
 Said = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 _NO_TOKENS: IntArray = np.empty(0, np.int32)
-_NEXT: Message = {"role": "user", "content": "?"}  # stands for any next message
+_NEXT: Message = {"role": "user", "content": "?"}  # in place of any next message
 
 
 class HistoryRewritten(UserWarning):
-    """A chat template changes earlier turns when new ones come: they are computed again."""
+    """The chat template changes earlier turns when later ones follow: these are computed again."""
 
 
 class ChatSession:
-    """Made by `Runtime.chat`; ends with `close`, or with the last reference to it.
+    """A conversation. `Runtime.chat` makes it; `close`, or its last reference, ends it.
 
         with rt.chat(system="Be brief.") as chat:
             print(chat.send("What is a heap?").text)
             print(chat.send("And a treap?").usage)     # cached: the whole history
 
-    A turn computes only what is new: the ids of the message and of the template around it, and the
-    last token of the answer before. What was generated is never tokenised again. Where the chat
-    template changes earlier turns (drops their thinking, moves the system prompt), the chat warns
-    once with HistoryRewritten and goes on from the last token that stays; the K/V of the dropped
-    tokens is given up as soon as the answer is there.
+    A turn computes only new tokens: those of the message, of the template around it, and the last
+    token of the previous answer. Generated tokens are never tokenised again. If the chat template
+    changes earlier turns (drops their thinking, moves the system prompt), the chat warns once with
+    HistoryRewritten and continues after the last unchanged token. The K/V of the dropped tokens is
+    released after the answer.
 
-    One turn at a time: another one meanwhile raises InvalidRequest. Every act raises InvalidRequest
-    after `close`, EngineDead after the Runtime was closed; the history can be read for ever.
+    A second turn at the same time raises InvalidRequest. Methods raise InvalidRequest after
+    `close`, and EngineDead after the Runtime was closed. The history can always be read.
     """
 
     def __init__(
@@ -59,11 +188,11 @@ class ChatSession:
         params: SamplingParams | None,
         branch: Branch | None = None,
     ) -> None:
-        """`branch`: stands where the record's turns end; None: a new one."""
+        """`branch`: its tokens are those of the record's turns; None: a new branch."""
         self._client = client
         self._record = record
         self._format = ChatFormat(client.tokenizer, record.options)
-        self._params = check_params(params)
+        self._params = check_params(params, client.builder.default_params)
         self._turns = list(record.turns)
         self._added = list(record.added)  # messages since the last answer
         self._branch = branch or Branch(client, self.tokens.copy(), self._params.namespace)
@@ -79,7 +208,7 @@ class ChatSession:
         options: ChatOptions,
         params: SamplingParams | None,
     ) -> Self:
-        """A chat without turns; `Runtime.chat` calls it. Raises InvalidRequest."""
+        """Returns a chat without turns, for `Runtime.chat`. Raises InvalidRequest."""
         if system is not None:
             check_str("system", system)
         client.tokenizer.warn_of_ignored_tools(options)
@@ -105,30 +234,30 @@ class ChatSession:
 
     @property
     def tokens(self) -> IntArray:
-        """[n] int32: all that the model has read and said, exactly; not to be written."""
+        """[n] int32: the exact token ids of the conversation; read-only."""
         return self._turns[-1].tokens if self._turns else _NO_TOKENS
 
     # -- turns --------------------------------------------------------------------------------
 
     def send(self, message: Said, params: SamplingParams | None = None) -> Completion:
-        """Say something, get the answer. An error leaves the chat as it was.
+        """Send a message and return the answer. An error leaves the chat unchanged.
 
-        A message is the user's text, or {"role", "content"} for another role, such as "tool"; or a
-        list of them: the results of several tool calls. Where the last one is of the "assistant",
-        the answer goes on from its text.
+        A message is the user's text, or {"role", "content"} for another role, such as "tool". A
+        list holds several messages, such as the results of tool calls. If the last message has the
+        role "assistant", the answer continues its text.
         """
         with self._answering(_as_messages(message), self._params_of(params)) as answer:
             return answer.add(self._branch.generate(answer.params))
 
     async def asend(self, message: Said, params: SamplingParams | None = None) -> Completion:
-        """`send` for asyncio. Cancelling the task leaves the chat as it was."""
+        """`send` for asyncio. Cancelling the task leaves the chat unchanged."""
         with self._answering(_as_messages(message), self._params_of(params)) as answer:
             return answer.add(await self._branch.agenerate(answer.params))
 
     def add(self, message: Said) -> None:
-        """Say something without an answer: it is read together with what is sent next.
+        """Add a message without an answer. It is sent with the next message.
 
-        Nothing is computed, and whether the template takes it is seen then.
+        Computes nothing. The template checks the message when it is sent.
         """
         messages = _as_messages(message)
         with self._turn():
@@ -137,10 +266,10 @@ class ChatSession:
     def stream(
         self, message: Said, params: SamplingParams | None = None
     ) -> Generator[Chunk, None, None]:
-        """`send` piece by piece; begun with the first iteration.
+        """`send` in chunks. The request starts with the first iteration.
 
-        Leaving the loop ends the answer there: the chunks handed out are the answer. Nothing handed
-        out, or an error: the chat is as it was.
+        Leaving the loop ends the answer after the chunks that the loop got. The chat is unchanged
+        if the loop got no chunk, and after an error.
         """
         self._check()
         return self._stream(_as_messages(message), self._params_of(params))
@@ -153,8 +282,8 @@ class ChatSession:
         return self._astream(_as_messages(message), self._params_of(params))
 
     def undo(self) -> list[Message]:
-        """Take back the last turn, or what was added since; returns its messages, answer included.
-        InvalidRequest if there is none."""
+        """Remove the last turn, or the messages added since. Returns the removed messages, the
+        answer included. Raises InvalidRequest for an empty chat."""
         with self._turn():
             if self._added:
                 added, self._added = self._added, []
@@ -166,9 +295,9 @@ class ChatSession:
             return copy.deepcopy(last)
 
     def fork(self, n: int = 1) -> list[ChatSession]:
-        """`n` chats with this history, each on its own from here. Nothing is computed or copied.
+        """Returns `n` independent chats with this history. Computes and copies nothing.
 
-        While an answer is under way they have the turns before it.
+        During an answer the new chats have the turns before it.
         """
         count = check_int("n", n, 1)
         self._check()
@@ -188,7 +317,7 @@ class ChatSession:
     # -- files --------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the conversation as JSON: messages, exact token ids, and which model it is of."""
+        """Write the conversation as JSON: its messages, exact token ids and model."""
         write_chat(path, self._whole())
 
     @classmethod
@@ -199,9 +328,9 @@ class ChatSession:
         path: str | os.PathLike[str],
         params: SamplingParams | None = None,
     ) -> ChatSession:
-        """A chat that `save` wrote; `Runtime.load_chat` calls it.
+        """Returns a chat that `save` wrote, for `Runtime.load_chat`.
 
-        Raises InvalidRequest for another model's chat and for a file that holds none.
+        Raises InvalidRequest for another model's chat and for files of another kind.
         """
         return cls(client, read_chat(path, model, client.reader.vocab_size), params)
 
@@ -226,7 +355,7 @@ class ChatSession:
     def _answering(
         self, messages: Sequence[Message], params: SamplingParams
     ) -> Iterator[_Answering]:
-        """A turn: records the answer, or as much of it as was handed out when it is left early."""
+        """Run a turn: records the answer, or the part of it that the caller got."""
         with self._turn():
             said = [*self._added, *messages]
             begun = begun_answer(said)
@@ -262,7 +391,7 @@ class ChatSession:
                     yield chunk
 
     def _params_of(self, params: SamplingParams | None) -> SamplingParams:
-        return check_params(params, default=self._params)
+        return check_params(params, self._params)
 
     def _messages(self) -> list[Message]:
         text = self._record.system
@@ -273,35 +402,36 @@ class ChatSession:
         return replace(self._record, turns=tuple(self._turns), added=tuple(self._added))
 
     def _tokenise(self, messages: Sequence[Message]) -> tuple[IntArray, bool]:
-        """The ids up to the answer to `messages`, and whether no earlier turn is changed."""
-        at = -1 if self._record.system is None else 0
+        """Returns the ids up to the answer to `messages`, and whether all earlier turns are
+        unchanged."""
+        index = -1 if self._record.system is None else 0
         answers = {}
         for turn in self._turns:
-            at += len(turn.messages) + 1
-            answers[at] = turn.answer
-        found, is_whole = self._format.tokenise([*self._messages(), *messages], answers)
-        ids = np.asarray(found, np.int32)
+            index += len(turn.messages) + 1
+            answers[index] = turn.answer
+        token_ids, is_whole = self._format.tokenise([*self._messages(), *messages], answers)
+        ids = np.asarray(token_ids, np.int32)
         if not self._turns:
             return ids, True
         answer, before = self._turns[-1].answer, len(self.tokens)
-        # of the answer itself an end token or a stop string may go
+        # An end token or a stop string may be missing at the answer's end.
         least = before - (len(answer.token_ids) if is_whole else len(answer.token_ids[-1:]))
         return ids, _common(ids, self.tokens) >= least
 
     def _move_to(self, messages: Sequence[Message], begun: str) -> int:
-        """Put the branch where the answer to `messages` goes on after its text `begun`; returns the
-        position where it begins."""
+        """Make the branch's tokens those up to the answer to `messages`, and its text `begun`.
+        Returns the position of the answer's first token."""
         ids, is_stable = self._tokenise(messages)
         start = len(ids)
         if begun:
-            ids = np.append(ids, self._client.reader.read_more(begun))
-        self._client.reader.read(ids)  # not too long, before anything is changed
+            ids = np.append(ids, np.asarray(self._client.tokenizer.encode_answer(begun), np.int32))
+        self._client.reader.read(ids)  # raises before any change where they are too long
         kept = _common(self._branch.tokens, ids)
         if not is_stable and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 "the chat template changes earlier turns (drops thinking, or moves the system "
-                f"prompt or the tools): of {len(self.tokens)} tokens said the first {kept} stay, "
+                f"prompt or the tools): the first {kept} of {len(self.tokens)} tokens are kept, "
                 "the others are computed again",
                 HistoryRewritten,
                 stacklevel=5,
@@ -317,7 +447,7 @@ class ChatSession:
             has_end, text = self._has_end(done, answer.params), done.text
             if not answer.params.skip_special_tokens or (
                 has_end and answer.params.include_stop_str_in_output
-            ):  # the template brings its own
+            ):  # the template writes its own end token
                 ids = done.token_ids[:-1] if has_end else done.token_ids
                 text = self._client.tokenizer.decode(ids)
         elif len(tokens) > answer.begun_len:
@@ -330,13 +460,13 @@ class ChatSession:
         self._drop_rewritten()
 
     def _drop_rewritten(self) -> None:
-        """Give up the K/V of tokens that the template will leave out in the next turn."""
+        """Release the K/V of tokens that the template leaves out in the next turn."""
         try:
             ids, is_stable = self._tokenise([_NEXT])
             if not is_stable:
                 self._branch.truncate(_common(self._branch.tokens, ids))
         except (InvalidRequest, EngineDead):
-            pass  # closed meanwhile: there is nothing to give up; a template will say so again
+            pass  # the chat was closed; a template's error is raised again in the next turn
 
     def _has_end(self, completion: Completion, params: SamplingParams) -> bool:
         if completion.finish_reason != "stop" or not completion.token_ids:
@@ -348,13 +478,13 @@ class ChatSession:
 
 @dataclass(slots=True)
 class _Answering:
-    """An answer on its way."""
+    """An answer in progress."""
 
     params: SamplingParams
-    start: int  # its position in the branch
-    begun_len: int  # the branch's length with what it began with
-    begun: str  # that text
-    text: str = ""  # handed out so far
+    start: int  # position of its first token in the branch
+    begun_len: int  # length of the branch with the text `begun`
+    begun: str  # text that the answer continues
+    text: str = ""  # that the caller has got
     completion: Completion | None = None
 
     def add(self, completion: Completion) -> Completion:
@@ -371,29 +501,29 @@ def _as_messages(said: object) -> list[Message]:
     several = list(said) if isinstance(said, list | tuple) else [said]
     if not several:
         raise InvalidRequest("there is no message to send")
-    found: list[Mapping[str, Any]] = []
-    for one in several:
-        message = {"role": "user", "content": one} if isinstance(one, str) else one
+    messages: list[Mapping[str, Any]] = []
+    for item in several:
+        message = {"role": "user", "content": item} if isinstance(item, str) else item
         if not isinstance(message, Mapping):
             raise InvalidRequest(
                 'a message is text, {"role": ..., "content": ...} or a list of them, got '
-                + shown(one)
+                + shown(item)
             )
         if message.get("role") == "system":
             raise InvalidRequest(
                 f"a chat's system message is given when it is made, got {shown(message)}"
             )
-        found.append(message)
-    return check_messages(found)
+        messages.append(message)
+    return check_messages(messages)
 
 
 def _messages_of(turn: Turn) -> list[Message]:
     return [*turn.messages, {"role": "assistant", "content": turn.answer.text}]
 
 
-def _common(one: IntArray, other: IntArray) -> int:
-    """Leading ids that both have."""
-    size = min(len(one), len(other))
-    differs = one[:size] != other[:size]
+def _common(tokens: IntArray, other: IntArray) -> int:
+    """The number of equal leading ids."""
+    size = min(len(tokens), len(other))
+    differs = tokens[:size] != other[:size]
     first = int(differs.argmax()) if size else 0
     return first if size and differs[first] else size

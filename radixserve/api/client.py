@@ -2,32 +2,259 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+import queue
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import Any, Generic, Self, TypeVar, cast
 
-from radixserve.api.loop_waker import LoopWakers
+from radixserve.api.beam_search import BeamCollector
 from radixserve.api.request_builder import RequestBuilder
-from radixserve.api.request_handle import RequestHandle
 from radixserve.arrays import IntArray
 from radixserve.cache import Lookup
 from radixserve.engine.core_client import EngineCoreClient
 from radixserve.engine.messages import LookUpPrompt
-from radixserve.errors import InvalidRequest
-from radixserve.output import Chunk
+from radixserve.engine.output_collector import Event, OutputCollector
+from radixserve.engine.output_notifier import LoopWaker, OutputNotifier
+from radixserve.errors import InvalidRequest, RequestFailed, request_failed
+from radixserve.output import Chunk, Completion, join_chunks
 from radixserve.request import Request
 from radixserve.text.prompts import PromptReader
 from radixserve.text.tokenizer import Tokenizer
+
+Output = TypeVar("Output", Chunk, Completion, tuple[Completion, ...])
+
+
+class RequestHandle(Generic[Output]):
+    """Requests that arrive at the engine together; one thread or task takes their outputs.
+
+        with client.submit(requests) as handle:      # from here on the engine has them
+            for completion in handle: ...            # as they end; or `async for`
+        client.submit(requests).get()                # in the requests' order; or `await ...aget()`
+
+    A streaming handle yields Chunks, another one a Completion a request, or for a beam search a
+    tuple of them. The first error is raised at once. Leaving the block aborts what has not ended.
+    """
+
+    def __init__(
+        self,
+        core: EngineCoreClient,
+        tokenizer: Tokenizer | None,
+        requests: Sequence[Request],
+        *,
+        notifier: OutputNotifier,
+        streams: bool = False,
+        finish: Callable[[list[Output]], Any] | None = None,
+        owners: Sequence[int] | None = None,
+        at_once: int | None = None,
+    ) -> None:
+        """`finish`: the result of `get` from all last outputs; None: these themselves. `owners`:
+        the index of each request's prompt in a batch, which its error then names. `notifier`: wakes
+        the task that waits. `at_once`: requests that the engine has at most; the others follow as
+        these end.
+        """
+        self._owners = owners
+        self._core = core
+        self._finish: Callable[[list[Output]], Any] | None = finish
+        self._queue = _EventQueue(notifier)
+        self._last: dict[int, Output] = {}  # request's index -> its last output
+        self._collectors = [
+            OutputCollector(request, tokenizer, partial(self._queue.put, index), streams=streams)
+            if request.beams is None
+            else BeamCollector(request, tokenizer, partial(self._queue.put, index))
+            for index, request in enumerate(requests)
+        ]
+        self._at_once = len(self._collectors) if at_once is None else at_once
+        self._parts: list[range] = []  # indices of requests that were submitted together
+
+    def get(self, note: Callable[[Output], object] | None = None) -> Any:
+        """Block until all have ended; the last output of each, in the requests' order.
+
+        `note` is called with each output.
+        """
+        with self:
+            for output in self:
+                if note is not None:
+                    note(output)
+        return self.result()
+
+    async def aget(self, note: Callable[[Output], object] | None = None) -> Any:
+        """`get` for asyncio. Cancelling the task aborts the requests."""
+        with self:
+            async for output in self:
+                if note is not None:
+                    note(output)
+        return self.result()
+
+    def __len__(self) -> int:
+        """Requests in all."""
+        return len(self._collectors)
+
+    def __enter__(self) -> Self:
+        try:
+            self._submit(self._at_once)
+        except BaseException:  # Ctrl-C
+            self._abandon()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._has_ended:
+            self._abandon()
+
+    @property
+    def _num_submitted(self) -> int:
+        return self._parts[-1].stop if self._parts else 0
+
+    @property
+    def held(self) -> Sequence[Request]:
+        """The requests that wait here until others have ended."""
+        return [collector.request for collector in self._collectors[self._num_submitted :]]
+
+    def _submit(self, count: int) -> None:
+        """The next `count` requests arrive together."""
+        start = self._num_submitted
+        part = range(start, min(start + count, len(self._collectors)))
+        self._parts.append(part)
+        self._core.submit(self._collectors[part.start : part.stop])
+
+    def _abandon(self) -> None:
+        for part in self._parts:
+            if not all(index in self._last for index in part):
+                self._core.abandon(self._collectors[part.start : part.stop])
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Output:
+        if self._has_ended:
+            raise StopIteration
+        return self._take(*self._queue.get())
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Output:
+        if self._has_ended:
+            raise StopAsyncIteration
+        return self._take(*await self._queue.aget())
+
+    async def joined(self) -> AsyncIterator[list[tuple[int, Output]]]:
+        """All that came since the last time, each with the index of its request: of a request that
+        streams one Chunk, joined from those that came while the caller was busy.
+
+        What waits for a slow caller takes the memory of the answers, never more.
+        """
+        while not self._has_ended:
+            events = await self._queue.aget_joined()
+            yield [(index, self._take(index, event)) for index, event in events]
+
+    def abort(self) -> None:
+        """End what has not ended, with finish_reason "abort"; its outputs still arrive."""
+        if self._num_submitted < len(self._collectors):
+            self._submit(len(self._collectors))
+        self._abandon()
+
+    @property
+    def has_generated(self) -> bool:
+        """Whether any of the requests has sampled a token."""
+        return any(collector.token_ids for collector in self._collectors)
+
+    @property
+    def _has_ended(self) -> bool:
+        return len(self._last) == len(self._collectors)
+
+    def _take(self, index: int, event: Event) -> Output:
+        if isinstance(event, RequestFailed) and self._owners is not None:
+            event = request_failed(
+                f"prompt {self._owners[index]}: {event}", event.__cause__ or event
+            )
+        if isinstance(event, BaseException):
+            try:
+                raise event
+            finally:
+                del event  # else its traceback holds this frame, which holds it: what the caller
+                # had would live until the cyclic collector runs
+        output = cast(Output, event)
+        if not isinstance(event, Chunk) or event.completion is not None:
+            self._last[index] = output
+            if self._num_submitted < len(self._collectors):
+                self._submit(1)
+        return output
+
+    def result(self) -> Any:
+        """What `get` returns, after all have ended."""
+        outputs = [self._last[index] for index in range(len(self._collectors))]
+        return outputs if self._finish is None else self._finish(outputs)
+
+
+class _EventQueue:
+    """(request's index, event) pairs from the engine's thread to one thread or task.
+
+    Apart from the handle, which the engine's thread must not keep alive.
+    """
+
+    def __init__(self, notifier: OutputNotifier) -> None:
+        self._items: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
+        self._notifier = notifier
+        self._waker: LoopWaker | None = None  # of the loop of the task that waits
+        self._arrival = asyncio.Event()  # set in that loop after an item was put
+        self._joined: dict[int, Event] | None = None  # where the task takes joined chunks
+
+    def put(self, index: int, event: Event) -> None:
+        self._items.put((index, event))
+        waker = self._waker
+        if waker is not None:
+            waker.call(self._note_arrival)
+
+    def get(self) -> tuple[int, Event]:
+        return self._items.get()
+
+    async def aget(self) -> tuple[int, Event]:
+        self._waker = self._notifier.running()
+        while self._items.empty():
+            self._arrival.clear()
+            await self._arrival.wait()
+        return self._items.get_nowait()
+
+    async def aget_joined(self) -> list[tuple[int, Event]]:
+        """All events so far, at least one; the chunks of a request are joined."""
+        self._waker = self._notifier.running()
+        if self._joined is None:
+            self._joined = {}
+        self._note_arrival()
+        while not self._joined:
+            self._arrival.clear()
+            await self._arrival.wait()
+        events, self._joined = self._joined, {}
+        return list(events.items())
+
+    def _note_arrival(self) -> None:
+        """In the loop: join the events so far, also while the task awaits something else."""
+        joined = self._joined
+        if joined is not None:
+            while not self._items.empty():
+                index, event = self._items.get_nowait()
+                before = joined.get(index)
+                if isinstance(before, Chunk) and isinstance(event, Chunk):
+                    event = join_chunks(before, event)
+                joined[index] = event
+            if not joined:
+                return
+        self._arrival.set()
 
 
 class EngineClient:
     """Builds requests and submits them to the engine's thread. May be used from any thread."""
 
-    def __init__(self, core: EngineCoreClient, builder: RequestBuilder, wakers: LoopWakers) -> None:
-        """`wakers`: those that `core` holds while it prepares a step."""
+    def __init__(
+        self, core: EngineCoreClient, builder: RequestBuilder, notifier: OutputNotifier
+    ) -> None:
+        """`notifier`: the one that `core` holds while it prepares a step."""
         self.core = core
         self.builder = builder
-        self.wakers = wakers
+        self.notifier = notifier
         self.session_numbers = itertools.count()  # for the names of branches' sessions
 
     @property
@@ -48,8 +275,10 @@ class EngineClient:
         owners: Sequence[int] | None = None,
         *,
         streams: bool = False,
+        at_once: int | None = None,
     ) -> RequestHandle[Any]:
-        """To be entered, or asked by `get` or `aget`: then the requests arrive together.
+        """To be entered, or asked by `get` or `aget`: then the requests arrive together, or the
+        first `at_once` of them.
 
         `finish`: makes the result of `get` from all outputs, in the requests' order. `owners`: the
         index of each request's prompt, for errors. `streams`: the handle yields Chunks.
@@ -57,11 +286,12 @@ class EngineClient:
         return RequestHandle(
             self.core,
             self.reader.tokenizer,
-            requests,
+            [request.with_digest() for request in requests],
             streams=streams,
             finish=finish,
             owners=owners,
-            wakers=self.wakers,
+            notifier=self.notifier,
+            at_once=at_once,
         )
 
     def stream(self, request: Request) -> RequestHandle[Chunk]:

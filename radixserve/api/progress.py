@@ -1,26 +1,36 @@
-"""A bar for batches: requests done, prompt tokens reused and computed, prefill and decode rates."""
+"""Bars in a terminal: of batches, and while a model is loaded."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import shutil
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 from radixserve.errors import EngineDead
+from radixserve.models.names import TENSORS_READ
 from radixserve.output import Completion
 
-_EVERY_S = 0.25  # at most so often the engine is asked for its counters
+EVERY_S = 0.25  # the shortest time between two reads of the engine's counters
+WIDE = 118  # columns from which the rates have room
+LOAD_REFRESH_S = 0.5
+_LOAD_FORMAT = "{desc}: {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} tensors [{elapsed}]"
+_FORMAT = "{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}]"
 
 
 class BatchProgress:
     """Shows a line such as
 
-        prompts 12,000 tok (9,000 reused, 3,000 computed), prefill 53,000 tok/s, decode 810 tok/s
+         37%|####      | 185/500, 2 failed, 48.2k + 9.1k tok, 81% cached [00:42<01:11]
 
-    where the prefill rate is of the prompt tokens taken in, reused and computed, over the time that
-    the engine spent on prompts, and the decode rate is over the rest of its time: one rises with
-    hits, and neither falls because of the other. Both are of the whole engine since the bar began.
+    with the tokens of prompts, cached ones included, and of answers so far, those of unfinished
+    requests too. It fits into 80 columns. A wider terminal also shows the rates of prefill (tokens
+    of prompts over the time that the engine spent on them) and decode. Tokens and rates are those
+    of the whole engine since the bar began.
     """
 
     def __init__(
@@ -32,14 +42,14 @@ class BatchProgress:
         self._bar: Any = None
         self._stats = stats
         self._total = total
-        self._num_done = self._prompt = self._cached = 0
-        self._rates = ""
+        self._num_done = self._num_failed = 0
+        self._tokens = ""
         if shown:
             from tqdm import tqdm
 
             self._before = stats()
             self._asked_at = time.perf_counter()
-            self._bar = tqdm(total=total, unit="req", desc="generate", dynamic_ncols=True)
+            self._bar = tqdm(total=total, bar_format=_FORMAT, dynamic_ncols=True)
 
     def __enter__(self) -> Self:
         return self
@@ -48,39 +58,118 @@ class BatchProgress:
         if self._bar is not None:
             self._bar.close()
 
-    def add(self, completion: Completion) -> None:
-        """One more request is done."""
-        usage = completion.usage
+    def add(self, completion: Completion | None) -> None:
+        """One more request has ended; None: it failed."""
         self._num_done += 1
-        self._prompt += usage.prompt_tokens
-        self._cached += usage.cached_tokens
+        self._num_failed += completion is None
         if self._bar is None:
             return
-        now = time.perf_counter()
-        if now - self._asked_at >= _EVERY_S or self._num_done == self._total:
-            self._rates = self._read_rates()
-            self._asked_at = now
-        self._bar.set_postfix_str(
-            f"prompts {self._prompt:,} tok ({self._cached:,} reused, "
-            f"{self._prompt - self._cached:,} computed){self._rates}",
-            refresh=self._num_done == self._total,
-        )
+        is_last = self._num_done == self._total
+        if is_last or time.perf_counter() - self._asked_at >= EVERY_S:
+            self._read_tokens()
+        self._show(refresh=is_last)
         self._bar.update()
 
-    def _read_rates(self) -> str:
+    def refresh(self) -> None:
+        """Show the tokens of now. May be called from another thread than `add`; waits for the
+        engine's answer."""
+        if self._bar is not None:
+            self._read_tokens()
+            self._show(refresh=True)
+
+    def _show(self, *, refresh: bool) -> None:
+        failed = f"{self._num_failed:,} failed, " if self._num_failed else ""
+        self._bar.set_postfix_str(failed + self._tokens, refresh=refresh)
+
+    def _read_tokens(self) -> None:
+        self._asked_at = time.perf_counter()
         try:
             stats, before = self._stats(), self._before
         except EngineDead:  # after the answer that is shown
-            return self._rates
+            return
 
-        def spent(name: str) -> float:
+        def since(name: str) -> float:
             return float(stats[name] - before[name])
 
-        taken_in = spent("reused_tokens") + spent("prefilled_tokens")
-        prefill = f", prefill {_rate(taken_in, spent('prefill_s'))}"
-        decoded = spent("decoded_tokens")
-        return prefill + (f", decode {_rate(decoded, spent('decode_s'))}" if decoded else "")
+        cached, decoded = since("reused_tokens"), since("decoded_tokens")
+        prompts = cached + since("prefilled_tokens")
+        self._tokens = f"{_short(prompts)} + {_short(since('generated_tokens'))} tok"
+        if prompts:
+            self._tokens += f", {cached / prompts:.0%} cached"
+        if shutil.get_terminal_size().columns >= WIDE:
+            self._tokens += f", prefill {_rate(prompts, since('prefill_s'))}"
+            if decoded:
+                self._tokens += f", decode {_rate(decoded, since('decode_s'))}"
+
+
+def _short(count: float) -> str:
+    """48213 -> "48.2k"."""
+    if count < 1_000:
+        return f"{count:.0f}"
+    return f"{count / 1e3:.3g}k" if count < 999_500 else f"{count / 1e6:.3g}M"
 
 
 def _rate(tokens: float, seconds: float) -> str:
     return f"{tokens / max(1e-9, seconds):,.0f} tok/s"
+
+
+@contextlib.contextmanager
+def loading_bar(name: str) -> Iterator[None]:
+    """While a model is loaded, where standard error is a terminal: a line such as
+
+         loading smollm2:  41%|########            | 112/272 tensors [00:03]
+
+    Before the first tensor it counts the seconds alone. What the package logs meanwhile, such as
+    that the CPU kernels are compiled, stands above it. At the end the line goes.
+    """
+    if not sys.stderr.isatty():
+        yield
+        return
+    from tqdm import tqdm
+    from tqdm.contrib.logging import logging_redirect_tqdm
+
+    name = name if len(name) <= 32 else f"...{name[-29:]}"
+    bar = tqdm(
+        desc=f"loading {name}",
+        bar_format="{desc} [{elapsed}]",
+        total=1,
+        leave=False,
+        dynamic_ncols=True,
+    )
+    tensors, counter = logging.getLogger(TENSORS_READ), _TensorCounter(bar)
+    before = tensors.level, tensors.propagate
+    tensors.addHandler(counter)
+    tensors.setLevel(logging.DEBUG)
+    tensors.propagate = False
+    is_loaded = threading.Event()
+
+    def refresh() -> None:
+        while not is_loaded.wait(LOAD_REFRESH_S):
+            bar.refresh()
+
+    ticker = threading.Thread(target=refresh, daemon=True)
+    ticker.start()
+    try:
+        with logging_redirect_tqdm():
+            yield
+    finally:
+        is_loaded.set()
+        ticker.join()
+        tensors.removeHandler(counter)
+        tensors.setLevel(before[0])
+        tensors.propagate = before[1]
+        bar.refresh()
+        bar.close()
+
+
+class _TensorCounter(logging.Handler):
+    """Puts the tensors read so far into a bar, which shows them when it is refreshed."""
+
+    def __init__(self, bar: Any) -> None:
+        super().__init__()
+        self._bar = bar
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if isinstance(record.args, tuple):
+            self._bar.n, self._bar.total = record.args
+            self._bar.bar_format = _LOAD_FORMAT

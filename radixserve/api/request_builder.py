@@ -5,21 +5,121 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
 from typing import Any
 
 from radixserve.api.beam_search import as_search
-from radixserve.api.samples import check_single, fan_out
 from radixserve.arrays import IntArray
 from radixserve.checks import shown
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.grammar.compiler import GrammarCompiler
+from radixserve.output import Completion
 from radixserve.request import BeamParams, Request, SamplingParams
 from radixserve.text.chat_options import ChatOptions
 from radixserve.text.prompts import Prompt, PromptReader
+from radixserve.text.turn_marks import turn_marks, turn_starts
+
+NUM_SEEDS = 2**63
+
+
+def fan_out(request: Request, ids: Sequence[str]) -> list[Request]:
+    """`request` as `params.num_samples` requests for one completion each; `ids`: of the others.
+
+    In-batch prefix sharing computes their prompt once. Number i samples what a request of its own
+    with the seed + i (modulo 2**63) would sample.
+    """
+    params = request.params
+    if params.num_samples == 1:
+        return [request]
+    # Their sum is reported, and ranks the samples of best_of.
+    logprobs: int | None = params.logprobs or 0
+    if params.structured_outputs is not None and params.structured_outputs.jump_forward:
+        logprobs = None  # forced tokens have none
+    first = replace(request, params=replace(params, n=1, best_of=None, logprobs=logprobs))
+    if not ids:
+        return [first]
+    second = sample_of(first, replace(first, request_id=ids[0]), 1)
+    others = [
+        replace(second, request_id=request_id, seed=(first.seed + number) % NUM_SEEDS)
+        for number, request_id in enumerate(ids, 1)
+    ]
+    return [first, *others]
+
+
+def sample_of(first: Request, request: Request, number: int) -> Request:
+    """`request`, with the prompt and params of `first`, as sample `number` of that prompt.
+
+    It does not score the prompt: `with_prompt_scores` copies what the first one found.
+    """
+    params = request.params
+    if params.prompt_logprobs is not None:
+        params = replace(params, prompt_logprobs=None)
+    return replace(
+        request,
+        params=params,
+        seed=(first.seed + number) % NUM_SEEDS,
+        logprob_targets=None,
+        also_generate=False,
+    )
+
+
+def with_prompt_scores(completion: Completion, first: Completion) -> Completion:
+    """`completion` with the log-probabilities of the prompt that `first` found."""
+    return replace(
+        completion,
+        prompt_logprobs=first.prompt_logprobs,
+        prompt_top_logprobs=first.prompt_top_logprobs,
+    )
+
+
+def gather(
+    completions: Sequence[Completion], params: Sequence[SamplingParams]
+) -> list[Completion | list[Completion]]:
+    """One entry a prompt from the completions of all requests: a list where n > 1."""
+    rest = iter(completions)
+    entries: list[Completion | list[Completion]] = []
+    for own_params in params:
+        mine = list(islice(rest, own_params.num_samples))
+        if own_params.prompt_logprobs is not None:
+            mine = [mine[0], *(with_prompt_scores(c, mine[0]) for c in mine[1:])]
+        if own_params.num_samples > own_params.n:
+            mine = _best(mine, own_params.n)
+        if own_params.logprobs is None and own_params.num_samples > 1:
+            mine = [replace(c, logprobs=None, top_logprobs=None) for c in mine]
+        entries.append(mine if own_params.n > 1 else mine[0])
+    return entries
+
+
+def _best(completions: list[Completion], count: int) -> list[Completion]:
+    """The most likely ones, best first; aborted ones come last. The best one's usage takes over the
+    prompt of the first sample, which computed it."""
+    ranked = sorted(  # stable
+        completions, key=lambda c: (c.finish_reason == "abort", -(c.cumulative_logprob or 0.0))
+    )
+    paid, best = completions[0], ranked[0]
+    usages = {
+        id(sample): other.usage.with_answer(sample.usage.completion_tokens)
+        for sample, other in ((paid, best), (best, paid))
+    }
+    return [replace(c, usage=usages.get(id(c), c.usage)) for c in ranked[:count]]
+
+
+def check_single(params: SamplingParams, what: str) -> None:
+    """Raises InvalidRequest where `what` takes one completion only."""
+    if params.num_samples > 1:
+        raise InvalidRequest(
+            f"{what} takes n=1 and no best_of, got n={params.n}, best_of={params.best_of}"
+        )
+
 
 _OWN_ID = "#"  # begins the request ids that no caller gave
+
+
+MakeRequest = Callable[..., Request]  # with what all requests of the same params share
 
 
 class RequestBuilder:
@@ -28,11 +128,27 @@ class RequestBuilder:
     Everything raises InvalidRequest, before anything is queued or allocated.
     """
 
-    def __init__(self, reader: PromptReader, end_ids: frozenset[int], seed: int) -> None:
-        """`end_ids`: the model's. `seed`: of the seeds of requests that bring none."""
+    def __init__(
+        self,
+        reader: PromptReader,
+        end_ids: frozenset[int],
+        seed: int,
+        default_params: SamplingParams,
+        *,
+        keeps_guidance_options: bool = False,
+        marks_turns: bool = False,
+    ) -> None:
+        """`end_ids`: the model's. `seed`: of the seeds of requests that bring none;
+        `default_params`: of calls that bring none. `keeps_guidance_options`: as in
+        EngineConfig.allow_guidance_options. `marks_turns`: whether requests name their
+        `turn_starts`."""
         self.reader = reader
-        self.grammars = GrammarCompiler(reader.backend_tokenizer)
+        self.grammars = GrammarCompiler(
+            reader.backend_tokenizer, keeps_options=keeps_guidance_options
+        )
         self.end_ids = end_ids
+        self.default_params = default_params
+        self._turn_marks = turn_marks(reader.tokenizer, end_ids) if marks_turns else frozenset()
         self._random = random.Random(seed)
         self._random_lock = threading.Lock()
         self._next_id = itertools.count()
@@ -50,20 +166,28 @@ class RequestBuilder:
 
         `options`: of chat messages. `is_batch`: an error names the index of its prompt.
         """
-        each = params_for(params, len(prompts))
-        _check_request_id(request_id, sum(one.num_samples for one in each))
+        each = params_for(params, len(prompts), self.default_params)
+        _check_request_id(request_id, sum(own_params.num_samples for own_params in each))
         requests: list[Request] = []
-        for at, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+        makers: dict[int, MakeRequest] = {}  # by identity: many prompts share their params
+        for index, (prompt, own_params) in enumerate(zip(prompts, each, strict=True)):
             try:
-                self._check(one)
-                room = self._prompt_room(one)
-                ids = self.reader.read(prompt, keep_last=room, options=options)
-                first = self.request(ids, one, request_id)
+                make = makers.get(id(own_params))
+                if make is None:
+                    make = makers[id(own_params)] = self._maker(own_params)
+                room = self._prompt_room(own_params)
+                ids = self.reader.read(
+                    prompt,
+                    keep_last=room,
+                    truncation_side=own_params.truncation_side,
+                    options=options,
+                )
+                first = self._request(ids, own_params, request_id, make)
             except InvalidRequest as error:
                 if not is_batch:
                     raise
-                raise InvalidRequest(f"prompt {at}: {error}") from error.__cause__
-            requests += fan_out(first, [self._new_id() for _ in range(one.num_samples - 1)])
+                raise InvalidRequest(f"prompt {index}: {error}") from error.__cause__
+            requests += fan_out(first, [self._new_id() for _ in range(own_params.num_samples - 1)])
         return requests, each
 
     def single(
@@ -74,8 +198,8 @@ class RequestBuilder:
         options: ChatOptions | None = None,
     ) -> Request:
         """The request of a stream or a branch: with one completion."""
-        (request, *_), (one,) = self.build([prompt], params, request_id, options)
-        check_single(one, "stream")
+        (request, *_), (own_params,) = self.build([prompt], params, request_id, options)
+        check_single(own_params, "stream")
         return request
 
     def beam_search(
@@ -96,29 +220,42 @@ class RequestBuilder:
         self, ids: IntArray, params: SamplingParams, request_id: str | None = None
     ) -> Request:
         """The request for one completion, of checked ids and params."""
+        return self._request(ids, params, request_id, self._maker(params))
+
+    def _request(
+        self, ids: IntArray, params: SamplingParams, request_id: str | None, make: MakeRequest
+    ) -> Request:
         seed = params.seed
         if seed is None:
             with self._random_lock:
                 seed = self._random.getrandbits(63)
         scores_prompt = params.prompt_logprobs is not None and len(ids) > 1
-        return Request(
+        return make(
             request_id=request_id or self._new_id(),
             token_ids=ids,
-            params=params,
             seed=seed,
-            end_ids=self._end_ids(params),
             max_len=self.reader.max_seq_len,
             logprob_targets=ids[1:] if scores_prompt else None,
             also_generate=scores_prompt,
+            turn_starts=turn_starts(ids, self._turn_marks),
+        )
+
+    def _maker(self, params: SamplingParams) -> MakeRequest:
+        """`Request`, with the fields that all requests of the same params share. Raises
+        InvalidRequest."""
+        self._check(params)
+        structured = params.structured_outputs
+        return partial(
+            Request,
+            params=params,
+            end_ids=self._end_ids(params),
             bad_words_ids=self._bad_words_ids(params.bad_words),
-            grammar=None
-            if params.structured_output is None
-            else self.grammars.compile(params.structured_output),
+            grammar=None if structured is None else self.grammars.compile(structured),
         )
 
     def _check(self, params: SamplingParams) -> None:
         vocab_size = self.reader.vocab_size
-        if params.structured_output is not None and params.structured_output.jump_forward:
+        if params.structured_outputs is not None and params.structured_outputs.jump_forward:
             for name in ("logprobs", "stop", "best_of"):
                 if getattr(params, name) not in (None, ()):
                     raise InvalidRequest(f"{name} cannot be given with jump_forward")
@@ -126,9 +263,10 @@ class RequestBuilder:
             raise InvalidRequest("the model has no tokenizer: stop strings cannot be found")
         if params.min_tokens and len(self._end_ids(params)) >= vocab_size:
             raise InvalidRequest("min_tokens cannot hold when every token ends the request")
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            outside = [token for token in getattr(params, name) or () if token >= vocab_size]
-            if outside:
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
+            tokens = getattr(params, name) or ()
+            if tokens and max(tokens) >= vocab_size:
+                outside = [token for token in tokens if token >= vocab_size]
                 raise InvalidRequest(
                     f"{name} {shown(outside)} are out of range: allowed are 0 to {vocab_size - 1}"
                 )
@@ -149,18 +287,21 @@ class RequestBuilder:
     def _bad_words_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as it is tokenised at the start of a text and, where that begins with another
         token and is as long, after a space."""
-        found: dict[tuple[int, ...], None] = {}
-        for word in words:
-            if self.reader.tokenizer is None:
-                raise InvalidRequest("the model has no tokenizer: bad_words cannot be found")
-            encode = self.reader.tokenizer.encode_more
-            first, spaced = encode(word.lstrip()), encode(" " + word.lstrip())
+        sequences: dict[tuple[int, ...], None] = {}
+        bare = [word.lstrip() for word in words]
+        if not bare:
+            return ()
+        if self.reader.tokenizer is None:
+            raise InvalidRequest("the model has no tokenizer: bad_words cannot be found")
+        encode = self.reader.tokenizer.encode_each
+        pairs = zip(bare, encode(bare), encode([f" {word}" for word in bare]), strict=True)
+        for word, first, spaced in pairs:
             for ids in (first, spaced):
                 if ids and (ids is first or (len(ids) == len(first) and ids[0] != first[0])):
-                    found[tuple(ids)] = None
+                    sequences[tuple(ids)] = None
             if not first:
                 raise InvalidRequest(f"bad_words: {shown(word)} has no tokens")
-        return tuple(found)
+        return tuple(sequences)
 
     def _end_ids(self, params: SamplingParams) -> frozenset[int]:
         """Tokens that end a request: the model's, unless ignored, and its own."""
@@ -171,23 +312,23 @@ class RequestBuilder:
         return f"{_OWN_ID}{next(self._next_id)}"
 
 
-def check_params(params: Any, *, default: SamplingParams | None = None) -> SamplingParams:
+def check_params(params: Any, default: SamplingParams) -> SamplingParams:
     """`params`, or the default where they are None. Raises InvalidRequest for other things."""
     if params is None:
-        return SamplingParams() if default is None else default
+        return default
     if not isinstance(params, SamplingParams):
         raise InvalidRequest(f"params must be SamplingParams, got {shown(params)}")
     return params
 
 
-def params_for(params: Any, count: int) -> list[SamplingParams]:
+def params_for(params: Any, count: int, default: SamplingParams) -> list[SamplingParams]:
     """One SamplingParams a prompt, from one for all or a list of as many."""
     if isinstance(params, list | tuple) and all(isinstance(p, SamplingParams) for p in params):
         if len(params) == count:
             return list(params)
         raise InvalidRequest(f"{len(params)} SamplingParams for {count} prompts: one each, or one")
     if params is None or isinstance(params, SamplingParams):
-        return [check_params(params)] * count
+        return [check_params(params, default)] * count
     raise InvalidRequest(f"params must be SamplingParams or a list of them, got {shown(params)}")
 
 

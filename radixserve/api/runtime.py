@@ -1,27 +1,38 @@
+# mypy: disable-error-code="overload-overlap"
 """`Runtime`: a model and its engine, for callers of any thread and for asyncio."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
+from radixserve.api.beam_search import read_options
 from radixserve.api.branch import Branch
 from radixserve.api.chat import ChatSession
-from radixserve.api.client import EngineClient
-from radixserve.api.generation_mixin import GenerationMixin
-from radixserve.api.hints_mixin import HintsMixin
-from radixserve.api.loop_waker import LoopWakers
-from radixserve.api.request_builder import RequestBuilder, sequence_limit
-from radixserve.api.request_handle import RequestHandle
-from radixserve.api.samples import gather
+from radixserve.api.client import EngineClient, RequestHandle
+from radixserve.api.decisions import Decision, DecisionBatch
+from radixserve.api.progress import BatchProgress
+from radixserve.api.request_builder import (
+    RequestBuilder,
+    check_params,
+    gather,
+    sequence_limit,
+)
 from radixserve.api.scores import ScoreQuery, ascore, score
-from radixserve.api.settings import ChatSettings, Params, chat_options
+from radixserve.api.settings import (
+    BeamSearchSettings,
+    ChatSettings,
+    GenerateSettings,
+    Params,
+    chat_options,
+)
 from radixserve.api.tree_view import flat_tree
 from radixserve.arrays import IntArray
 from radixserve.cache import Lookup, SnapshotView
@@ -31,30 +42,45 @@ from radixserve.engine import messages
 from radixserve.engine.core_client import EngineCoreClient, EngineFacts
 from radixserve.engine.engine import Engine
 from radixserve.engine.engine_thread import EngineThread
+from radixserve.engine.messages import ApplyHints, GetHeld, GetStats
+from radixserve.engine.output_notifier import OutputNotifier
 from radixserve.engine.trace_recorder import TraceRecorder
 from radixserve.errors import InvalidRequest
+from radixserve.hint import Hint, HintAnswer, check_hint
+from radixserve.models.generation_config import read_sampling_defaults
 from radixserve.models.names import check_model_name
-from radixserve.output import EngineStatus, Score
-from radixserve.request import SamplingParams
-from radixserve.structured_output import StructuredOutput
-from radixserve.text.prompts import Prompt, PromptReader
+from radixserve.output import Chunk, Completion, EngineStatus, Score
+from radixserve.reports import (
+    EngineStats,
+    EvictionCandidate,
+    FlatTreeDump,
+    HeldByHints,
+    TreeDump,
+)
+from radixserve.request import BeamParams, Request, SamplingParams, TruncationSide
+from radixserve.structured_outputs import StructuredOutput
+from radixserve.text.decision_prompts import Question
+from radixserve.text.prompts import Prompt, PromptReader, as_prompts
 from radixserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from radixserve.kv_events.publisher import KVEventPublisher
+    from radixserve.models.base import ModelInfo
+    from radixserve.runner.base import MemoryPlan, ResolvedConfig
 
 DEMO = Path(__file__).parent.parent / "models" / "demo"
 
 
-class Runtime(GenerationMixin, HintsMixin):
+class Runtime:
     """A model with its engine, running until `close`.
 
         with Runtime("demo") as rt:
             print(rt.generate("Once upon a time", SamplingParams(max_tokens=20)).text)
 
-    `model` is a checkpoint folder, a hub id, "demo" for the small model that ships with the
-    package, or "random:" and a name of models/sizes.py, such as "random:llama-3-8b": that shape
-    with weights drawn from `seed`, whose prompts are token ids and whose answers have no text.
+    `model` is a checkpoint folder, a GGUF file, a hub id ("owner/name", or "owner/name:Q4_K_M" for
+    one of its GGUF files), "demo" for the small model that ships with the package, or "random:" and
+    a name of models/sizes.py, such as "random:llama-3-8b": that shape with weights drawn from
+    `seed`, whose prompts are token ids and whose answers have no text.
     Settings are an `EngineConfig`, or its fields as keyword arguments. Every method may be called
     from several threads at once. Raises InvalidRequest for bad settings, ModelNotSupported for
     models that cannot be run. An `async with` block closes it, too.
@@ -91,32 +117,49 @@ class Runtime(GenerationMixin, HintsMixin):
         )
         trace, block = self.config.trace, self.config.trace_hash_block
         recorder = None if trace is None else TraceRecorder(trace, block)
-        wakers = LoopWakers()
+        notifier = OutputNotifier()
         engine = Engine(runner, self.config)
         publisher = None if self.config.kv_events is None else _publish_events(engine, self.config)
-        core = EngineThread(engine, recorder, wakers)
-        self._use(facts, core, wakers)
+        core = EngineThread(engine, recorder, notifier)
+        self._use(facts, core, notifier)
         self._finalizer: Any = weakref.finalize(self, _close, core, publisher, runner)
 
-    def _use(self, facts: EngineFacts, core: EngineCoreClient, wakers: LoopWakers) -> None:
+    def _use(self, facts: EngineFacts, core: EngineCoreClient, notifier: OutputNotifier) -> None:
         """Have `core` do what callers ask for."""
+        self.tokenizer: Tokenizer | None = Tokenizer.load(
+            facts.model_path, parses_special=self.config.parse_special_tokens
+        )
+        if self.tokenizer is not None:
+            more = (t for t in self.tokenizer.end_ids if t < facts.model.vocab_size)
+            eos_ids = tuple(sorted({*facts.model.eos_ids, *more}))
+            facts = facts._replace(model=replace(facts.model, eos_ids=eos_ids))
         self.facts = facts
-        self.tokenizer: Tokenizer | None = Tokenizer.load(facts.model_path)
+        reads = self.config.generation_config == "auto"
+        self.model_sampling_defaults: Mapping[str, Any] = (
+            read_sampling_defaults(facts.model_path) if reads else {}
+        )
         self.max_seq_len: int
         self.max_seq_len, limit = sequence_limit(self.config, facts.model, facts.capacity)
         reader = PromptReader(self.tokenizer, facts.model.vocab_size, self.max_seq_len, limit)
-        self._builder = RequestBuilder(reader, frozenset(facts.model.eos_ids), self.config.seed)
+        self._builder = RequestBuilder(
+            reader,
+            frozenset(facts.model.eos_ids),
+            self.config.seed,
+            SamplingParams(**self.model_sampling_defaults),
+            keeps_guidance_options=self.config.allow_guidance_options,
+            marks_turns=bool(facts.model.states),
+        )
         self._core = core
-        self._client = EngineClient(core, self._builder, wakers)
+        self._client = EngineClient(core, self._builder, notifier)
 
     @property
-    def model(self) -> Any:
-        """Its architecture and sizes: a `ModelInfo`."""
+    def model(self) -> ModelInfo:
+        """Its architecture and sizes."""
         return self.facts.model
 
     @property
-    def memory(self) -> Any:
-        """What it takes and what is left for the cache: a `MemoryPlan`."""
+    def memory(self) -> MemoryPlan:
+        """Bytes of the weights and of the cache."""
         return self.facts.memory
 
     @property
@@ -124,9 +167,27 @@ class Runtime(GenerationMixin, HintsMixin):
         return self.facts.attention_backend
 
     @property
-    def resolved_config(self) -> Any:
+    def resolved_config(self) -> ResolvedConfig:
         """The settings in use where the config says "auto"."""
         return self.facts.resolved_config
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """What a call without params takes: the model's own sampling defaults (fields of its
+        generation_config.json, unless `generation_config` is "none"), then those of
+        `SamplingParams`. A SamplingParams that is given to a call is taken as it is."""
+        return self._builder.default_params
+
+    def set_default_sampling_params(self, **fields: Any) -> None:
+        """Change fields of `default_sampling_params`, for calls from now on. Raises
+        InvalidRequest."""
+        self._builder.default_params = self.sampling_params(**fields)
+
+    def sampling_params(self, **fields: Any) -> SamplingParams:
+        """`default_sampling_params` with these fields changed. Raises InvalidRequest."""
+        default = self.default_sampling_params
+        known = {field.name: getattr(default, field.name) for field in dataclasses.fields(default)}
+        return SamplingParams(**{**known, **fields})
 
     def __enter__(self) -> Self:
         return self
@@ -150,6 +211,190 @@ class Runtime(GenerationMixin, HintsMixin):
         """Stop the engine. Calls that still wait get EngineDead. Can be called again."""
         self._finalizer()
 
+    # -- generating ---------------------------------------------------------------------------
+    # A text is an iterable of texts to a type checker, so the two overloads of a call overlap. The
+    # first that fits counts, which is the one for a single prompt.
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt,
+        params: SamplingParams | None = None,
+        **options: Unpack[GenerateSettings],
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self, prompts: Iterable[Prompt], params: Params = None, **options: Unpack[GenerateSettings]
+    ) -> list[Completion]: ...
+
+    def generate(
+        self,
+        prompts: Any,
+        params: Params = None,
+        *,
+        progress: bool | None = None,
+        request_id: str | None = None,
+        **chat: Unpack[ChatSettings],
+    ) -> Any:
+        """Complete one prompt (-> Completion) or several (-> list, in order).
+
+        A prompt is text, a list of token ids, or a list of chat messages, whose last one is
+        continued where it is of the assistant; several are any iterable of these. All prompts are
+        checked before any is started; an error of one of several names its index. With n > 1 in
+        its params a prompt has a list of n Completions, and is computed once: the first one's usage
+        counts it, the others count all but its last token as cached. `progress` shows a bar: by
+        default for batches on a terminal. `request_id` names a single request for `abort`. `chat`:
+        tools and chat_template_kwargs, see `ChatSettings`.
+        """
+        handle, is_list = self._generate(prompts, params, request_id, chat)
+        core = self._client.core
+        bar = _progress_bar(handle, is_list, progress, lambda: core.call(GetStats()))
+        if bar is None:
+            return handle.get()
+        with bar:
+            return handle.get(bar.add)
+
+    @overload
+    async def agenerate(
+        self,
+        prompts: Prompt,
+        params: SamplingParams | None = None,
+        **options: Unpack[GenerateSettings],
+    ) -> Completion: ...
+
+    @overload
+    async def agenerate(
+        self, prompts: Iterable[Prompt], params: Params = None, **options: Unpack[GenerateSettings]
+    ) -> list[Completion]: ...
+
+    async def agenerate(
+        self,
+        prompts: Any,
+        params: Params = None,
+        *,
+        progress: bool | None = None,
+        request_id: str | None = None,
+        **chat: Unpack[ChatSettings],
+    ) -> Any:
+        """`generate` for asyncio. Cancelling the task aborts its requests."""
+        await self._compile_grammars(params)
+        handle, is_list = self._generate(prompts, params, request_id, chat)
+        core = self._client.core  # its status does not wait: nothing blocks the loop
+        bar = _progress_bar(handle, is_list, progress, lambda: core.status().stats)
+        if bar is None:
+            return await handle.aget()
+        with bar:
+            return await handle.aget(bar.add)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        **chat: Unpack[ChatSettings],
+    ) -> Iterator[Chunk]:
+        """The answer piece by piece; the last Chunk carries the whole Completion.
+
+        The request is checked now and starts with the first iteration; leaving the loop aborts it.
+        """
+        return self._stream(self._single(prompt, params, request_id, chat))
+
+    def astream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        **chat: Unpack[ChatSettings],
+    ) -> AsyncIterator[Chunk]:
+        """`stream` for asyncio. Leaving the loop or cancelling the task aborts the request."""
+        return self._astream(self._single(prompt, params, request_id, chat))
+
+    @overload
+    def beam_search(
+        self,
+        prompts: Prompt,
+        beam_width: int | None = None,
+        max_tokens: int | None = None,
+        **fields: Unpack[BeamSearchSettings],
+    ) -> list[Completion]: ...
+
+    @overload
+    def beam_search(
+        self,
+        prompts: Iterable[Prompt],
+        beam_width: int | None = None,
+        max_tokens: int | None = None,
+        **fields: Unpack[BeamSearchSettings],
+    ) -> list[list[Completion]]: ...
+
+    def beam_search(
+        self,
+        prompts: Any,
+        beam_width: int | None = None,
+        max_tokens: int | None = None,
+        **fields: Any,
+    ) -> Any:
+        """The `width` best answers that a beam search finds, best first, each with its score.
+
+        -> a list of Completions, or a list of these for a list of prompts. `beams` is the search's
+        shape, `params` say when an answer ends, its penalties, logprobs, priority and namespace;
+        or give the fields of both as keywords: `beam_width` (4), `length_penalty`,
+        `early_stopping`, `max_tokens` (64), `min_tokens`, `repetition_penalty`, `stop`, ...
+
+        Answers and scores are those of transformers' beam search: `score` is the sum of the tokens'
+        log-probabilities, changed by the penalties and not normalised again, divided by (number of
+        tokens) ** length_penalty; `cumulative_logprob` is the sum of the model's own. `min_tokens`
+        forbids end tokens; a stop string ends a beam at any length.
+
+        The prompt is computed once and the beams share all that they have in common. The first
+        answer's usage counts the prompt, the others' count it as cached. An aborted search returns
+        the best answers so far, at least one.
+        """
+        return self._beam_search(
+            prompts, beam_width=beam_width, max_tokens=max_tokens, **fields
+        ).get()
+
+    @overload
+    async def abeam_search(
+        self,
+        prompts: Prompt,
+        beam_width: int | None = None,
+        max_tokens: int | None = None,
+        **fields: Unpack[BeamSearchSettings],
+    ) -> list[Completion]: ...
+
+    @overload
+    async def abeam_search(
+        self,
+        prompts: Iterable[Prompt],
+        beam_width: int | None = None,
+        max_tokens: int | None = None,
+        **fields: Unpack[BeamSearchSettings],
+    ) -> list[list[Completion]]: ...
+
+    async def abeam_search(
+        self,
+        prompts: Any,
+        beam_width: int | None = None,
+        max_tokens: int | None = None,
+        **fields: Any,
+    ) -> Any:
+        """`beam_search` for asyncio. Cancelling the task aborts it."""
+        await self._compile_grammars(fields.get("params"))
+        handle = self._beam_search(prompts, beam_width=beam_width, max_tokens=max_tokens, **fields)
+        return await handle.aget()
+
+    def abort(self, request_id: str | None = None) -> int:
+        """End one request, or all. Their callers get the tokens so far, with finish_reason "abort".
+
+        Returns how many were still running.
+        """
+        ids = None if request_id is None else [check_str("request_id", request_id)]
+        return self._client.core.abort(ids)
+
     # -- scoring ------------------------------------------------------------------------------
 
     def score(
@@ -172,6 +417,51 @@ class Runtime(GenerationMixin, HintsMixin):
         ids = self._builder.reader.read(prompt)
         return (await ascore(self._client, [ScoreQuery(ids, candidates, namespace)]))[0]
 
+    def decide(
+        self,
+        input: str | Sequence[Mapping[str, Any]],  # noqa: A002
+        questions: Question | str | Sequence[Question | str],
+        *,
+        namespace: str = "",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Decision]:
+        """Which of its given answers the model finds likeliest, for each of 1 to 400 questions.
+
+        `input`: text, or chat messages. A question follows it in the user's last message; a text
+        as a question is a statement, answered by yes or no. The input is computed once for all
+        questions, or taken from the cache, and nothing is generated. A model that thinks is asked
+        for an answer without thoughts.
+        """
+        self._core.check_alive()
+        return self.decisions(
+            input, questions, namespace=namespace, chat_template_kwargs=chat_template_kwargs
+        ).run()
+
+    async def adecide(
+        self,
+        input: str | Sequence[Mapping[str, Any]],  # noqa: A002
+        questions: Question | str | Sequence[Question | str],
+        *,
+        namespace: str = "",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Decision]:
+        """`decide` for asyncio. Cancelling the task aborts it."""
+        self._core.check_alive()
+        return await self.decisions(
+            input, questions, namespace=namespace, chat_template_kwargs=chat_template_kwargs
+        ).arun()
+
+    def decisions(
+        self,
+        input: str | Sequence[Mapping[str, Any]],  # noqa: A002
+        questions: Question | str | Sequence[Question | str],
+        *,
+        namespace: str = "",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> DecisionBatch:
+        """The checked requests of `decide`, to be run later. Raises InvalidRequest."""
+        return DecisionBatch(self._client, input, questions, namespace, chat_template_kwargs)
+
     def submit(
         self,
         prompts: Sequence[Prompt],
@@ -179,29 +469,55 @@ class Runtime(GenerationMixin, HintsMixin):
         *,
         streams: bool = False,
         session: str = "",
+        beams: BeamParams | None = None,
+        at_once: int | None = None,
     ) -> RequestHandle[Any]:
         """A list of prompts as a handle: to be entered, asked, iterated over, aborted.
 
         The requests are in order of their prompts, `num_samples` of them a prompt; `get` and `aget`
         return one entry a prompt, as `generate` does. With `streams` the handle yields Chunks.
         `session` names a cache session that claims what they leave cached, until `close_session`.
+        `beams`: each prompt is a beam search, whose answers come together as a tuple; not streamed.
+        `at_once`: requests that the engine has at most; the others follow as these end.
         """
+        if beams is not None:
+            own, _ = read_options(check_params(params, SamplingParams()), None, {})
+            requests = self._builder.beam_search(prompts, own, beams, None)
+            requests = [
+                replace(request, session=check_str("session", session)) for request in requests
+            ]
+            return self._client.submit(requests, at_once=at_once)
         requests, each = self._builder.build(prompts, params)
         if check_str("session", session):
             requests = [replace(request, session=session) for request in requests]
         finish = None if streams else lambda completions: gather(completions, each)
-        return self._client.submit(requests, finish, streams=streams)
+        return self._client.submit(requests, finish, streams=streams, at_once=at_once)
 
     def close_session(self, name: str) -> None:
-        """Let go what the session of that name claims; an unknown name does nothing."""
+        """Release the claims of the session of that name; an unknown name does nothing."""
         self._core.post(messages.CloseSession(check_str("name", name)))
 
-    def tokenize(self, prompt: Prompt, *, keep_last: int | None = None) -> IntArray:
+    def tokenize(
+        self,
+        prompt: Prompt,
+        *,
+        keep_last: int | None = None,
+        truncation_side: TruncationSide = "left",
+    ) -> IntArray:
         """[n] int32: the token ids of a prompt, as `generate` reads it, or the last ones of them.
 
         Raises InvalidRequest.
         """
-        return self._builder.reader.read(prompt, keep_last=keep_last)
+        return self._builder.reader.read(
+            prompt, keep_last=keep_last, truncation_side=truncation_side
+        )
+
+    def check_length(self, text: str, *, num_before: int = 0, is_prompt: bool = True) -> None:
+        """Raise PromptTooLong where a text behind `num_before` tokens is certainly too long for a
+        prompt; where it is none (`is_prompt`), InvalidRequest for more than four contexts. Takes
+        little memory, however long the text is. `tokenize` checks texts itself.
+        """
+        self._builder.reader.check_length(text, num_before=num_before, is_prompt=is_prompt)
 
     def compile_grammar(self, structured: StructuredOutput) -> None:
         """Compile a grammar now, so that its first request need not wait.
@@ -280,16 +596,31 @@ class Runtime(GenerationMixin, HintsMixin):
         return self._client.lookup(ids, name, compare_namespaces=compare_namespaces)
 
     def status(self) -> EngineStatus:
-        """What the engine is doing, as its thread last said. Never waits for it."""
+        """The engine's load and statistics. Never waits for the engine."""
         return self._core.status()
 
-    def cache_stats(self) -> dict[str, Any]:
+    def cache_stats(self) -> EngineStats:
         """Counters and gauges of cache and scheduler, and the seconds spent by part of a step."""
         return self._core.call(messages.GetStats())
 
+    @overload
+    def cache_tree(
+        self, max_nodes: int = ..., namespace: str | None = ..., *, flat: Literal[False] = False
+    ) -> TreeDump: ...
+
+    @overload
+    def cache_tree(
+        self, max_nodes: int = ..., namespace: str | None = ..., *, flat: Literal[True]
+    ) -> FlatTreeDump: ...
+
+    @overload
+    def cache_tree(
+        self, max_nodes: int = ..., namespace: str | None = ..., *, flat: bool
+    ) -> TreeDump | FlatTreeDump: ...
+
     def cache_tree(
         self, max_nodes: int = 10_000, namespace: str | None = None, *, flat: bool = False
-    ) -> dict[str, Any]:
+    ) -> TreeDump | FlatTreeDump:
         """The prefix tree as nested dicts, see `PrefixCache.dump`; with cache="hash" its blocks;
         "sequences" are the page tables of running requests, with "request_id". `flat`: one list of
         nodes, see `flat_tree`; a deep tree can be printed and written as JSON only so."""
@@ -297,7 +628,7 @@ class Runtime(GenerationMixin, HintsMixin):
         dump = self._core.call(messages.DumpTree(count, namespace))
         return flat_tree(dump) if flat else dump
 
-    def eviction_preview(self, n: int = 10) -> list[dict[str, Any]]:
+    def eviction_preview(self, n: int = 10) -> list[EvictionCandidate]:
         """What would be evicted next and why, see `PrefixCache.eviction_preview`."""
         return self._core.call(messages.PreviewEviction(check_int("n", n, 0)))
 
@@ -308,16 +639,224 @@ class Runtime(GenerationMixin, HintsMixin):
         return self._core.call(messages.TakeSnapshot(view or SnapshotView()))
 
     def flush_cache(self, namespace: str | None = None) -> None:
-        """Forget what is cached, in one namespace or in all; running requests are not disturbed."""
+        """Drop the cached prefixes of one namespace, or of all; running requests continue."""
         if namespace is not None:
             check_text("namespace", namespace)
         self._core.call(messages.ResetCache(namespace))
+
+    def stored_len(self, prompt: Prompt, *, namespace: str = "") -> int:
+        """How many leading tokens of a prompt the `kv_store` holds, cached or not; 0 without one.
+        Raises InvalidRequest as `lookup` does."""
+        tokens = self._builder.reader.read(prompt)
+        return self._core.call(messages.FindStored(tokens, check_text("namespace", namespace)))
+
+    def save_cache(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        namespace: str | None = None,
+        prompts: Sequence[Prompt] | None = None,
+    ) -> int:
+        """Write cached K/V into a folder, from which `load_cache`, or `kv_store` in another
+        process, takes it back. What the folder has already is not written again.
+
+        prompts    only their cached parts, of `namespace` or ""; else all that is cached
+        namespace  only this one
+
+        Returns the tokens written. Other requests run on between two prefixes. Raises
+        InvalidRequest where K/V cannot be stored, see `EngineConfig.kv_store`; OSError.
+        """
+        name = os.fspath(folder)
+        if prompts is None:
+            prefixes = self._core.call(messages.ListPrefixes(namespace))
+        else:
+            prefixes = [(namespace or "", self._builder.reader.read(prompt)) for prompt in prompts]
+        prefixes.reverse()  # the last used is written last
+        return sum(self._core.call(messages.SavePrefix(name, *prefix)) for prefix in prefixes)
+
+    def load_cache(self, folder: str | os.PathLike[str]) -> int:
+        """Fill free pages with the K/V that a folder has for this model, the last used first, until
+        no page is free. Returns the tokens loaded. Damaged files are left out. Raises what
+        `save_cache` raises."""
+        name, num_loaded = os.fspath(folder), 0
+        for namespace, tokens in self._core.call(messages.ListStored(name)):
+            count = self._core.call(messages.LoadPrefix(name, namespace, tokens))
+            if count is None:
+                break
+            num_loaded += count
+        return num_loaded
 
     def check(self) -> None:
         """Audit the cache's pages; AssertionError names the first one that is wrong."""
         self._core.call(messages.CheckCache())
 
+    # -- hints --------------------------------------------------------------------------------
+
+    def hint(
+        self,
+        verb: str,
+        prompt: Prompt | None = None,
+        *,
+        session: str = "",
+        seconds: float | None = None,
+        max_tokens: int | None = None,
+        namespace: str = "",
+        **chat: Unpack[ChatSettings],
+    ) -> HintAnswer:
+        """Steer how long the K/V of a prompt, or of a session, stays in the cache.
+
+        retain    evict it after everything else, for `seconds`
+        pin       the same, and locked: it makes way only for a request that fits in no other way
+        demote    evict it first, with all that continues it; ends pins and retains of it
+        prefetch  compute it while no other request is open
+        share     let other namespaces copy it instead of computing it, while it is cached
+
+        `seconds` is cut to the config's `max_hint_seconds`; 0 ends what the same verb was granted.
+        `max_tokens`: only so many of the prompt's first tokens. `session`: a name given to
+        `submit`, for retain, pin and demote, which closes it. Whole pages count. With cache="hash"
+        all but prefetch are rejected, with cache="off" all are.
+
+        O(prompt), for retain and pin also O(nodes held). Only prefetch computes anything.
+        """
+        made = self._hint(verb, prompt, session, seconds, max_tokens, namespace, chat)
+        return self.apply_hints([made])[0]
+
+    async def ahint(
+        self,
+        verb: str,
+        prompt: Prompt | None = None,
+        *,
+        session: str = "",
+        seconds: float | None = None,
+        max_tokens: int | None = None,
+        namespace: str = "",
+        **chat: Unpack[ChatSettings],
+    ) -> HintAnswer:
+        """`hint` for asyncio."""
+        made = self._hint(verb, prompt, session, seconds, max_tokens, namespace, chat)
+        return (await self.aapply_hints([made]))[0]
+
+    def apply_hints(self, hints: Sequence[Hint]) -> list[HintAnswer]:
+        """Several, between two steps of the engine; an answer each, in order. Their token ids are
+        those of `tokenize`; an owner's budget counts all that it was granted."""
+        self._client.core.check_alive()
+        return self._client.core.call(ApplyHints(tuple(map(self._checked, hints))))
+
+    async def aapply_hints(self, hints: Sequence[Hint]) -> list[HintAnswer]:
+        """`apply_hints` for asyncio."""
+        self._client.core.check_alive()
+        reply = self._client.core.ask(ApplyHints(tuple(map(self._checked, hints))))
+        return await asyncio.wrap_future(reply)
+
+    def held_by_hints(self, owner: str = "") -> HeldByHints:
+        """{"pins", "retains", "held_tokens"} of an owner now; what two of them hold counts once."""
+        self._client.core.check_alive()
+        return self._client.core.call(GetHeld(check_str("owner", owner)))
+
     # -- inside -------------------------------------------------------------------------------
+
+    def _generate(
+        self, prompts: Any, params: Params, request_id: str | None, chat: Mapping[str, Any]
+    ) -> tuple[RequestHandle[Completion], bool]:
+        """The requests, not submitted yet, and whether they are of several prompts."""
+        self._client.core.check_alive()
+        given, is_list = as_prompts(prompts)
+        requests, each = self._client.builder.build(
+            given, params, request_id, chat_options(chat), is_batch=is_list
+        )
+
+        def finish(completions: list[Completion]) -> Any:
+            entries = gather(completions, each)
+            return entries if is_list else entries[0]
+
+        owners = [
+            index for index, own_params in enumerate(each) for _ in range(own_params.num_samples)
+        ]
+        return self._client.submit(requests, finish, owners if is_list else None), is_list
+
+    async def _compile_grammars(self, params: Params) -> None:
+        """Compile the grammars of `params` that are new, outside the event loop."""
+        several = params if isinstance(params, list | tuple) else [params]
+        grammars = self._client.builder.grammars
+        for own_params in several:
+            structured_outputs = (
+                own_params.structured_outputs if isinstance(own_params, SamplingParams) else None
+            )
+            if structured_outputs is not None and not grammars.has(structured_outputs):
+                await asyncio.to_thread(grammars.compile, structured_outputs)
+
+    def _single(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        chat: Mapping[str, Any],
+    ) -> Request:
+        self._client.core.check_alive()
+        return self._client.builder.single(prompt, params, request_id, chat_options(chat))
+
+    def _beam_search(
+        self,
+        prompts: Any,
+        params: SamplingParams | None = None,
+        beams: BeamParams | None = None,
+        request_id: str | None = None,
+        **fields: Any,
+    ) -> RequestHandle[tuple[Completion, ...]]:
+        """The searches, not submitted yet."""
+        self._client.core.check_alive()
+        params, beams = read_options(params, beams, fields)
+        given, is_list = as_prompts(prompts)
+        requests = self._client.builder.beam_search(
+            given, params, beams, request_id, is_batch=is_list
+        )
+
+        def finish(answers: list[tuple[Completion, ...]]) -> Any:
+            return list(map(list, answers)) if is_list else list(answers[0])
+
+        owners = list(range(len(requests))) if is_list else None
+        return self._client.submit(requests, finish, owners)
+
+    def _stream(self, request: Request) -> Iterator[Chunk]:
+        with self._client.stream(request) as chunks:
+            yield from chunks
+
+    async def _astream(self, request: Request) -> AsyncIterator[Chunk]:
+        with self._client.stream(request) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def _hint(
+        self,
+        verb: str,
+        prompt: Prompt | None,
+        session: str,
+        seconds: float | None,
+        max_tokens: int | None,
+        namespace: str,
+        chat: ChatSettings,
+    ) -> Hint:
+        self._client.core.check_alive()
+        options = chat_options(chat)
+        ids = None if prompt is None else self._client.reader.read(prompt, options=options)
+        return Hint(verb, ids, session, namespace, seconds, max_tokens)
+
+    def _checked(self, hint: Hint) -> Hint:
+        """Raises InvalidRequest."""
+        if not isinstance(hint, Hint):
+            raise InvalidRequest(f"a hint must be a Hint, got {shown(hint)}")
+        check_hint(hint.verb, hint.seconds, hint.max_tokens)
+        check_text("namespace", hint.namespace)
+        check_str("owner", hint.owner)
+        if hint.budget_tokens is not None:
+            check_int("budget_tokens", hint.budget_tokens, 0)
+        ids = hint.token_ids
+        if (ids is None) == (not check_str("session", hint.session)):
+            raise InvalidRequest("a hint takes a prompt or a session, one of the two")
+        seconds = None if hint.seconds is None else float(hint.seconds)
+        if ids is not None:
+            ids = self._client.reader.read(ids)
+        return replace(hint, token_ids=ids, seconds=seconds)
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
@@ -377,3 +916,17 @@ def _model_path(model: object) -> str:
         return str(DEMO)
     check_model_name(path)
     return path
+
+
+def _progress_bar(
+    handle: RequestHandle[Any],
+    is_list: bool,
+    progress: bool | None,
+    stats: Callable[[], Mapping[str, Any]],
+) -> BatchProgress | None:
+    """None for a single prompt, unless a bar is asked for."""
+    if progress is not None and not isinstance(progress, bool):
+        raise InvalidRequest(f"progress must be True, False or None, got {shown(progress)}")
+    if not is_list and not progress:
+        return None
+    return BatchProgress(len(handle), stats, wanted=progress)

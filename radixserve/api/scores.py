@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from radixserve.api.client import EngineClient
-from radixserve.api.request_handle import RequestHandle
+from radixserve.api.client import EngineClient, RequestHandle
 from radixserve.arrays import IntArray
 from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
@@ -31,14 +30,14 @@ def score(client: EngineClient, queries: Sequence[ScoreQuery]) -> list[list[Scor
 
     Raises InvalidRequest for wrong candidates, and when a score was aborted.
     """
-    found: list[list[Score]] = _submit(client, queries).get()
-    return found
+    scores: list[list[Score]] = _submit(client, queries).get()
+    return scores
 
 
 async def ascore(client: EngineClient, queries: Sequence[ScoreQuery]) -> list[list[Score]]:
     """`score` for asyncio. Cancelling the task aborts it."""
-    found: list[list[Score]] = await _submit(client, queries).aget()
-    return found
+    scores: list[list[Score]] = await _submit(client, queries).aget()
+    return scores
 
 
 def _submit(client: EngineClient, queries: Sequence[ScoreQuery]) -> RequestHandle[Completion]:
@@ -50,7 +49,7 @@ def _submit(client: EngineClient, queries: Sequence[ScoreQuery]) -> RequestHandl
     ]
 
     def finish(completions: list[Completion]) -> list[list[Score]]:
-        if any(one.finish_reason == "abort" for one in completions):
+        if any(completion.finish_reason == "abort" for completion in completions):
             raise InvalidRequest("the score was aborted")
         rest = iter(completions)
         return [[_as_score(next(rest), ids) for ids in candidates] for candidates in targets]
@@ -66,8 +65,8 @@ def _read_candidates(reader: PromptReader, prompt: IntArray, candidates: object)
         )
     if not len(prompt):
         raise InvalidRequest("a score needs a prompt of at least one token")
-    found = [reader.read_more(candidate) for candidate in candidates]
-    for ids, candidate in zip(found, candidates, strict=True):
+    targets = [reader.read_more(candidate) for candidate in candidates]
+    for ids, candidate in zip(targets, candidates, strict=True):
         if not len(ids):
             raise InvalidRequest(f"a candidate has no tokens: {shown(candidate)}")
         if len(prompt) + len(ids) > reader.max_seq_len:
@@ -75,7 +74,7 @@ def _read_candidates(reader: PromptReader, prompt: IntArray, candidates: object)
                 f"a prompt of {len(prompt)} tokens and a candidate of {len(ids)} are together "
                 f"longer than the {reader.max_seq_len} allowed ({reader.limit_name})"
             )
-    return found
+    return targets
 
 
 def _request(client: EngineClient, query: ScoreQuery, targets: IntArray) -> Request:

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
 from radixserve.request import BeamParams, SamplingParams
-from radixserve.structured_output import StructuredOutput
+from radixserve.structured_outputs import StructuredOutput
 from radixserve.text.chat_options import ChatOptions
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -67,8 +67,14 @@ class BeamSearchSettings(BeamSettings, total=False):
     request_id: str | None
 
 
+_NO_CHAT_OPTIONS = ChatOptions()
+
+
 def chat_options(settings: Mapping[str, Any]) -> ChatOptions:
-    """The checked `ChatSettings`. InvalidRequest for other names, which says where they belong."""
+    """The checked `ChatSettings`. Raises InvalidRequest for other names, with the right place of a
+    sampling parameter."""
+    if not settings:
+        return _NO_CHAT_OPTIONS
     allowed = ChatSettings.__annotations__
     sampling = {field.name for field in dataclasses.fields(SamplingParams)}
     for name, value in settings.items():

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from radixserve.reports import FlatNode, FlatTreeDump, TreeDump, TreeNode
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -41,8 +43,14 @@ def draw_tree(dump: Mapping[str, Any], decode: Decode | None, *, width: int) -> 
         is_only = not name and len(spaces) == 1
         top = drawing if is_only else drawing.add(Text(f"namespace {name!r}"))
         room = width if is_only else width - INDENT
-        draw_below(top, root["children"], label, lambda node: node["children"],
-                   width=room, least=_LEAST_LABEL)  # fmt: skip
+        draw_below(
+            top,
+            root["children"],
+            label,
+            lambda node: node["children"],
+            width=room,
+            least=_LEAST_LABEL,
+        )
     if dump["truncated"]:
         drawing.add("… and more nodes, which are not drawn")
     return drawing
@@ -111,7 +119,7 @@ def shorten(text: str, width: int) -> str:
 
 
 def edge_text(tokens: Sequence[int], decode: Decode | None, width: int) -> str:
-    """The text of an edge in quotes, escaped and shortened; ids where there is no text."""
+    """The text of an edge in quotes, escaped and shortened; token ids without a text."""
     tokens = list(tokens)
     room = max(1, width - 2)
     if decode is not None:
@@ -158,20 +166,22 @@ def _label(mark: str, node: Mapping[str, Any], decode: Decode | None, width: int
     )
 
 
-def flat_tree(dump: Mapping[str, Any]) -> dict[str, Any]:
+def flat_tree(dump: TreeDump) -> FlatTreeDump:
     """A dump whose nodes are one list, however deep its tree is: it can be printed and written.
 
     "nodes" replaces "namespaces": each node has its "id", that of its "parent" (None: a root) and
     its "namespace"; parents come before children. O(nodes), without recursion.
     """
-    nodes: list[dict[str, Any]] = []
-    queue: deque[tuple[dict[str, Any], int | None, str]]
-    queue = deque((root, None, name) for name, root in dump["namespaces"].items())
+    nodes: list[FlatNode] = []
+    queue: deque[tuple[TreeNode, int | None, str]] = deque(
+        (root, None, name) for name, root in dump["namespaces"].items()
+    )
     while queue:
         node, parent, namespace = queue.popleft()
         node_id = len(nodes)
-        own = {name: value for name, value in node.items() if name != "children"}
-        nodes.append({"id": node_id, "parent": parent, "namespace": namespace, **own})
+        facts = {name: value for name, value in node.items() if name != "children"}
+        entry = {"id": node_id, "parent": parent, "namespace": namespace, **facts}
+        nodes.append(cast(FlatNode, entry))
         queue.extend((child, node_id, namespace) for child in node["children"])
     rest = {name: value for name, value in dump.items() if name != "namespaces"}
-    return {**rest, "nodes": nodes}
+    return cast(FlatTreeDump, {**rest, "nodes": nodes})

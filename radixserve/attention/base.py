@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
@@ -23,6 +23,8 @@ from radixserve_kernels.attention_features import AttentionFeatures as Attention
 from radixserve_kernels.attention_features import AttentionVariant as AttentionVariant
 from radixserve_kernels.attention_metadata import AttentionMetadata as AttentionMetadata
 from radixserve_kernels.attention_metadata import IndexArray as IndexArray
+from radixserve_kernels.cpu_decoder import CompiledStep
+from radixserve_kernels.stored_kv import stored_head_dim
 from radixserve_kernels.torch_ops import store_kv
 
 
@@ -65,7 +67,7 @@ class RecurrentRows(NamedTuple):
 class WindowKV(NamedTuple):
     """The memory of layers with windows, where their K and V have window pages."""
 
-    kv: Tensor  # [Lw, 2, num_window_pages + 1, P, Hkv, D]; the last page is never written: zeros
+    kv: Tensor  # [Lw, 2, num_window_pages + 1, P, Hkv, W]; the last page is never written: zeros
     layers: tuple[int, ...]  # [Lw] their numbers, ascending
 
 
@@ -75,7 +77,7 @@ class WindowBatch:
 
     slot_mapping: Tensor  # [T] int64, as that of the batch
     page_table: NDArray[np.int32]  # [num_pages] the window page of each page; the last window page
-    # for one that has none: no query sees what is there
+    # for a page without one: no query sees it
     host: AttentionMetadata  # of the batch
     device_page_table: Tensor | None = None  # page_table where the device has it, int32
 
@@ -106,6 +108,16 @@ class ForwardBatch:
     def num_tokens(self) -> int:
         return self.input_ids.shape[0]
 
+    def to(self, device: torch.device) -> ForwardBatch:
+        """The same with its four index tensors on `device`, one copy each."""
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device),
+            positions=self.positions.to(device),
+            slot_mapping=self.slot_mapping.to(device),
+            logits_indices=self.logits_indices.to(device),
+        )
+
     @property
     def kv_indices(self) -> Tensor:
         """[total pages] int32 on the device; a copy of host.kv_indices if there are none yet."""
@@ -114,35 +126,57 @@ class ForwardBatch:
         return torch.from_numpy(self.host.kv_indices).to(self.input_ids.device)
 
 
+class LayerKV(NamedTuple):
+    """Where a step's new K and V go in one layer."""
+
+    k_slots: Tensor  # [num_slots, Hkv, W] as `to_stored` of stored_kv.py has them
+    v_slots: Tensor
+    slot_mapping: Tensor  # [T] int64; -1 of padding, which is not stored
+
+
 class AttentionBackend(ABC):
     """Paged causal attention over the K and V of one pool, whose tensor it borrows.
 
-    A backend states everything that it offers here: what it does not have is a default. Only `run`
-    writes to the pool, only to the slots of the batch's new tokens. Nothing else may write between
-    `plan` and the last `run`, except a model that stores K and V itself and then calls `attend`.
-    One thread; one plan at a time.
+    A step is `plan`, by the runner, then the forward pass of a model. For each layer, in order, the
+    model writes K and V of the new tokens to the slots that `layer_kv` names, by `store` or by a
+    kernel of its own, and then calls `attend`. Compiled code that computes all layers in one call
+    takes `compiled_step` instead. Nothing else writes to the pool between `plan` and the last
+    `attend`.
+
+    The members below are all that a backend offers, with defaults for what it lacks. One thread;
+    one plan at a time.
 
     Cost: `plan` is the only place for work that grows with the number of rows in Python or numpy;
-    `run` may take a number of tensor operations that grows with the K and V read, not with rows.
+    `attend` may take a number of tensor operations that grows with the K and V read, not with rows.
     """
 
     name: str  # as EngineConfig.attention_backend has it
     can_capture: ClassVar[bool] = False  # whether `make_graph_backend` can be called
     features: frozenset[str] = frozenset()  # of AttentionFeatures, those it computes
     has_window_pages: ClassVar[bool] = False  # whether it takes a WindowKV
+    has_kv_dtypes: ClassVar[bool] = False  # whether K and V may be stored in another dtype
 
-    def __init__(self, kv: Tensor, num_heads: int, windows: WindowKV | None = None) -> None:
-        """kv [L, 2, num_pages, P, Hkv, D] of all layers but those in `windows`.
+    def __init__(
+        self,
+        kv: Tensor,
+        num_heads: int,
+        windows: WindowKV | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """kv [L, 2, num_pages, P, Hkv, W] of all layers but those in `windows`; dtype: of queries
+        and of what `attend` returns, None: that of kv. See stored_kv.py for other dtypes of kv.
 
         Raises ModelNotSupported unless Hkv divides Hq.
         """
-        self.page_size, self.num_kv_heads, self.head_dim = kv.shape[3:]
+        self.page_size, self.num_kv_heads, width = kv.shape[3:]
+        self.head_dim = stored_head_dim(width, kv.dtype)
+        self.dtype = kv.dtype if dtype is None else dtype
         if num_heads % self.num_kv_heads:
             raise ModelNotSupported(
                 f"{num_heads} query heads cannot share {self.num_kv_heads} key heads evenly"
             )
         self.kv, self.num_heads = kv, num_heads
-        self.slots = _slots_of_layers(kv, windows)  # of each layer K and V, [num_slots, Hkv, D]
+        self.slots = _slots_of_layers(kv, windows)  # of each layer K and V, [num_slots, Hkv, W]
         self.windows = windows
         self.window_layers = frozenset(() if windows is None else windows.layers)
         self._batch: ForwardBatch | None = None  # the planned one
@@ -156,7 +190,26 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> None:
-        """Prepare for `batch`; once a step, before the first `attend` or `run`."""
+        """Prepare for `batch`; called once per step, before the forward pass."""
+
+    def layer_kv(self, layer: int) -> LayerKV:
+        """Where K and V of the planned batch's new tokens go in a layer."""
+        batch = self._batch
+        assert batch is not None, "no step is planned"
+        slot_mapping = batch.slot_mapping
+        if layer in self.window_layers:
+            assert batch.window is not None, "window pages are not known"
+            slot_mapping = batch.window.slot_mapping
+        return LayerKV(*self.slots[layer], slot_mapping)
+
+    def store(self, k: Tensor, v: Tensor, layer: int) -> None:
+        """Write k, v [T, Hkv, D] of the new tokens."""
+        store_kv(k, v, *self.layer_kv(layer))
+
+    def compiled_step(self) -> CompiledStep | None:
+        """The planned step for compiled code that stores and attends itself, in all layers; None:
+        this backend has none."""
+        return None
 
     def attend(
         self,
@@ -179,27 +232,6 @@ class AttentionBackend(ABC):
     @abstractmethod
     def _attend(self, q: Tensor, layer: int, scale: float, features: AttentionFeatures) -> Tensor:
         """`attend`, with everything given and checked."""
-
-    def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: int,
-        scale: float | None = None,
-        features: AttentionFeatures = PLAIN,
-    ) -> Tensor:
-        """Store k, v [T, Hkv, D] in the new tokens' slots, then `attend`."""
-        assert self._batch is not None, "run before plan"
-        store_kv(k, v, *self.slots[layer], self.slot_mapping(self._batch, layer))
-        return self.attend(q, layer, scale, features)
-
-    def slot_mapping(self, batch: ForwardBatch, layer: int) -> Tensor:
-        """[T] int64 slots of the layer for the batch's new tokens."""
-        if layer not in self.window_layers:
-            return batch.slot_mapping
-        assert batch.window is not None, "window pages are not known"
-        return batch.window.slot_mapping
 
     def shared_levels(self, batch: ForwardBatch) -> int:
         """Levels of shared pages that the graph to replay for `batch`, rows of one token, reads
@@ -225,20 +257,20 @@ def missing_features(offered: frozenset[str], needed: frozenset[str]) -> str:
 
 
 def _slots_of_layers(kv: Tensor, windows: WindowKV | None) -> list[tuple[Tensor, Tensor]]:
-    """Of each layer K and V by slot, each [num_slots, Hkv, D]."""
-    found = [kv_view(kv, layer) for layer in range(len(kv))]
+    """Of each layer K and V by slot, each [num_slots, Hkv, W]."""
+    slots = [kv_view(kv, layer) for layer in range(len(kv))]
     if windows is not None:
-        for at, layer in enumerate(windows.layers):
-            found.insert(layer, kv_view(windows.kv, at))
-    return found
+        for index, layer in enumerate(windows.layers):
+            slots.insert(layer, kv_view(windows.kv, index))
+    return slots
 
 
 def kv_view(kv: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """A layer's K and V by slot, each [num_slots, Hkv, D], of kv [L, 2, num_pages, P, Hkv, D]."""
+    """A layer's K and V by slot, each [num_slots, Hkv, W], of kv [L, 2, num_pages, P, Hkv, W]."""
     shape = (-1, *kv.shape[-2:])
     return kv[layer, 0].view(shape), kv[layer, 1].view(shape)
 
 
-def check_dtype(dtype: torch.dtype) -> bool:
-    """Whether a pool of this dtype can be attended over."""
+def is_attention_dtype(dtype: torch.dtype) -> bool:
+    """Whether every backend but FlashInfer computes in this dtype."""
     return dtype in (torch.float32, torch.bfloat16)

@@ -42,21 +42,21 @@ def choose_backend(
     head_dim: int | None = None,
     features: frozenset[str] = frozenset(),
 ) -> str:
-    """The name of the backend that "auto" stands for, or the one that is asked for.
+    """Resolve an attention backend by name, "auto" included.
 
-    "auto" is the fastest that can be had: on CUDA "flashinfer", "triton", "torch"; elsewhere "cpu",
-    "torch". "triton" on a CPU, where its kernels' torch references run, has to be asked for.
+    "auto" is the fastest available one: on CUDA "flashinfer", "triton", "torch"; elsewhere "cpu",
+    "torch". "triton" on a CPU, where its kernels' torch references run, must be requested.
     head_dim: of the model, where it is known; features: of AttentionFeatures, what any of its
     layers needs. Raises ModelNotSupported, with the reason and what
     can be used, if none can or the one asked for cannot.
     """
     candidates = _ON_CUDA if device.type == "cuda" else _ON_CPU
     if asked != "auto":
-        if reason := unsupported_reason(asked, dtype, device, head_dim, features):
+        if reason := unusable_reason(asked, dtype, device, head_dim, features):
             others = [
-                one
-                for one in candidates
-                if not unsupported_reason(one, dtype, device, head_dim, features)
+                candidate
+                for candidate in candidates
+                if not unusable_reason(candidate, dtype, device, head_dim, features)
             ]
             allowed = f'"auto" and "{", ".join(others)}" can'.replace(", ", '", "')
             raise ModelNotSupported(
@@ -66,7 +66,7 @@ def choose_backend(
         return asked
     reasons: list[str] = []
     for name in candidates:
-        reason = unsupported_reason(name, dtype, device, head_dim, features)
+        reason = unusable_reason(name, dtype, device, head_dim, features)
         if not reason:
             _log_choice(name, device, reasons)
             return name
@@ -79,7 +79,7 @@ def features_of(name: str) -> frozenset[str]:
     return _BACKENDS[name].features
 
 
-def unsupported_reason(
+def unusable_reason(
     name: str,
     dtype: torch.dtype,
     device: torch.device,
@@ -96,10 +96,11 @@ def unsupported_reason(
         return cpu_ops.unsupported_reason(dtype)
     if name == "flashinfer":
         return (
-            flashinfer_calls.unsupported_reason(dtype, head_dim) or flashinfer_calls.import_error()
+            flashinfer_calls.flashinfer_unsupported_reason(dtype, head_dim)
+            or flashinfer_calls.import_error()
         )
     if name == "triton":
-        return gpu_ops.unsupported_reason() if device.type == "cuda" else ""
+        return gpu_ops.triton_unsupported_reason() if device.type == "cuda" else ""
     if dtype == torch.float16:
         return "PyTorch's operations are used with float32 and bfloat16, not with float16"
     return ""
@@ -110,29 +111,37 @@ def has_window_pages(name: str) -> bool:
     return _BACKENDS[name].has_window_pages
 
 
+def has_kv_dtypes(name: str) -> bool:
+    """Whether the backend `name` reads K and V that are stored in another dtype than queries."""
+    return _BACKENDS[name].has_kv_dtypes
+
+
 def make_backend(
     name: str,
     kv: Tensor,
     num_heads: int,
     *,
+    dtype: torch.dtype | None = None,
     windows: WindowKV | None = None,
     variants: Sequence[AttentionVariant] = (),
     shares: bool = True,
     is_exact: bool = False,
 ) -> AttentionBackend:
-    """The backend of that name over a pool's kv [L, 2, num_pages, P, Hkv, D], and `windows` where
+    """The backend of that name over a pool's kv [L, 2, num_pages, P, Hkv, W], and `windows` where
     it `has_window_pages`.
 
+    `dtype`: of queries, None: that of kv; another one where it `has_kv_dtypes`.
     `variants`: the distinct ones of the model's layers, for each of which flashinfer plans; ()
     where all are plain. `shares`: whether rows attend together to pages that they have in common,
-    where that pays; `is_exact`, of the cpu backend: only so that no bit of a result depends on it.
+    where that pays; `is_exact`, of cpu and triton: only so that no bit of a result depends on it.
     """
-    if is_exact:
-        assert name == "cpu", f"the {name} backend has no exact sharing"
-        return CpuBackend(kv, num_heads, windows, shares=shares, is_exact=True)
     make: Callable[..., AttentionBackend] = _BACKENDS[name]
+    if name in ("cpu", "triton"):
+        make = partial(make, is_exact=is_exact)
     if name == "flashinfer":
         make = partial(FlashInferBackend, variants=variants)
+    if dtype not in (None, kv.dtype):
+        make = partial(make, dtype=dtype)
     if windows is None:
         return make(kv, num_heads, shares=shares)
     return make(kv, num_heads, windows, shares=shares)

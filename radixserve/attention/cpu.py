@@ -7,6 +7,7 @@ those that cascade.py finds, found in compiled code.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from radixserve.attention.base import (
@@ -17,8 +18,8 @@ from radixserve.attention.base import (
 )
 from radixserve.errors import ModelNotSupported
 from radixserve_kernels.attention_metadata import AttentionMetadata
-from radixserve_kernels.cpu_attention import PagedAttention, Plan
-from radixserve_kernels.cpu_decoder import DecoderKV
+from radixserve_kernels.cpu_attention import CpuAttentionPlan, PagedAttention
+from radixserve_kernels.cpu_decoder import CompiledStep, DecoderKV
 from radixserve_kernels.cpu_ops import unsupported_reason
 
 # Tokens of K and V whose reading costs a row as much as one more level. Measured: reading together
@@ -28,49 +29,58 @@ MERGE_TOKENS = 24
 
 
 class CpuBackend(AttentionBackend):
-    """See `AttentionBackend`; float32 or bfloat16.
+    """See `AttentionBackend`; float32 or bfloat16, K and V in these, in bfloat16 or int8.
 
-    `shares`: whether rows attend together to pages that they have in common, where that pays;
-    `is_exact`: to whole blocks of keys only, so that no bit of a result depends on it.
+    `shares`: whether rows attend together to pages that they have in common, where that pays.
+    `is_exact`: no bit of a row's result depends on that, nor on the other rows of the step.
     Raises ModelNotSupported, with the reason, where the kernels are unavailable.
     """
 
     name = "cpu"
     features = frozenset(("sliding_window", "attention_chunk_size", "logits_soft_cap", "sinks"))
     has_window_pages = True
+    has_kv_dtypes = True
 
     def __init__(
         self,
         kv: Tensor,
         num_heads: int,
         windows: WindowKV | None = None,
+        dtype: torch.dtype | None = None,
         *,
         shares: bool = True,
-        is_exact: bool = False,
+        is_exact: bool = True,
     ) -> None:
-        if reason := unsupported_reason(kv.dtype):
+        if reason := unsupported_reason(kv.dtype if dtype is None else dtype):
             raise ModelNotSupported(f"the cpu backend cannot be used: {reason}")
-        super().__init__(kv, num_heads, windows)
-        self.decoder_kv = DecoderKV(
-            [(k, v, layer in self.window_layers) for layer, (k, v) in enumerate(self.slots)]
+        super().__init__(kv, num_heads, windows, dtype)
+        self._compiled_kv = DecoderKV(
+            [(k, v, layer in self.window_layers) for layer, (k, v) in enumerate(self.slots)],
+            self.dtype,
         )
-        self._attention = PagedAttention(kv.dtype)
+        self._compiled_step: CompiledStep | None = None  # the same of all steps
+        self._attention = PagedAttention(self.dtype)
         self._sharing = {"shares": shares, "is_exact": is_exact}
-        self._planned: Plan | None = None
+        self._planned: CpuAttentionPlan | None = None
 
     def plan(self, batch: ForwardBatch) -> None:
         if self._planned is None:
             heads = (self.num_heads, self.num_kv_heads, self.head_dim)
             self._planned = plan_step(batch.host, self.page_size, heads, **self._sharing)
+            self._compiled_step = CompiledStep(self._planned, self._compiled_kv)
         else:
             self._planned.reset(batch.host)
         self._batch = batch
 
     @property
-    def planned(self) -> Plan:
-        """The current plan, for kernels that do more than attention."""
-        assert self._planned is not None, "used before plan"
+    def planned(self) -> CpuAttentionPlan:
+        """The current plan."""
+        assert self._planned is not None, "no step is planned"
         return self._planned
+
+    def compiled_step(self) -> CompiledStep:
+        assert self._compiled_step is not None, "no step is planned"
+        return self._compiled_step
 
     def _attend(self, q: Tensor, layer: int, scale: float, features: AttentionFeatures) -> Tensor:
         k, v = self.slots[layer]
@@ -88,7 +98,9 @@ def plan_step(
     heads: tuple[int, int, int],
     *,
     shares: bool,
-    is_exact: bool = False,
-) -> Plan:
+    is_exact: bool = True,
+) -> CpuAttentionPlan:
     """Jobs: one for each shared node, level by level, then one for each row in the last level."""
-    return Plan(host, page_size, heads, MERGE_TOKENS if shares else None, is_exact=is_exact)
+    return CpuAttentionPlan(
+        host, page_size, heads, MERGE_TOKENS if shares else None, is_exact=is_exact
+    )

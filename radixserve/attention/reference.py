@@ -27,9 +27,10 @@ from radixserve.attention.base import (
     ForwardBatch,
     IndexArray,
     WindowKV,
-    check_dtype,
+    is_attention_dtype,
 )
 from radixserve.errors import ModelNotSupported
+from radixserve_kernels.stored_kv import from_stored
 
 BLOCK_QUERIES = 64  # of a row in one block
 SHORT_KEYS = 512  # up to here padding keys costs less than another call
@@ -65,7 +66,7 @@ class PaddedCall:
 
 
 class ReferenceBackend(AttentionBackend):
-    """See `AttentionBackend`; float32 or bfloat16, on any device.
+    """See `AttentionBackend`; float32 or bfloat16, on any device; K and V in any of stored_kv.py.
 
     `shares` changes nothing: shared pages are never read together.
     """
@@ -75,14 +76,23 @@ class ReferenceBackend(AttentionBackend):
         ("sliding_window", "attention_chunk_size", "logits_soft_cap", "sinks"),
     )
     has_window_pages = True
+    has_kv_dtypes = True
 
     def __init__(
-        self, kv: Tensor, num_heads: int, windows: WindowKV | None = None, *, shares: bool = True
+        self,
+        kv: Tensor,
+        num_heads: int,
+        windows: WindowKV | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        shares: bool = True,
     ) -> None:
         del shares
-        if not check_dtype(kv.dtype):
-            raise ModelNotSupported(f"the torch backend takes float32 or bfloat16, not {kv.dtype}")
-        super().__init__(kv, num_heads, windows)
+        super().__init__(kv, num_heads, windows, dtype)
+        if not is_attention_dtype(self.dtype):
+            raise ModelNotSupported(
+                f"the torch backend takes float32 or bfloat16, not {self.dtype}"
+            )
         self._calls: list[PaddedCall] = []
 
     def plan(self, batch: ForwardBatch) -> None:
@@ -100,19 +110,23 @@ class ReferenceBackend(AttentionBackend):
             index = call.window_slots if layer in self.window_layers else call.slots
             assert index is not None
             keys, values = (
-                slots.index_select(0, index).unflatten(0, (call.size, -1)).transpose(1, 2)
+                from_stored(slots.index_select(0, index), self.dtype)
+                .unflatten(0, (call.size, -1))
+                .transpose(1, 2)
                 for slots in self.slots[layer]
             )  # each [B, Hkv, K, D]
             mask = self._mask(call, features)
             if features.logits_soft_cap is None and features.sinks is None:
                 with sdpa_kernel(KERNELS):
-                    found = F.scaled_dot_product_attention(
+                    attended = F.scaled_dot_product_attention(
                         queries, keys, values, attn_mask=mask, scale=scale
                     )
             else:
-                found = attend_in_full(queries, keys, values, mask, scale, features)
-            found = found.unflatten(2, (heads[1], -1)).permute(0, 3, 1, 2, 4)  # [B, N, Hkv, G, D]
-            out.index_copy_(0, call.tokens, found.reshape(-1, *q.shape[1:]))
+                attended = attend_in_full(queries, keys, values, mask, scale, features)
+            attended = attended.unflatten(2, (heads[1], -1)).permute(
+                0, 3, 1, 2, 4
+            )  # [B, N, Hkv, G, D]
+            out.index_copy_(0, call.tokens, attended.reshape(-1, *q.shape[1:]))
         return out
 
     def _pad(self, batch: ForwardBatch, blocks: QueryBlocks, members: slice) -> PaddedCall:
@@ -122,10 +136,10 @@ class ReferenceBackend(AttentionBackend):
         steps = np.arange(blocks.num_queries[members][0])  # [N]
         tokens = blocks.first_token[members][:, None] + steps  # [B, N]
         places = np.minimum(np.arange(num_keys.max()), num_keys - 1)  # [B, K] positions in the row
-        at = host.kv_indptr[row][:, None] + places // self.page_size
+        page_index = host.kv_indptr[row][:, None] + places // self.page_size
 
         def slots(kv_indices: NDArray[np.int32]) -> Tensor:
-            pages = kv_indices[at].astype(np.int64)
+            pages = kv_indices[page_index].astype(np.int64)
             return self._index(pages * self.page_size + places % self.page_size)
 
         in_windows = None if batch.window is None else slots(batch.window.kv_indices)
@@ -149,7 +163,7 @@ class ReferenceBackend(AttentionBackend):
             bias = np.where(hidden, np.float32(-np.inf), np.float32(0))
             if call.last_seen.shape[1] > 1:
                 bias = np.tile(bias, (1, self.num_heads // self.num_kv_heads, 1))
-            mask = torch.from_numpy(bias[:, None]).to(self.kv.device, self.kv.dtype)
+            mask = torch.from_numpy(bias[:, None]).to(self.kv.device, self.dtype)
         call.masks[span] = mask
         return mask
 
@@ -199,13 +213,13 @@ def group_blocks(blocks: QueryBlocks) -> list[slice]:
     keys or SHORT_KEYS, and to CALL_KEYS in all."""
     groups: list[slice] = []
     first, shapes = 0, list(zip(blocks.num_queries.tolist(), blocks.num_keys.tolist(), strict=True))
-    for at, (num_queries, num_keys) in enumerate(shapes):
+    for block, (num_queries, num_keys) in enumerate(shapes):
         allowed = max(2 * shapes[first][1], SHORT_KEYS)
         if (
             num_queries != shapes[first][0]
             or num_keys > allowed
-            or (at > first and (at + 1 - first) * num_keys > CALL_KEYS)
+            or (block > first and (block + 1 - first) * num_keys > CALL_KEYS)
         ):
-            groups.append(slice(first, at))
-            first = at
+            groups.append(slice(first, block))
+            first = block
     return [*groups, slice(first, len(shapes))]

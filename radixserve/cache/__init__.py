@@ -6,7 +6,7 @@ from radixserve.cache.hash.sequence import HashSequence
 from radixserve.cache.interface import CacheSession, PrefixCache
 from radixserve.cache.radix.radix_cache import RadixCache
 from radixserve.cache.radix.sequence import CachedSequence
-from radixserve.cache.sequence import CacheSequence
+from radixserve.cache.sequence import MESSAGE, PROMPT, CacheSequence, Return
 from radixserve.cache.snapshot import SnapshotView
 from radixserve.cache.watch import PrefixWatch
 from radixserve.errors import OutOfPages
@@ -14,6 +14,8 @@ from radixserve.output import Lookup
 from radixserve.schedule import WindowLayers
 
 __all__ = [
+    "MESSAGE",
+    "PROMPT",
     "CacheSequence",
     "CacheSession",
     "CachedSequence",
@@ -28,6 +30,7 @@ __all__ = [
     "PrefixCache",
     "PrefixWatch",
     "RadixCache",
+    "Return",
     "SnapshotView",
     "WindowLayers",
 ]

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from radixserve.cache.page_pool import PageAllocator
-from radixserve.cache.sequence import CacheSequence
+from radixserve.cache.sequence import CacheSequence, PageAllocator
+from radixserve.cache.snapshot import private_size
 from radixserve.cache.watch import WatchRegistry
 
 T = TypeVar("T")
@@ -20,7 +20,7 @@ def check_owners(allocator: PageAllocator, published: Iterable[tuple[str, list[i
     owners: dict[int, str] = {}
     private = [
         (repr(seq), seq.pages[len(seq.pages) - seq.num_private :].tolist())
-        for seq in live_sequences(allocator)
+        for seq in allocator.live_sequences
     ]
     for name, pages in [("the free list", allocator.pool.free_ids()), *published, *private]:
         for page in pages:
@@ -51,10 +51,6 @@ def check_watches(registry: WatchRegistry) -> None:
             assert all((place, token) in w.places for w in watches), f"{place!r}: a stale watch"
 
 
-def live_sequences(allocator: PageAllocator) -> list[CacheSequence]:
-    return [seq for seq in allocator.live_sequences if isinstance(seq, CacheSequence)]
-
-
 def page_table(sequence: CacheSequence) -> dict[str, Any]:
     """A sequence as `PrefixCache.dump` shows it."""
     return {
@@ -71,15 +67,15 @@ def dump_sequences(
 ) -> dict[str, Any]:
     """The part of `PrefixCache.dump` about sequences and fragmentation. `published`: pages and
     tokens of nodes or blocks; `only`: the namespace whose sequences are shown, None: all."""
-    size, sequences = allocator.page_size, live_sequences(allocator)
+    size, sequences = allocator.page_size, allocator.live_sequences
     pages = tokens = 0
     for some_pages, some_tokens in published:
         pages += some_pages
         tokens += some_tokens
     for sequence in sequences:
-        num_shared = len(sequence.pages) - sequence.num_private
-        pages += sequence.num_private
-        tokens += max(0, sequence.length - num_shared * size)
+        private_pages, private_tokens = private_size(sequence, size)
+        pages += private_pages
+        tokens += private_tokens
     slots = pages * size
     share = (slots - tokens) / slots if slots else 0.0
     return {

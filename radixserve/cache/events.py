@@ -1,12 +1,12 @@
-"""Events: what a cache stores and drops, numbered, for routers and mirrors elsewhere.
+"""Events: numbered stores and evictions of a cache, for routers and mirrors elsewhere.
 
     log = cache.open_events()
-    log.snapshot()        all that is stored, and the number of the event that comes next
+    log.snapshot()        all stored nodes, and the number of the next event
     log.take()            a batch of the events since the last call
 
-A consumer follows with an `EventCursor`: it drops events that come twice and finds out by their
-numbers that some are missing; then a new snapshot replaces what it knows. Events name nodes of the
-tree by ids that are never used again, so that only stored tokens travel, once.
+A consumer follows with an `EventCursor`, which skips duplicates and detects missing events by their
+numbers; then a new snapshot replaces the consumer's state. Events name nodes by ids that are never
+reused, so that stored tokens are sent once.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ Event = Stored | Appended | Split | Truncated | Removed | Reset
 
 
 class EventBatch(NamedTuple):
-    """Consecutive events; without any it tells where the stream stands."""
+    """Consecutive events. An empty batch gives the position of the stream."""
 
     epoch: int  # of the log; a later one's is greater
     first: int  # number of the first event
@@ -82,7 +82,7 @@ class EventBatch(NamedTuple):
 
 
 class EventSnapshot(NamedTuple):
-    """What the events before number `end` add up to."""
+    """The state after all events before number `end`."""
 
     epoch: int
     end: int
@@ -92,8 +92,8 @@ class EventSnapshot(NamedTuple):
 class EventLog:
     """Collects the events of one cache between two calls of `take`, in the cache's thread.
 
-    Tokens appended to one node between two calls are one event. More than 64 MiB that nobody takes
-    are dropped: their numbers are left out, which consumers notice.
+    Tokens appended to a node between two calls are one event. More than 64 MiB of pending events
+    are discarded: their numbers are skipped, which consumers notice.
     """
 
     __slots__ = ("_growing", "_on_close", "_pending", "_size", "_stored_nodes", "epoch", "first")
@@ -132,13 +132,13 @@ class EventLog:
         self._forget_pending()
 
     def add(self, event: Event) -> None:
-        """For the cache: something happened."""
+        """Append an event; only the cache calls it."""
         if isinstance(event, Stored | Appended):
-            at = self._growing.get(event.node)
-            if at is not None:
-                known = self._pending[at]
+            index = self._growing.get(event.node)
+            if index is not None:
+                known = self._pending[index]
                 assert isinstance(known, Stored | Appended)
-                self._pending[at] = known._replace(tokens=known.tokens + event.tokens)
+                self._pending[index] = known._replace(tokens=known.tokens + event.tokens)
                 self._size += len(event.tokens)
                 return
             self._growing[event.node] = len(self._pending)
@@ -157,7 +157,7 @@ class EventLog:
 
 
 class EventCursor:
-    """Where a consumer stands in the stream of one cache."""
+    """A consumer's position in the event stream of one cache."""
 
     __slots__ = ("end", "epoch", "is_lost")
 

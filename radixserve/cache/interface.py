@@ -8,20 +8,27 @@ the K/V memory performs a sequence's `cow_copies` before the sequence is used.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Protocol, Self
 
 from radixserve.arrays import IntArray
 from radixserve.cache.events import EventLog
-from radixserve.cache.page_pool import PageAllocator, PageOwner
-from radixserve.cache.recent import hit_rate
-from radixserve.cache.sequence import CacheSequence, append_placeholder
+from radixserve.cache.garbage import GarbageFreezer
+from radixserve.cache.sequence import (
+    CacheSequence,
+    PageAllocator,
+    PageOwner,
+    Return,
+    StateCopy,
+    append_next,
+)
 from radixserve.cache.snapshot import SnapshotView
-from radixserve.cache.state_pool import StateCopy
+from radixserve.cache.stats import hit_rate
 from radixserve.cache.tokens import TokenIds
 from radixserve.cache.watch import PrefixWatch, WatchRegistry
 from radixserve.checks import check_int, check_str
+from radixserve.errors import InvalidRequest
 from radixserve.output import Lookup
 from radixserve.schedule import WindowUpdates
 
@@ -45,16 +52,6 @@ class CacheSession(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
 
-class Inspection(NamedTuple):
-    """How a cache tells what it holds: the methods of `PrefixCache`, their arguments checked."""
-
-    check: Callable[[], None]
-    count_shared: Callable[[], int]  # published pages that two or more sequences have locked
-    preview: Callable[[int], list[dict[str, Any]]]
-    snapshot: Callable[[SnapshotView], dict[str, Any]]
-    dump: Callable[[int, str | None], dict[str, Any]]
-
-
 class PrefixCache(ABC):
     """Tokens in, the longest cached prefix out; see `RadixCache` for what each call promises."""
 
@@ -63,12 +60,22 @@ class PrefixCache(ABC):
         allocator: PageAllocator,
         owner: PageOwner,
         watch_registry: WatchRegistry,
-        inspection: Inspection,
+        *,
+        freeze_garbage: bool = False,
     ) -> None:
+        """`freeze_garbage`: see `GarbageFreezer`; for the owner of the process."""
         self._allocator = allocator
         self._owner = owner
         self._watch_registry = watch_registry
-        self._inspection = inspection
+        self._freezer = GarbageFreezer() if freeze_garbage else None
+
+    def __repr__(self) -> str:
+        gauges = self.gauges()
+        return (
+            f"{type(self).__name__}({self.num_pages:,} pages of {self.page_size} tokens: "
+            f"{gauges['pages_referenced']:,} in use, {gauges['pages_cached']:,} cached, "
+            f"{gauges['pages_free']:,} free)"
+        )
 
     @property
     def num_pages(self) -> int:
@@ -76,40 +83,52 @@ class PrefixCache(ABC):
 
     @property
     def page_size(self) -> int:
-        """Tokens a page."""
+        """Tokens per page."""
         return self._allocator.page_size
 
     @property
     def sharing_enabled(self) -> bool:
-        """Whether sequences reuse K/V computed by others."""
+        """Whether sequences reuse K/V that other sequences computed."""
         return True
 
     @property
     def num_states(self) -> int:
-        """Recurrent states, for models whose layers have some; 0: none."""
+        """Number of recurrent states; 0 for models without recurrent layers."""
         return 0
 
     def take_state_copies(self) -> list[StateCopy]:
-        """(source, destination) states, to be copied one after the other before the next step."""
+        """(source, destination) state ids. Copy them in this order before the next step."""
         return []
 
     @property
     def window_size(self) -> int:
-        """Positions that layers with windows see, where they have pages of their own; else 0."""
+        """Positions that a layer with a window sees; 0 where such layers have no pages of their
+        own."""
         return 0
 
     def take_window_updates(self) -> WindowUpdates | None:
-        """What a runner must know of window pages before the next step; None: there are none."""
+        """Pending updates of window pages, for the runner to apply before the next step. None for a
+        cache without window pages."""
         return None
 
     @property
+    def num_free(self) -> int:
+        """Pages that hold nothing. O(1)."""
+        return self._allocator.pool.num_free
+
+    @property
     def num_available(self) -> int:
-        """Pages that are free or evictable now."""
+        """Pages that are free or evictable now. O(1)."""
         return self._allocator.num_available
 
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that hold nothing. O(1)."""
+        return self._allocator.pool.num_free
+
     def num_obtainable(self, wanted: int) -> int:
-        """How many of `wanted` pages new tokens can take now: as many as are available and, with
-        windows, as there are window pages that no live sequence sees."""
+        """How many of `wanted` pages can be allocated for new tokens now. Bounded by the available
+        pages and, with windows, by the window pages that no live sequence sees."""
         return self._allocator.num_obtainable(wanted)
 
     @abstractmethod
@@ -121,15 +140,15 @@ class PrefixCache(ABC):
         allow_full: bool = False,
         compare_namespaces: bool = True,
     ) -> Lookup:
-        """What `acquire` would reuse now, and why not more. Changes nothing.
+        """The number of tokens that `acquire` would reuse now, and why not more. Changes nothing.
 
-        With `compare_namespaces` False the answer does not depend on what other namespaces hold.
+        With `compare_namespaces=False` the answer is independent of other namespaces' contents.
         """
 
     @abstractmethod
     def watch(self, tokens: IntArray, namespace: str = "") -> PrefixWatch:
-        """A persistent look-up: answers from memory until `changed_watches` refreshes it. Must be
-        closed."""
+        """Open a persistent look-up, which answers from memory until `changed_watches` refreshes
+        it. The caller closes it."""
 
     def changed_watches(self) -> list[PrefixWatch]:
         """Refresh the open watches whose match may have changed since the last call; returns them.
@@ -148,22 +167,46 @@ class PrefixCache(ABC):
         session: CacheSession | None = None,
         priority: int = 0,
     ) -> CacheSequence:
-        """The longest cached prefix of `tokens`, locked until the sequence is released.
+        """Lock the longest cached prefix of `tokens` until the returned sequence is released.
 
         At least the last token is left to compute unless `allow_full`. The sequence's length is
-        `cached_len`; `extend` takes room for the rest.
+        `cached_len`; `extend` allocates pages for the rest.
         """
 
-    def append_placeholder(self, sequences: Sequence[CacheSequence]) -> None:
-        """`append_placeholders(1)` of each, of which the pages are available."""
+    @abstractmethod
+    def acquire_watched(
+        self, watch: PrefixWatch, *, session: CacheSession | None = None, priority: int = 0
+    ) -> tuple[CacheSequence, Lookup]:
+        """`acquire` a watched prompt; also returns what `lookup` would have answered before.
+
+        The watch's match is reused: the prompt is matched again only where the cache has changed
+        since. The watch stays open.
+        """
+
+    def resumable_len(self, watch: PrefixWatch) -> int:
+        """The `cached_len` of the sequence that `acquire_watched` would return now. It is shorter
+        than the watch's own `cached_len` where recurrent states or window pages are missing."""
+        self._watch_registry.refresh(watch)
+        return watch.cached_len
+
+    def append_next(
+        self, sequences: Sequence[CacheSequence], token_ids: Sequence[int] | None = None
+    ) -> None:
+        """`extend` of each by one token, or where `token_ids` is None `append_placeholders(1)`.
+
+        Raises OutOfPages; the sequences before have theirs.
+        """
         if not self.num_states:
-            append_placeholder(sequences)
+            append_next(sequences, token_ids)
             return
-        for sequence in sequences:
-            sequence.append_placeholders(1)
+        for index, sequence in enumerate(sequences):
+            if token_ids is None:
+                sequence.append_placeholders(1)
+            else:
+                sequence.extend(token_ids[index : index + 1])
 
     def commit_next(self, sequences: Sequence[CacheSequence], token_ids: Sequence[int]) -> None:
-        """`CacheSequence.commit_next` of each, in any order: what a decode step does."""
+        """`CacheSequence.commit_next` of each, in any order, after a decode step."""
         for sequence, token_id in zip(sequences, token_ids, strict=True):
             sequence.commit_next(token_id)
 
@@ -171,13 +214,34 @@ class PrefixCache(ABC):
     def open_session(
         self, name: str, *, lease_s: float | None = None, retain_until: float | None = None
     ) -> CacheSession:
-        """A session to pass to `acquire`. Names need not be unique; they are for `stats`."""
+        """Open a session to pass to `acquire`. Names need not be unique; `stats` shows them."""
 
-    # -- hints; where sessions have no effect they reach nothing, and nothing is demoted ----------
+    # -- expected returns; without effect in a cache that evicts in another order ------------------
+
+    @property
+    def tracks_returns(self) -> bool:
+        """Whether eviction depends on `CacheSequence.expected_return`."""
+        return False
+
+    def expect_return(self, watch: PrefixWatch, expected: Return) -> None:
+        """The matched prefix of a waiting prompt is expected to be used then."""
+        del watch, expected
+
+    def adopt_returns(self, typical: Return) -> None:
+        """Expect of everything released before anything was known what is expected now, each
+        from its own last use on. To be called once."""
+        del typical
+
+    def victims(self) -> Iterator[tuple[int, Return | None]]:
+        """(pages, expected return) of what eviction would free, in order, if nothing else happened.
+        None: nothing is known, or it is not expected back. Changes nothing."""
+        return iter(())
+
+    # -- hints: without effect in a cache that keeps no sessions -----------------------------------
 
     @property
     def keeps_sessions(self) -> bool:
-        """Whether sessions have an effect on what is evicted."""
+        """Whether sessions change the order of eviction."""
         return False
 
     def time(self) -> float:
@@ -186,84 +250,101 @@ class PrefixCache(ABC):
 
     @property
     def num_retained(self) -> int:
-        """Pages that retaining sessions reach. O(1) amortised."""
+        """Pages reached by retaining sessions. O(1) amortised."""
         return 0
 
     def pin(self, tokens: TokenIds, namespace: str = "", *, session: CacheSession) -> CacheSequence:
-        """`acquire` of all of `tokens`, which are cached: a lock that no request needs, and that
-        `stats` and `dump` tell from those of requests. Whole pages only."""
+        """Lock all of `tokens`, which are cached, without a request. `stats` and `dump` show pins
+        apart from the locks of requests. Whole pages only."""
         sequence = self.acquire(tokens, namespace, allow_full=True, session=session)
         sequence.is_pin = True
         return sequence
 
     def demote(self, tokens: TokenIds, namespace: str = "") -> int:
-        """Let what is cached of `tokens` and goes on from them be evicted first, as after the end
-        of all of its sessions, until it is used again; so, too, what comes before and nothing else
-        goes on from. What open sessions reach stays in its place until they are closed.
+        """Evict the cached part of `tokens`, and everything that continues it, before all others,
+        until it is used again. Parts of the prefix that nothing else continues are demoted, too.
+        Nodes that open sessions reach keep their place until these are closed.
 
-        Returns the tokens that go first now.
+        Returns the tokens that are evicted first from now on.
         """
         del tokens, namespace
         return 0
 
     def demote_session(self, session: CacheSession) -> int:
-        """Close the session; returns the tokens of what it reached that go first now."""
+        """Close the session; returns the tokens it reached that are evicted first from now on."""
         session.close()
         return 0
 
     def held_tokens(self, sessions: Iterable[CacheSession]) -> int:
-        """Tokens, in whole pages, from the root to where sequences of these sessions ended; what
-        several reach counts once."""
+        """Tokens, in whole pages, on the paths from the root to the end nodes of these sessions. A
+        node reached by several counts once."""
         del sessions
         return 0
 
     def session_prefixes(self, session: CacheSession) -> list[tuple[str, IntArray]]:
-        """The namespace and tokens of each place where sequences of the session ended last."""
+        """(namespace, tokens) of each end node of the session."""
         del session
         return []
+
+    def prefixes(self, namespace: str | None = None) -> list[tuple[str, IntArray]]:
+        """(namespace, tokens) of each cached sequence that no other one continues, of one namespace
+        or of all, the last used first."""
+        del namespace
+        raise InvalidRequest('only cache="radix" lists its prefixes')
 
     def evict(self, num_tokens: int) -> int:
         """Free pages for `num_tokens`, rounded up to a page, that no sequence has locked.
 
-        Returns the tokens freed, in whole pages: fewer than asked when there are no more.
+        Returns the tokens freed, in whole pages: fewer than asked when no more can be freed.
         """
         num_tokens = check_int("num_tokens", num_tokens, 0)
         self._allocator.note_time()
         return self._owner.evict(self._allocator.pages_for(num_tokens)) * self.page_size
 
     def reset(self, namespace: str | None = None) -> None:
-        """Forget one namespace, or all; pages in use are freed when released.
+        """Forget one namespace, or all of them. Pages in use are freed when they are released.
 
-        Sequences acquired before continue, but what they commit is not cached.
+        Sequences acquired before continue, but their commits are not cached.
         """
         if namespace is not None:
             check_str("namespace", namespace)
         self._owner.reset(namespace)
         self._allocator.stats.num_resets += 1
 
+    def close(self) -> None:
+        """Return all objects that the cache has frozen to the garbage collector. Idempotent."""
+        if self._freezer is not None:
+            self._freezer.thaw()
+
+    def _note_growth(self) -> None:
+        """A sequence was acquired. O(1), amortised, but for `GarbageFreezer.note`."""
+        freezer, num_created = self._freezer, self._owner.num_created
+        if freezer is not None and num_created >= freezer.due:
+            freezer.note(num_created, self._owner.num_nodes)
+
     @abstractmethod
     def open_events(self, epoch: int | None = None) -> EventLog:
-        """Collect what is stored and dropped from now on, until the log is closed. `epoch`: see
-        `EventLog`. InvalidRequest while another log is open. Costs nothing while none is."""
+        """Open a log of all stores and evictions from now on. `epoch`: see `EventLog`. Raises
+        InvalidRequest while another log is open."""
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start (tokens) and gauges (pages).
 
-        free + tree + private == total, and by what could be done with them:
-        pages_free          nothing is in them
-        pages_cached        evictable: published, and no sequence uses them
-        pages_referenced    sequences use them, published or not; the three make up the total
-        pages_shared        of those, published ones that two or more sequences have locked
+        pages_free + pages_tree + pages_private == pages_total, and so do the first three of:
+        pages_free          hold nothing
+        pages_cached        evictable: published, and used by no sequence
+        pages_referenced    used by sequences, published or not
+        pages_shared        of those, published pages that two or more sequences have locked
         hit_rate            matched_tokens over acquired_tokens
         collisions          block keys that were equal for different prefixes (cache "hash")
-        last_minute         what the counters gained in the last 60 seconds, exact to a second:
+        last_minute         gains of the counters in the last 60 seconds, exact to a second:
                             "matched_tokens" and "matched_tokens_per_s", and so on; "hit_rate";
                             "seconds", fewer than 60 soon after the start
-        leases              the leases now, first to end first: {"session", "tokens",
-                            "seconds_left"}, with the tokens from the root to where its sequence
-                            ended
-        pages_retained, pages_pinned  by hints: evicted after all others; locked. What is pinned is
-                    retained, too
+        leases              current leases by deadline: {"session", "tokens", "seconds_left"}, with
+                            the tokens from the root to the lease's end node. Leases whose time is
+                            over end when statistics are read
+        pages_retained      by hints: evicted after all others
+        pages_pinned        by hints: locked; pinned pages are retained, too
         retained_evicted_pages  since the start: evicted while they were retained
 
         O(1) but for three: pages_shared and pages_pinned cost O(nodes or blocks that live sequences
@@ -274,7 +355,7 @@ class PrefixCache(ABC):
         recent["hit_rate"] = hit_rate(recent["matched_tokens"], recent["acquired_tokens"])
         return {
             **self.gauges(),
-            "pages_shared": self._inspection.count_shared(),
+            "pages_shared": self._count_shared(),
             "hit_rate": hit_rate(counts["matched_tokens"], counts["acquired_tokens"]),
             "collisions": 0,
             "last_minute": recent,
@@ -306,21 +387,25 @@ class PrefixCache(ABC):
             "evicted_tokens": owner.num_evicted_tokens,
         }
 
+    @abstractmethod
     def check(self) -> None:
         """Audit every page's owner and every invariant of the cache; AssertionError names the first
         broken one. O(everything): for tests and debugging."""
-        self._inspection.check()
 
     def eviction_preview(self, count: int = 10) -> list[dict[str, Any]]:
-        """The nodes or blocks that eviction would take next, the first to go first, if nothing else
-        happened. Changes nothing. O(count), O(unlocked nodes) with policy "arc". Exact but among
-        leased ones: the eviction of one ends its lease, after which what was above it goes earlier.
+        """The next `count` nodes or blocks that eviction would take, in order, if nothing else
+        happened. Changes nothing. O(count); O(unlocked nodes) with policy "arc". Exact except among
+        leased nodes: evicting a leased node ends its lease, so its ancestors are evicted earlier.
 
         {"namespace", "start", "tokens", "num_tokens", "num_pages", "idle_s", "reason"} each; idle_s
         is the time since its last use ended, as in `dump`.
         """
         self._allocator.note_time()
-        return self._inspection.preview(check_int("count", count, 0))
+        return self._preview(check_int("count", count, 0))
+
+    @abstractmethod
+    def _preview(self, count: int) -> list[dict[str, Any]]:
+        """`eviction_preview` with a checked argument."""
 
     def dump(self, max_nodes: int = 10_000, namespace: str | None = None) -> dict[str, Any]:
         """The cached prefixes as nested dicts, breadth first up to `max_nodes` nodes; those of one
@@ -340,7 +425,15 @@ class PrefixCache(ABC):
         fragmentation  {"pages" in use, "slots" in them, "unused_slots": slots without a token,
                     "unused_share"} of the whole cache, truncated or not. O(nodes)
         """
-        return self._inspection.dump(check_int("max_nodes", max_nodes, 0), namespace)
+        return self._dump(check_int("max_nodes", max_nodes, 0), namespace)
+
+    @abstractmethod
+    def _dump(self, max_nodes: int, namespace: str | None) -> dict[str, Any]:
+        """`dump` with checked arguments."""
+
+    @abstractmethod
+    def _count_shared(self) -> int:
+        """Published pages that two or more sequences have locked."""
 
     def snapshot(self, view: SnapshotView) -> dict[str, Any]:
         """A bounded view of a cache that is in use. Changes nothing.
@@ -359,4 +452,8 @@ class PrefixCache(ABC):
         The cost does not grow with the tree, but for O(pages) in numpy.
         """
         self._allocator.note_time()
-        return self._inspection.snapshot(view)
+        return self._snapshot(view)
+
+    @abstractmethod
+    def _snapshot(self, view: SnapshotView) -> dict[str, Any]:
+        """`snapshot` at the clock's present time."""

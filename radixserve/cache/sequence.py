@@ -1,5 +1,8 @@
 """`CacheSequence`: the tokens of a sequence and their pages, as both caches have them.
 
+`PageAllocator` is what all sequences of a cache share: its pages, which it evicts when they are
+short, its counters and its clock.
+
     tokens     [0 ............... committed) [ ... known) [ placeholders ... length)
     pages      [ of the cache, read-only ][ private to this sequence ...           )
 
@@ -9,26 +12,175 @@ committed, so none is ever published.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import Self
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 
 from radixserve.arrays import IntArray
-from radixserve.cache.namespace import Namespace
-from radixserve.cache.page_pool import PageAllocator
+from radixserve.cache.page_pool import PagePool
+from radixserve.cache.stats import CacheStats, RecentCounts
 from radixserve.cache.tokens import TOKEN_BYTES, TokenIds, as_view, token_bytes
 from radixserve.checks import check_int
-from radixserve.errors import InvalidRequest
+from radixserve.errors import InvalidRequest, OutOfPages
 
 PageCopy = tuple[int, int, int]  # (source page, destination page, tokens to copy)
+StateCopy = tuple[int, int]  # (source state, destination state)
 
 _PLACEHOLDER = np.array([-1], np.int32).tobytes()
 _NO_PAGES: IntArray = np.empty(0, np.int32)
 NO_STATE = -1  # instead of a state id
+# Kinds of lengths after which other sequences may continue, see `CacheSequence.want_checkpoint`.
+PROMPT = "prompt"  # of a chat: where the generation prompt begins, or the first message
+MESSAGE = "message"  # at the end of another message
+BRANCH = "branch"  # where another sequence leaves this one's path
 FEW_PAGES = 8  # taken at a time by a sequence that grows slowly: more of them will follow
+
+
+class Return(NamedTuple):
+    """When a released sequence is expected to be continued, on the cache's clock."""
+
+    at: float
+    wait_s: float  # from its release to then
+    late_at: float  # after that it is not expected any more
+    probability: float  # that it is continued at all
+    is_regular: bool  # `at` is reliable: such sequences come back in that order
+
+    def seconds_left(self, now: float) -> float:
+        """Until it is continued. Irregular sequences have no memory, or a longer one the longer
+        they have been away."""
+        idle_s = now - self.at + self.wait_s
+        return max(0.0, self.at - now) if self.is_regular else max(self.wait_s, idle_s)
+
+
+class Namespace:
+    """One namespace of a cache. Dead after a reset: look-ups do not find it."""
+
+    __slots__ = ("is_dead", "name")
+
+    def __init__(self, name: str, *, is_dead: bool = False) -> None:
+        self.name = name
+        self.is_dead = is_dead
+
+
+class PageOwner(Protocol):
+    """The part of a cache that holds published pages: a tree, or a table of blocks."""
+
+    num_pages: int  # published ones
+    num_created: int  # nodes or blocks since the start
+    now: float  # the clock when a sequence was last acquired or committed
+    num_evicted_tokens: int
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes or blocks now."""
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages that `make_room` can free now."""
+
+    def make_room(self, num_pages: int) -> bool:
+        """Free that many pages; False, and nothing is freed, where fewer can be."""
+
+    def evict(self, num_pages: int) -> int:
+        """Free up to that many pages of live namespaces; returns how many."""
+
+    def reset(self, name: str | None) -> None:
+        """Forget one namespace, or all."""
+
+
+class PageAllocator:
+    """Shared by all sequences of one cache: pages, counters and the set of live sequences."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        page_size: int,
+        owner: PageOwner,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock`: seconds."""
+        self.page_size = page_size
+        self.pool = pool
+        self.stats = CacheStats()
+        self.live_sequences: set[CacheSequence] = set()
+        self._owner = owner
+        self._clock = clock
+        owner.now = clock()
+        self.recent = RecentCounts(self._counters, owner.now)
+
+    def note_time(self) -> float:
+        """Set `now`, before something is counted."""
+        clock = self._clock  # a method of that name would be looked for first, slowly
+        now = self._owner.now = clock()
+        if now >= self.recent.due:
+            self.recent.read(now)
+        return now
+
+    def _counters(self) -> dict[str, int]:
+        """The counters whose rates `recent` has."""
+        stats = self.stats
+        return {
+            "num_acquired": stats.num_acquired,
+            "acquired_tokens": stats.acquired_tokens,
+            "matched_tokens": stats.matched_tokens,
+            "committed_tokens": stats.committed_tokens,
+            "evicted_tokens": self._owner.num_evicted_tokens,
+        }
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that are free or evictable."""
+        return self.pool.num_free + self._owner.num_evictable
+
+    def num_obtainable(self, wanted: int) -> int:
+        """How many of `wanted` pages `allocate` can take now."""
+        return min(wanted, self.num_available)
+
+    @property
+    def num_private(self) -> int:
+        """Pages that belong to sequences."""
+        return self.pool.num_pages - self.pool.num_free - self._owner.num_pages
+
+    def allocate(self, count: int, *, may_shrink_locks: bool = True) -> array[int]:
+        """Allocate `count` pages, evicting in the policy's order. Raises OutOfPages, and evicts
+        nothing, when fewer are available.
+
+        `may_shrink_locks`: when short, make sequences lock no more than they need.
+        """
+        pool, owner = self.pool, self._owner
+        missing = count - pool.num_free
+        if missing > 0 and not owner.make_room(missing):
+            if may_shrink_locks:
+                for sequence in self.live_sequences:
+                    sequence.shrink_lock()
+            if not owner.make_room(count - pool.num_free):
+                raise OutOfPages(
+                    f"{count} pages wanted: {pool.num_free} free and "
+                    f"{owner.num_evictable} evictable of {pool.num_pages}"
+                )
+        return pool.allocate(count)
+
+    def free(self, pages: array[int]) -> None:
+        """Give private pages back."""
+        self.pool.free(pages)
+
+    def take_after(self, page: int) -> int:
+        """See `PagePool.take_after`. Never evicts."""
+        return self.pool.take_after(page)
+
+    def allocate_after(self, page: int, count: int) -> Sequence[int]:
+        """Allocate `count` pages for a sequence that ends with `page`, adjacent to it if possible.
+        Raises OutOfPages, and evicts nothing, when fewer are available."""
+        if count > self.pool.num_free:
+            return self.allocate(count)
+        return self.pool.allocate_after(page, count)
 
 
 class CacheSequence(ABC):
@@ -42,17 +194,18 @@ class CacheSequence(ABC):
 
     __slots__ = (
         "_allocator",
-        "_has_run",
         "_is_open",
         "_namespace",
         "_num_shared",
         "_num_synced",
+        "_owns_reserved_run",
         "_pages",
         "_synced_pages",
         "_tokens",
         "cached_len",
         "committed_len",
         "cow_copies",
+        "expected_return",
         "is_pin",
         "length",
         "num_placeholders",
@@ -79,9 +232,12 @@ class CacheSequence(ABC):
         self.cached_len = self.length
         self.num_placeholders = 0  # placeholder tokens at the end, resolved by `fill`
         self._is_open = True
-        self._has_run = False  # it has taken pages a few at a time
+        self._owns_reserved_run = False  # it has taken pages a few at a time
+        self.expected_return: Return | None = None  # set by its user before `release`
         self.is_pin = False  # a lock that no request needs, see `PrefixCache.pin`
-        self._synced_pages = _NO_PAGES  # what `take_page_table_delta` answered; no view of `_pages`
+        self._synced_pages = (
+            _NO_PAGES  # the last `take_page_table_delta`; a copy, not a view of `_pages`
+        )
         self._num_synced = 0  # leading pages that have not changed since
         self.cow_copies: list[PageCopy] = []  # (source page, own page, tokens to copy)
         if copy is not None:
@@ -125,7 +281,7 @@ class CacheSequence(ABC):
 
     @property
     def is_stale(self) -> bool:
-        """Its namespace was reset: what it commits is not found by others."""
+        """Whether its namespace was reset. Its commits are not cached then."""
         return self._namespace.is_dead
 
     def take_page_table_delta(self) -> tuple[IntArray, int]:
@@ -148,12 +304,16 @@ class CacheSequence(ABC):
             self._num_synced = size
         return table[:size], first
 
+    def restart_page_table(self) -> None:
+        """Let the next `take_page_table_delta` return index 0: its reader has none of the pages."""
+        self._num_synced = 0
+
     # -- growing ------------------------------------------------------------------------------
 
     def extend(self, tokens: TokenIds) -> None:
         """Append `tokens` and allocate their pages, evicting unused pages when none is free.
 
-        Raises OutOfPages, and changes nothing, when there is not enough; InvalidRequest for a
+        Raises OutOfPages, and changes nothing, when too few are available; InvalidRequest for a
         negative id. O(tokens).
         """
         if self.num_placeholders or not self._is_open:
@@ -174,7 +334,7 @@ class CacheSequence(ABC):
             if wanted > FEW_PAGES or not pages:
                 more = allocator.allocate(wanted)
             else:
-                more, self._has_run = allocator.allocate_after(pages[-1], wanted), True
+                more, self._owns_reserved_run = allocator.allocate_after(pages[-1], wanted), True
             try:
                 pages.extend(more)
             except BufferError:  # a view of the old buffer is still exported
@@ -188,7 +348,7 @@ class CacheSequence(ABC):
     def append_placeholders(self, num_tokens: int) -> None:
         """Append tokens that are not known yet and allocate their pages, as `extend` does.
 
-        Raises OutOfPages, and changes nothing, when there is not enough.
+        Raises OutOfPages, and changes nothing, when too few are available.
         """
         if type(num_tokens) is not int or num_tokens < 1:
             num_tokens = check_int("num_tokens", num_tokens, 1)
@@ -198,7 +358,7 @@ class CacheSequence(ABC):
         self.num_placeholders += num_tokens
 
     def fill(self, tokens: TokenIds) -> None:
-        """Replace the first placeholders. InvalidRequest where there are not as many."""
+        """Replace the first placeholders. InvalidRequest for more tokens than placeholders."""
         data = token_bytes(tokens)
         left = self.num_placeholders - len(data) // TOKEN_BYTES
         if left < 0:
@@ -246,7 +406,7 @@ class CacheSequence(ABC):
 
     @property
     def state_id(self) -> int:
-        """Its recurrent state, which stands at `length`; NO_STATE where there is none (yet)."""
+        """Its recurrent state, after `length` tokens; NO_STATE before one was allocated."""
         return NO_STATE
 
     def step_states(self, *, is_ahead: bool) -> tuple[int, int]:
@@ -255,13 +415,14 @@ class CacheSequence(ABC):
         del is_ahead
         return NO_STATE, NO_STATE
 
-    def want_checkpoint(self, length: int) -> None:
-        """Others go on from the first `length` tokens: keep the state there."""
-        del length
+    def want_checkpoint(self, length: int, kind: str = BRANCH) -> None:
+        """Keep a checkpoint after `length` tokens: other sequences may continue there. `kind`:
+        PROMPT, MESSAGE or BRANCH."""
+        del length, kind
 
     def take_checkpoints(self, start: int) -> tuple[tuple[int, int], ...]:
         """(length, state id), ascending, of states kept while the tokens [start, self.length) are
-        computed, as many as there is room for. `commit` publishes them."""
+        computed, as far as states are available. `commit` publishes them."""
         del start
         return ()
 
@@ -275,16 +436,18 @@ class CacheSequence(ABC):
         """
 
     def copy_from(self, source: CacheSequence) -> int:
-        """Go on with the pages of `source`, a sequence of another namespace over the same tokens
-        and more in whole pages, copied before this one is used. `source` belongs to this sequence
-        from now on. Only before anything else is appended. Returns the tokens copied; raises
-        OutOfPages, and changes nothing, or InvalidRequest where the cache cannot: HashBlockCache.
+        """Continue with copies of the pages of `source`, a sequence of another namespace over the
+        same tokens and more, in whole pages. This sequence owns `source` from now on, and is used
+        after the copies have been made. Call it before anything is appended.
+
+        Returns the tokens copied. Raises OutOfPages, and changes nothing, when too few pages are
+        available; InvalidRequest from a HashBlockCache, which cannot copy.
         """
         del source
         raise InvalidRequest("this cache does not copy between namespaces: use RadixCache")
 
     def truncate(self, length: int) -> None:
-        """Roll back to the first `length` tokens; what was published stays cached.
+        """Roll back to the first `length` tokens; published pages stay cached.
 
         A cut inside a page of the cache copies that page's prefix. Raises OutOfPages, and changes
         nothing, when no page for the copy is available.
@@ -311,7 +474,7 @@ class CacheSequence(ABC):
         if not self._is_open:
             return
         self._is_open = False
-        if self._has_run and self._pages:
+        if self._owns_reserved_run and self._pages:
             self._allocator.pool.release_run(self._pages[-1])
         if len(self._pages) > self._num_shared:
             self._allocator.free(self._pages[self._num_shared :])
@@ -375,16 +538,29 @@ class CacheSequence(ABC):
             raise InvalidRequest("this sequence was released; acquire a new one")
 
 
-def append_placeholder(sequences: Iterable[CacheSequence]) -> None:
-    """`append_placeholders(1)` of each, for a step of hundreds without several calls for each. Not
-    for sequences with a recurrent state. Raises OutOfPages; the sequences before have theirs."""
-    for sequence in sequences:
+def append_next(sequences: Sequence[CacheSequence], token_ids: Sequence[int] | None = None) -> None:
+    """`extend` of each by one token, or where `token_ids` is None `append_placeholders(1)`, for a
+    step of hundreds without several calls for each. Not for sequences with a recurrent state.
+
+    Raises OutOfPages; the sequences before have theirs.
+    """
+    is_known = token_ids is not None
+    data = _PLACEHOLDER if token_ids is None else array("i", token_ids).tobytes()
+    for index, sequence in enumerate(sequences):
+        token = data[index * TOKEN_BYTES : (index + 1) * TOKEN_BYTES] if is_known else data
         length, allocator, pages = sequence.length, sequence._allocator, sequence._pages
         is_full, page = not length % allocator.page_size, -1
         if is_full and pages and sequence._is_open:
             page = allocator.take_after(pages[-1])
-        if not sequence._is_open or (is_full and page < 0):
-            sequence.append_placeholders(1)
+        if (
+            not sequence._is_open
+            or (is_full and page < 0)
+            or (is_known and sequence.num_placeholders)
+        ):
+            if token_ids is None:
+                sequence.append_placeholders(1)
+            else:
+                sequence.extend(token_ids[index : index + 1])
             continue
         try:
             if is_full:
@@ -392,9 +568,10 @@ def append_placeholder(sequences: Iterable[CacheSequence]) -> None:
         except BufferError:  # a view of the old buffer is still exported
             sequence._pages = pages + array("i", (page,))
         try:
-            sequence._tokens += _PLACEHOLDER
+            sequence._tokens += token
         except BufferError:
-            sequence._tokens = sequence._tokens + _PLACEHOLDER
-        sequence._has_run = True
+            sequence._tokens = sequence._tokens + token
+        sequence._owns_reserved_run = True
         sequence.length = length + 1
-        sequence.num_placeholders += 1
+        if not is_known:
+            sequence.num_placeholders += 1

@@ -28,7 +28,7 @@ _DIGITS = np.frombuffer(b"0123456789abcdefghijklmnopqrstuvwxyz", np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class SnapshotView:
-    """What a snapshot is to show; every number is an upper bound.
+    """The extent of a snapshot; every number is an upper bound.
 
     within      a namespace and those below it ("name/..."), None: all. With a name nothing of
                 other namespaces is shown: their pages, and free ones, are "other"
@@ -83,9 +83,9 @@ class PageMap:
             padded = np.full(count * size, len(OWNERS), np.uint8)
             padded[:total] = owner
             cells = padded.reshape(count, size)
-            owner = np.argmax([(cells == one).sum(1) for one in range(len(OWNERS))], 0)
+            owner = np.argmax([(cells == letter).sum(1) for letter in range(len(OWNERS))], 0)
             users = np.maximum.reduceat(users, np.arange(0, total, size))
-        found: dict[str, Any] = {
+        report: dict[str, Any] = {
             "total": total,
             "cell_pages": size,
             "letters": {letter: name for name, letter in OWNERS.items()},
@@ -94,8 +94,8 @@ class PageMap:
             "shared": int((self._users > 1).sum()),
         }
         if self._view.within is None:
-            found |= _free_runs(self._owner)
-        return found
+            report |= _free_runs(self._owner)
+        return report
 
 
 def _free_runs(owner: Any) -> dict[str, int]:
@@ -137,3 +137,9 @@ def unused_slots(sizes: Iterable[tuple[int, int]], page_size: int) -> dict[str, 
         slots += some_pages * page_size
         tokens += some_tokens
     return {"slots": slots, "unused_slots": max(0, slots - tokens)}
+
+
+def private_size(sequence: CacheSequence, page_size: int) -> tuple[int, int]:
+    """Pages and tokens of a sequence beyond those of the cache."""
+    num_shared = len(sequence.pages) - sequence.num_private
+    return sequence.num_private, max(0, sequence.length - num_shared * page_size)

@@ -32,8 +32,12 @@ def as_token_ids(tokens: TokenIds) -> IntArray:
     return np.frombuffer(_converted(tokens), np.int32)
 
 
-def token_view(ids: IntArray) -> memoryview:
-    """[n] int32, contiguous; not a copy where `ids` are. Of unaligned memory: only for slices."""
+def token_view(tokens: TokenIds) -> memoryview:
+    """[n] int32, contiguous; no copy of a contiguous int32 array. Raises as `as_token_ids`. Of
+    unaligned memory: only for slices."""
+    ids: Any = tokens
+    if type(ids) is not _ARRAY or ids.dtype is not _INT32 or ids.ndim != 1:
+        ids = np.frombuffer(_converted(tokens), np.int32)
     view = as_view(ids)
     return view if view.c_contiguous else as_view(ids.copy())
 
@@ -52,7 +56,7 @@ def _converted(tokens: TokenIds) -> bytes:
     """`token_bytes` of anything but an int32 array."""
     if (type(tokens) is list or type(tokens) is tuple) and tokens and type(tokens[0]) is int:
         packed = pack_int32(tokens)
-        if packed is not None:  # else numpy tells what is wrong
+        if packed is not None:  # numpy's error names the problem
             return packed
     try:
         ids = np.asarray(tokens)

@@ -9,23 +9,26 @@ WatchKey = tuple[Hashable, bytes]  # a node, block key or namespace, and the tok
 
 
 class PrefixWatch(ABC):
-    """How much of one prompt is cached, for a waiting request. Read-only, like `lookup`.
+    """The cached prefix of a waiting request's prompt. Read-only, like `lookup`.
 
-    Its places are those where a change may alter its answer; `take_changed` refreshes the watches
-    of changed places. Between two refreshes it answers from memory.
+    A change at one of its places may alter its match; `take_changed` refreshes the watches of
+    changed places. Between two refreshes it answers from memory, and `acquire_watched` takes its
+    match instead of matching the prompt again.
     """
 
-    __slots__ = ("_registry", "cached_len", "places")
+    __slots__ = ("_registry", "cached_len", "num_tokens", "places", "version")
 
-    def __init__(self, registry: WatchRegistry) -> None:
+    def __init__(self, registry: WatchRegistry, num_tokens: int) -> None:
         self._registry = registry
+        self.num_tokens = num_tokens  # of the prompt
         self.places: frozenset[WatchKey] = frozenset()  # where its answer may change
         self.cached_len = 0  # tokens in the cache, at most all but the last one
+        self.version = 0  # the registry's at the last refresh
 
     @property
     @abstractmethod
     def locked_len(self) -> int:
-        """Tokens of `cached_len` in pages that live sequences hold anyway."""
+        """Tokens of `cached_len` in pages that live sequences have locked."""
 
     @abstractmethod
     def path(self) -> tuple[int, ...]:
@@ -43,16 +46,20 @@ class PrefixWatch(ABC):
         if places != self.places:
             self._registry.move(self, self.places, places)
             self.places = places
+        self.version = self._registry.version
 
 
 class WatchRegistry:
     """Watches by place. `notify` costs O(1); only watches of changed places are refreshed."""
 
-    __slots__ = ("_changed", "watched")
+    __slots__ = ("_changed", "_refreshed", "version", "watched")
 
     def __init__(self) -> None:
         self.watched: dict[Hashable, dict[bytes, set[PrefixWatch]]] = {}
-        self._changed: set[tuple[Hashable, bytes | None]] = set()
+        self.version = 0  # changes since the start
+        # the version after the last change of a place; token None: a change for every token
+        self._changed: dict[tuple[Hashable, bytes | None], int] = {}
+        self._refreshed: set[PrefixWatch] = set()  # since the last `take_changed`, by `refresh`
 
     def __len__(self) -> int:
         """Open watches."""
@@ -75,15 +82,32 @@ class WatchRegistry:
         """`place` changed: refresh its watches; with `token`, only those that look for it there.
         Callers skip the call where `watched` is empty."""
         if place in self.watched:
-            self._changed.add((place, token))
+            self.version = self._changed[place, token] = self.version + 1
+
+    def refresh(self, watch: PrefixWatch) -> None:
+        """Refresh `watch` now where one of its places has changed; `take_changed` still returns
+        it. O(places)."""
+        changed = self._changed
+        if not changed:
+            return
+        for place, token in watch.places:
+            last = max(changed.get((place, token), 0), changed.get((place, None), 0))
+            if last > watch.version:
+                watch.refresh()
+                self._refreshed.add(watch)
+                return
 
     def take_changed(self) -> list[PrefixWatch]:
         """Refresh the watches whose places changed since the last call; returns them."""
         changed: set[PrefixWatch] = set()
-        for place, token in self._changed:
+        for (place, token), version in self._changed.items():
             tokens = self.watched.get(place, {})
-            changed.update(*(tokens.values() if token is None else (tokens.get(token, ()),)))
+            for watches in tokens.values() if token is None else (tokens.get(token, ()),):
+                changed.update(watch for watch in watches if watch.version < version)
         self._changed.clear()
         for watch in changed:
             watch.refresh()
+        if self._refreshed:
+            changed.update(watch for watch in self._refreshed if watch.places)  # still open
+            self._refreshed.clear()
         return list(changed)

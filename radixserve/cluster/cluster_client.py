@@ -1,6 +1,6 @@
-"""`ClusterClient`: an `EngineCoreClient` as `EngineThread` is one, over several replicas.
+"""`ClusterClient`: an `EngineCoreClient` over several replicas.
 
-Requests outlive their replica: another one continues them from the prompt and the tokens so far.
+A request outlives its replica: another replica continues it from the prompt and the tokens so far.
 """
 
 from __future__ import annotations
@@ -13,48 +13,191 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
-from radixserve.cluster.message_handler import handle_message
-from radixserve.cluster.open_request import OpenRequest
+import numpy as np
+
+from radixserve.cache.stats import hit_rate
 from radixserve.cluster.replica import REPORT_EVERY_S, ReplicaReport
 from radixserve.cluster.replica_link import Replica, ReplicaLink
-from radixserve.cluster.router import Router
-from radixserve.cluster.stats import add_stats
+from radixserve.cluster.router import ReplicaRouter
 from radixserve.engine import messages
 from radixserve.engine.core_client import EngineFacts
-from radixserve.engine.messages import Answer, Message
+from radixserve.engine.messages import Answer, EngineMessage
 from radixserve.engine.output_collector import OutputCollector
 from radixserve.errors import EngineDead, InvalidRequest, fresh, request_failed
+from radixserve.hint import HintAnswer
 from radixserve.output import EngineStatus, Finish, Metrics, RequestOutput, Usage
+from radixserve.request import Request
 from radixserve.routing.limits import MAX_LOST, WITHOUT_REPLICA_S
 
+_SHARED = frozenset({"page_size", "seconds"})  # equal, or nearly, in all replicas
+
+
+def add_stats(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The sum of the replicas' statistics: numbers are added, records field by field, lists joined.
+
+    hit_rate is worked out from the summed tokens.
+    """
+    if not each:
+        return {}
+    total: dict[str, Any] = {}
+    for name, first in each[0].items():
+        values = [stats[name] for stats in each if name in stats]
+        if isinstance(first, Mapping):
+            total[name] = add_stats(values)
+        elif isinstance(first, list):
+            total[name] = [item for value in values for item in value]
+        elif name in _SHARED:
+            total[name] = max(values)
+        else:
+            total[name] = sum(values)
+    if "hit_rate" in total:
+        total["hit_rate"] = hit_rate(total["reused_tokens"], total["prompted_tokens"])
+    return total
+
+
+Links = Mapping[str, ReplicaLink]  # replicas that report, by name
+
+
+async def ask_replicas(message: EngineMessage[Any], links: Links, router: ReplicaRouter) -> Any:
+    """The answer to a message, as of one engine. Raises EngineDead without a replica."""
+    match message:
+        case messages.GetStats() | messages.GetHeld():
+            return add_stats(await _ask_all(message, links))
+        case messages.LookUpPrompt(token_ids, namespace):
+            return await _ask_one(message, links, router.best(token_ids, namespace))
+        case messages.ClaimSessions(claims):
+            for claim in claims:
+                name = router.of_session(claim.name)
+                await _ask_one(messages.ClaimSessions((claim,)), links, name)
+        case messages.ApplyHints(hints):
+            return [await _hint(messages.ApplyHints((hint,)), links, router) for hint in hints]
+        case messages.CloseSession(name):
+            router.close_session(name)
+            await _ask_all(message, links)
+        case messages.ResetCache() | messages.CheckCache():
+            await _ask_all(message, links)
+        case _:  # dumps, snapshots and previews show a single replica
+            return await _ask_one(message, links, None)
+    return None
+
+
+async def _hint(message: messages.ApplyHints, links: Links, router: ReplicaRouter) -> HintAnswer:
+    (hint,) = message.hints
+    if hint.token_ids is None:
+        name = router.of_session(hint.session)
+    else:
+        name = router.best(hint.token_ids, hint.namespace)
+    (answer,) = await _ask_one(message, links, name)
+    return answer
+
+
+async def _ask_all(message: EngineMessage[Any], links: Links) -> list[Any]:
+    return await asyncio.gather(*(link.call(message) for link in links.values()))
+
+
+async def _ask_one(message: EngineMessage[Any], links: Links, name: str | None) -> Any:
+    """Ask the replica of that name; None: any replica."""
+    if not links:
+        raise EngineDead("there is no replica")
+    link = links.get(name or "") or links[min(links)]
+    return await link.call(message)
+
+
+class OpenRequest:
+    """A caller's request that has not ended, wherever it runs.
+
+    Its collector holds the tokens so far, from all replicas that it ran on.
+    """
+
+    def __init__(self, collector: OutputCollector) -> None:
+        self.collector = collector
+        self.id = ""  # its id in the replica: a new one on each replica
+        self.replica: str | None = None  # name of its replica; None while it waits for one
+        self.num_lost = 0  # replicas that were lost while it ran there
+        self.lost_at = time.monotonic()  # when it last left a replica, or arrived
+        self._has_moved = False  # its tokens come from several replicas
+        self._num_repeated = 0  # tokens to drop: its caller has them already
+        self._has_stopped = False  # at a stop string: only the end is missing
+
+    @property
+    def request_id(self) -> str:
+        """Its id as the caller knows it."""
+        return self.collector.request.request_id
+
+    def rest(self) -> Request:
+        """The request for the tokens that its caller does not have yet."""
+        known = self.collector.token_ids
+        request = replace(self.collector.request, request_id=self.id, grammar=None)
+        if not known or request.beams is not None:
+            return request
+        if request.logprob_targets is not None:  # the prompt's scores are in the last output
+            self._num_repeated = len(known)
+            return request
+        ids = np.concatenate([request.token_ids, np.array(known, np.int32)])
+        return replace(request, token_ids=ids, num_resumed_tokens=len(known))
+
+    def note_lost(self) -> None:
+        """Its replica was lost."""
+        self.note_moved()
+        self.num_lost += 1
+
+    def note_moved(self) -> None:
+        """It leaves its replica."""
+        self.replica, self._has_moved = None, True
+        self.lost_at = time.monotonic()
+
+    def push(self, output: RequestOutput) -> None:
+        """Pass a replica's output on to the caller."""
+        num_dropped = len(output.token_ids) if self._has_stopped else self._num_repeated
+        if num_dropped and output.token_ids:
+            self._num_repeated = max(0, self._num_repeated - len(output.token_ids))
+            output = output._replace(
+                token_ids=output.token_ids[num_dropped:],
+                logprobs=output.logprobs[num_dropped:],
+                top_logprobs=output.top_logprobs[num_dropped:],
+            )
+        if output.finish is not None and self._has_moved:
+            output = output._replace(finish=self._whole(output, output.finish))
+        self._has_stopped |= self.collector.push(output)
+
+    def _whole(self, output: RequestOutput, finish: Finish) -> Finish:
+        """The end of an answer from several replicas, as if one engine had made all of it."""
+        usage = finish.usage
+        if self.collector.request.beams is None:
+            usage = usage.with_answer(len(self.collector.token_ids) + len(output.token_ids))
+        total_s = self.collector.age_s
+        return replace(finish, usage=usage, metrics=replace(finish.metrics, total_s=total_s))
+
+
 _log = logging.getLogger("radixserve")
-SILENCE_S = 10 * REPORT_EVERY_S  # a replica that says nothing for so long hangs
-DRAIN_S = 20.0  # that requests have to end where a replica is taken away
+SILENCE_S = 10 * REPORT_EVERY_S  # a replica without a report for so long counts as lost
+DRAIN_S = 20.0  # time for the requests of a removed replica to end
 
 
 class ClusterClient:
-    """An `EngineCoreClient` over replicas that come and go. Its event loop's thread owns it."""
+    """An `EngineCoreClient` over a changing set of replicas. Owned by the thread of its loop."""
 
     def __init__(
-        self, router: Router, *, silence_s: float = SILENCE_S, drain_s: float = DRAIN_S
+        self, router: ReplicaRouter, *, silence_s: float = SILENCE_S, drain_s: float = DRAIN_S
     ) -> None:
-        """`silence_s`: a replica that says nothing for so long is taken for lost. `drain_s`: what
-        has not ended so long after its replica was taken away goes on elsewhere."""
+        """`silence_s`: a replica without a report for so long counts as lost. `drain_s`: requests
+        that have not ended so long after their replica was removed move to another one."""
         self._router = router
         self._silence_s, self._drain_s = silence_s, drain_s
         self._frontend = uuid.uuid4().hex  # names this process to the replicas
         self._numbers = itertools.count()
         self._replicas: dict[str, Replica] = {}
-        self._draining: dict[str, Replica] = {}  # taken away, but not all of their requests ended
+        self._draining: dict[str, Replica] = {}  # removed; some of their requests have not ended
         self._open: dict[str, OpenRequest] = {}  # by the id that replicas know
         self._waiting: dict[str, OpenRequest] = {}  # of these, without a replica
         self._ids: set[str] = set()  # of open requests, as their callers know them
         self._facts: Future[EngineFacts] = Future()
-        self._stats: dict[str, Any] = {}  # the last ones, for the time without a replica
+        self._stats: dict[str, Any] = {}  # of the last reports, for the time without a replica
         self._death: EngineDead | None = None
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
@@ -72,7 +215,7 @@ class ClusterClient:
         return self._facts.result(timeout)
 
     def set_replicas(self, links: Iterable[ReplicaLink]) -> None:
-        """Replace the replicas by these; the names tell which are new."""
+        """Replace the set of replicas. A replica with a known name stays as it is."""
         self._post(self._set_replicas, list(links))
 
     def submit(self, collectors: Sequence[OutputCollector]) -> None:
@@ -90,32 +233,32 @@ class ClusterClient:
     def status(self) -> EngineStatus:
         """The status of all replicas together; stats are the sums of their last reports."""
         followed = [*self._replicas.values(), *self._draining.values()]
-        found = [one.status for one in followed if one.status is not None]
-        if found:
-            self._stats = add_stats([one.stats for one in found])
+        statuses = [replica.status for replica in followed if replica.status is not None]
+        if statuses:
+            self._stats = add_stats([status.stats for status in statuses])
         waiting = list(self._waiting.values())
         return EngineStatus(
             is_alive=self._death is None and not self.is_forked,
             is_idle=not self._open,
-            stepped_at=time.monotonic() if found else 0.0,
-            running=sum(one.running for one in found),
-            waiting=sum(one.waiting for one in found) + len(waiting),
-            waiting_tokens=sum(one.waiting_tokens for one in found)
-            + sum(len(one.collector.request.token_ids) for one in waiting),
-            stats={**self._stats, "replicas": len(found)},
+            stepped_at=time.monotonic() if statuses else 0.0,
+            running=sum(status.running for status in statuses),
+            waiting=sum(status.waiting for status in statuses) + len(waiting),
+            waiting_tokens=sum(status.waiting_tokens for status in statuses)
+            + sum(len(request.collector.request.token_ids) for request in waiting),
+            stats={**self._stats, "replicas": len(statuses)},
         )
 
     def check_alive(self) -> None:
         if self._death is not None or self.is_forked:
             raise self._dead()
 
-    def post(self, message: Message[Any]) -> bool:
+    def post(self, message: EngineMessage[Any]) -> bool:
         return self._post(lambda: self._loop.create_task(self._answer(message)))
 
-    def call(self, message: Message[Answer]) -> Answer:
+    def call(self, message: EngineMessage[Answer]) -> Answer:
         return self.ask(message).result()
 
-    def ask(self, message: Message[Answer]) -> Future[Answer]:
+    def ask(self, message: EngineMessage[Answer]) -> Future[Answer]:
         self.check_alive()
         return asyncio.run_coroutine_threadsafe(self._answer(message), self._loop)
 
@@ -127,7 +270,7 @@ class ClusterClient:
             self._thread.join()
 
     def _post(self, function: Callable[..., object], *args: Any) -> bool:
-        """False where the thread has ended."""
+        """Call `function` in the event loop. False when the thread has ended."""
         if self._death is not None or self.is_forked:
             return False
         try:
@@ -156,9 +299,9 @@ class ClusterClient:
 
     def _die(self, death: EngineDead) -> None:
         self._death = death
-        for one in list(self._open.values()):
-            self._close(one)
-            one.collector.fail(fresh(death))
+        for request in list(self._open.values()):
+            self._close(request)
+            request.collector.fail(fresh(death))
         self._loop.stop()
 
     def _submit(self, collectors: Sequence[OutputCollector]) -> None:
@@ -176,73 +319,77 @@ class ClusterClient:
             self._ids.add(collector.request.request_id)
             self._place(OpenRequest(collector))
 
-    def _place(self, one: OpenRequest) -> None:
-        """Choose a replica for what is left of it."""
-        self._open.pop(one.id, None)
-        one.id = f"{self._frontend} {next(self._numbers)}"
-        self._open[one.id] = one
-        request = one.rest()
-        one.replica = self._router.choose(request)
-        if one.replica is None:
-            self._waiting[one.id] = one
+    def _place(self, request: OpenRequest) -> None:
+        """Choose a replica for the rest of the request and send it there."""
+        self._open.pop(request.id, None)
+        request.id = f"{self._frontend} {next(self._numbers)}"
+        self._open[request.id] = request
+        rest = request.rest()
+        request.replica = self._router.choose(rest)
+        if request.replica is None:
+            self._waiting[request.id] = request
             return
-        self._replicas[one.replica].submit(request)
+        self._replicas[request.replica].submit(rest)
 
     def _place_waiting(self) -> None:
         waiting = list(self._waiting.values())
         self._waiting.clear()
-        for one in waiting:
-            self._place(one)
+        for request in waiting:
+            self._place(request)
 
     async def _watch_waiting(self) -> None:
         while True:
             await asyncio.sleep(1.0)
             now = time.monotonic()
-            for one in list(self._waiting.values()):
-                if now - one.lost_at > WITHOUT_REPLICA_S:
-                    self._close(one)
-                    one.collector.fail(
+            for request in list(self._waiting.values()):
+                if now - request.lost_at > WITHOUT_REPLICA_S:
+                    self._close(request)
+                    request.collector.fail(
                         EngineDead(f"no replica for {WITHOUT_REPLICA_S:.0f} seconds")
                     )
 
-    def _close(self, one: OpenRequest) -> None:
-        """It has ended."""
-        self._open.pop(one.id, None)
-        self._waiting.pop(one.id, None)
-        self._ids.discard(one.request_id)
+    def _close(self, request: OpenRequest) -> None:
+        """Forget a request that has ended."""
+        self._open.pop(request.id, None)
+        self._waiting.pop(request.id, None)
+        self._ids.discard(request.request_id)
 
     def _abandon(self, collectors: Sequence[OutputCollector]) -> None:
         left = set(map(id, collectors))
-        for one in [one for one in self._open.values() if id(one.collector) in left]:
-            self._abort(one)
+        for request in [
+            request for request in self._open.values() if id(request.collector) in left
+        ]:
+            self._abort(request)
 
-    def _abort(self, one: OpenRequest) -> None:
-        """Its caller gets what there is; a replica ends it when it reads so."""
-        replica = self._replicas.get(one.replica or "")
-        self._close(one)
+    def _abort(self, request: OpenRequest) -> None:
+        """End a request with the tokens so far; its replica ends it when the message arrives."""
+        replica = self._replicas.get(request.replica or "")
+        self._close(request)
         if replica is not None:
-            replica.end(one.id)
-        collector = one.collector
+            replica.end(request.id)
+        collector = request.collector
         usage = Usage(0, 0, 0, len(collector.token_ids))
-        metrics = Metrics(None, None, time.time() - collector.made_at)
+        metrics = Metrics(None, None, collector.age_s)
         finish = Finish("abort", usage, metrics, None)
-        self._push(one, RequestOutput(one.id, (), (), (), finish))
+        self._push(request, RequestOutput(request.id, (), (), (), finish))
 
-    def _push(self, one: OpenRequest, output: RequestOutput) -> None:
+    def _push(self, request: OpenRequest, output: RequestOutput) -> None:
         try:
-            one.push(output)
-        except Exception as error:  # its text cannot be made: only this request suffers
-            _log.exception("request %s failed", one.request_id)
-            one.collector.fail(request_failed(f"the request's text could not be made: {error!r}"))
-            if one.id in self._open:
-                self._abort(one)
+            request.push(output)
+        except Exception as error:  # its text cannot be made: end this request only
+            _log.exception("request %s failed", request.request_id)
+            request.collector.fail(
+                request_failed(f"the request's text could not be made: {error!r}")
+            )
+            if request.id in self._open:
+                self._abort(request)
 
     # -- in the loop: replicas ----------------------------------------------------------------
 
     def _set_replicas(self, links: Sequence[ReplicaLink]) -> None:
         names = {link.name for link in links}
         gone = [self._replicas.pop(name) for name in list(self._replicas) if name not in names]
-        for replica in gone:  # what one had must not go to another
+        for replica in gone:  # before their requests are placed again
             self._router.remove(replica.link.name)
         for replica in gone:
             self._drain(replica)
@@ -254,7 +401,7 @@ class ClusterClient:
                 replica.task = self._loop.create_task(self._follow(replica))
 
     def _drain(self, replica: Replica) -> None:
-        """It is not chosen any more; what runs there may end there."""
+        """Send no more requests to a removed replica; those that run there may end there."""
         self._draining[replica.link.name] = replica
         for request in replica.remove():
             if request.request_id in self._open:
@@ -263,24 +410,24 @@ class ClusterClient:
         self._loop.call_later(self._drain_s, self._end_drain, replica)
 
     def _check_drain(self, replica: Replica) -> None:
-        """End it unless there is something to wait for."""
-        if not any(one.replica == replica.link.name for one in self._open.values()):
+        """Drop a removed replica when none of its requests is open."""
+        if not any(request.replica == replica.link.name for request in self._open.values()):
             self._end_drain(replica)
 
     def _end_drain(self, replica: Replica) -> None:
-        """What has not ended goes on elsewhere."""
+        """Drop a removed replica; its open requests move to others."""
         name = replica.link.name
         if self._draining.get(name) is not replica:
             return
         del self._draining[name]
         assert replica.task is not None
         replica.task.cancel()
-        for one in [one for one in self._open.values() if one.replica == name]:
-            one.note_moved()
-            self._place(one)
+        for request in [request for request in self._open.values() if request.replica == name]:
+            request.note_moved()
+            self._place(request)
 
     async def _follow(self, replica: Replica) -> None:
-        """Read its reports as long as there is such a replica."""
+        """Read the replica's reports until it is removed; connect again after each loss."""
         while True:
             replica.stream = next(self._numbers)
             parts = self._read(replica), replica.send(self._frontend)
@@ -318,7 +465,7 @@ class ClusterClient:
             self._note_outputs(name, report)
             self._check_drain(replica)
         if self._replicas.get(name) is not replica:
-            return  # taken away
+            return  # removed
         if replica.status is None:
             self._router.add(name)
         self._router.update(name, report)
@@ -338,35 +485,38 @@ class ClusterClient:
                 failed.collector.fail(error)
 
     def _note_output(self, name: str, output: RequestOutput) -> None:
-        one = self._open.get(output.request_id)
-        if one is None or one.replica != name:  # it has ended, or goes on elsewhere
+        request = self._open.get(output.request_id)
+        if request is None or request.replica != name:  # it has ended, or runs on another replica
             return
         finish = output.finish
         if finish is not None:
             if isinstance(finish.error, EngineDead):  # the replica is about to be lost
                 return
-            self._close(one)
-        self._push(one, output)
+            self._close(request)
+        self._push(request, output)
 
     def _note_lost(self, replica: Replica) -> None:
-        """Its requests go on elsewhere."""
+        """A replica was lost: place its requests on others."""
         name = replica.link.name
         replica.note_lost()
         self._router.remove(name)
-        for one in [one for one in self._open.values() if one.replica == name]:
-            one.note_lost()
-            if one.num_lost < MAX_LOST:
-                self._place(one)
+        for request in [request for request in self._open.values() if request.replica == name]:
+            request.note_lost()
+            if request.num_lost < MAX_LOST:
+                self._place(request)
                 continue
-            self._close(one)
-            one.collector.fail(request_failed(f"{MAX_LOST} replicas were lost while it ran"))
+            self._close(request)
+            request.collector.fail(request_failed(f"{MAX_LOST} replicas were lost while it ran"))
 
-    async def _answer(self, message: Message[Any]) -> Any:
+    async def _answer(self, message: EngineMessage[Any]) -> Any:
         if not isinstance(message, messages.AbortRequests):
-            links = {key: one.link for key, one in self._replicas.items() if one.status is not None}
-            return await handle_message(message, links, self._router)
+            replicas = self._replicas.items()
+            links = {name: replica.link for name, replica in replicas if replica.status is not None}
+            return await ask_replicas(message, links, self._router)
         ids = message.request_ids
-        found = [one for one in self._open.values() if ids is None or one.request_id in ids]
-        for one in found:
-            self._abort(one)
-        return len(found)
+        requests = [
+            request for request in self._open.values() if ids is None or request.request_id in ids
+        ]
+        for request in requests:
+            self._abort(request)
+        return len(requests)

@@ -20,7 +20,7 @@ def forget(application: str) -> None:
 
 
 def note(application: str, replicas: Sequence[str]) -> None:
-    """These are there."""
-    found = _followers.get(application)
-    if found is not None:
-        found(replicas)
+    """The set of replicas has changed: notify the follower of the application."""
+    follower = _followers.get(application)
+    if follower is not None:
+        follower(replicas)

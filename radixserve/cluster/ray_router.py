@@ -8,11 +8,11 @@ from radixserve.cluster import frontends
 
 
 class ReplicaRequestRouter(RequestRouter):
-    """Calls go to the replica that they name; who is there is told to the process's frontends."""
+    """Sends each call to the replica that it names; notifies the frontends of replica changes."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        names = [one.replica_id.unique_id for one in replicas]
+        names = [replica.replica_id.unique_id for replica in replicas]
         frontends.note(self._deployment_id.app_name, names)
 
     async def choose_replicas(
@@ -20,7 +20,7 @@ class ReplicaRequestRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """One that has gone is not waited for: another one says so."""
+        """The named replica. When it has gone, all of them: whichever gets the call refuses it."""
         name = pending_request.args[0] if pending_request is not None else ""
-        named = [one for one in candidate_replicas if one.replica_id.unique_id == name]
+        named = [replica for replica in candidate_replicas if replica.replica_id.unique_id == name]
         return [named or candidate_replicas]

@@ -13,15 +13,15 @@ from ray import serve
 
 from radixserve.checks import check_int
 from radixserve.cluster import frontends
-from radixserve.cluster.autoscaling import LOAD, serve_config
 from radixserve.cluster.cluster_client import DRAIN_S, SILENCE_S, ClusterClient
+from radixserve.cluster.ray_autoscaling import LOAD, serve_config
 from radixserve.cluster.ray_router import ReplicaRequestRouter
 from radixserve.cluster.replica import EngineReplica, ReplicaReport
-from radixserve.cluster.router import TreeReplicaRouter
+from radixserve.cluster.router import ReplicaRouter
 from radixserve.cluster.runtime import ClusterRuntime
 from radixserve.config import EngineConfig
 from radixserve.engine.core_client import EngineFacts
-from radixserve.engine.messages import Message
+from radixserve.engine.messages import EngineMessage
 from radixserve.errors import InvalidRequest
 from radixserve.models.names import check_model_name
 from radixserve.request import Request
@@ -30,11 +30,11 @@ from radixserve.routing.autoscaling import Autoscaling
 _MAX_CALLS = 100_000  # at a time, of a replica: its engine has the queue
 _HEALTH_PERIOD_S = 2.0
 _HEALTH_TIMEOUT_S = 10.0
-_STOP_S = 5.0  # after the requests of a replica that is taken away have ended or gone
+_STOP_S = 5.0  # after the requests of a removed replica have ended or moved
 
 
 class ReplicaDeployment:
-    """An `EngineReplica` whose calls say which replica they are for."""
+    """An `EngineReplica`; each call names the replica that it is meant for."""
 
     def __init__(self, model: str, settings: dict[str, Any]) -> None:
         self._name = serve.get_replica_context().replica_id.unique_id
@@ -58,7 +58,7 @@ class ReplicaDeployment:
         await self._replica.check_health()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Ray Serve asks for them if the deployment is scaled."""
+        """Called by Ray Serve when the deployment is autoscaled."""
         return {LOAD: float(self._replica.num_requests)}
 
     def _check(self, replica: str) -> None:
@@ -67,7 +67,7 @@ class ReplicaDeployment:
 
 
 class _RayLink:
-    """See `ReplicaLink`."""
+    """A `ReplicaLink` over a handle of Ray Serve."""
 
     def __init__(self, handle: Any, name: str) -> None:
         self.name = name
@@ -78,12 +78,12 @@ class _RayLink:
 
     async def reports(self, frontend: str, stream: int) -> AsyncGenerator[ReplicaReport, None]:
         call = self._handle.options(method_name="reports", stream=True)
-        found = call.remote(self.name, frontend, stream)
+        reports = call.remote(self.name, frontend, stream)
         try:
-            async for report in found:
+            async for report in reports:
                 yield report
-        finally:  # a replica that is taken away stops when no call is left
-            found.cancel()
+        finally:  # a removed replica stops when no call is left
+            reports.cancel()
 
     async def submit(self, frontend: str, stream: int, requests: Sequence[Request]) -> bool:
         return await self._handle.ask.remote(self.name, "submit", frontend, stream, requests)
@@ -94,7 +94,7 @@ class _RayLink:
     async def resync(self, frontend: str, stream: int) -> None:
         await self._handle.ask.remote(self.name, "resync", frontend, stream)
 
-    async def call(self, message: Message[Any]) -> Any:
+    async def call(self, message: EngineMessage[Any]) -> Any:
         return await self._handle.ask.remote(self.name, "call", message)
 
 
@@ -109,13 +109,13 @@ def start_replicas(
     silence_s: float = SILENCE_S,
     name: str | None = None,
 ) -> ClusterRuntime:
-    """Start `num_replicas` engines of `model` and return when the first one is there.
+    """Start `num_replicas` engines of `model`; return when the first is ready.
 
     `settings`: fields of EngineConfig. `autoscaling`: replicas are added and taken away by load,
-    `num_replicas` of them are there at the beginning. `address`: of a running Ray cluster, "auto"
+    `num_replicas` of them start. `address`: of a running Ray cluster, "auto"
     for the one that Ray finds; default: a new one on this machine, which ends with the Runtime.
     `num_cpus` that Ray keeps for each; default: on this machine an equal part of the cores, on
-    others one. `silence_s`: a replica that says nothing for so long is taken for lost. `name` of
+    others one. `silence_s`: a replica without a message for so long counts as lost. `name` of
     the application in Ray Serve. Raises InvalidRequest for wrong settings.
     """
     config = EngineConfig(**settings)
@@ -150,7 +150,7 @@ def start_replicas(
             num_cpus = min(num_cpus, ray.cluster_resources().get("CPU", 1) / most)
     name = name or f"radixserve-{uuid.uuid4().hex[:8]}"
     num_gpus = config.tensor_parallel_size if config.device.startswith("cuda") else 0
-    client = ClusterClient(TreeReplicaRouter(), silence_s=silence_s)
+    client = ClusterClient(ReplicaRouter(), silence_s=silence_s)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(proxy_location="Disabled")
     made: Any = serve.deployment(ReplicaDeployment)
@@ -167,7 +167,7 @@ def start_replicas(
     )
 
     def note(names: Sequence[str]) -> None:
-        client.set_replicas([_RayLink(handle, one) for one in names])
+        client.set_replicas([_RayLink(handle, replica_name) for replica_name in names])
 
     def close() -> None:
         frontends.forget(name)
@@ -180,7 +180,9 @@ def start_replicas(
     app = deployment.bind(model, dict(settings))
     try:
         handle = serve.run(app, name=name, route_prefix=None)
-        handle.name.remote("").result()  # the first call makes the router, which says who is there
+        handle.name.remote(
+            ""
+        ).result()  # the first call makes the router, which notifies us of the replicas
         return ClusterRuntime(client, config, close)
     except BaseException:
         client.close()

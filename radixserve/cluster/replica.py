@@ -1,4 +1,4 @@
-"""`EngineReplica`: an engine whose requests come from other processes, its outputs in batches."""
+"""`EngineReplica`: an engine for requests of other processes, which sends outputs in batches."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from radixserve.api.beam_search import stop_check
-from radixserve.api.loop_waker import LoopWakers
 from radixserve.api.runtime import Runtime
 from radixserve.cache import EventBatch, EventSnapshot
 from radixserve.engine.core_client import EngineFacts
-from radixserve.engine.messages import AbortRequests, Message, TakeEvents
+from radixserve.engine.messages import AbortRequests, EngineMessage, TakeEvents
 from radixserve.engine.output_collector import Event, OutputCollector
+from radixserve.engine.output_notifier import OutputNotifier
 from radixserve.errors import EngineDead
 from radixserve.output import EngineStatus, RequestOutput
 from radixserve.request import Request
 from radixserve.text.tokenizer import Tokenizer
 
-REPORT_EVERY_S = 1.0  # at least, so that a frontend knows that the replica lives
+REPORT_EVERY_S = 1.0  # longest time between two reports
 _MAX_EVENTS = 100_000  # in one report
-FRONTEND_TIMEOUT_S = 30.0  # a frontend that says nothing for so long has ended
+FRONTEND_TIMEOUT_S = 30.0  # a frontend that is silent for so long counts as ended
 
 
 class ReplicaReport(NamedTuple):
-    """What a replica tells a frontend: all that came since the last report, in order."""
+    """A replica's report to a frontend: everything since the last report, in order."""
 
     outputs: list[RequestOutput]
     failures: list[tuple[str, BaseException]]  # by request id
@@ -58,21 +58,21 @@ class EngineReplica:
         return self._runtime.facts
 
     async def reports(self, frontend: str, stream: int) -> AsyncIterator[ReplicaReport]:
-        """`stream`: its number, which `submit` names, too."""
+        """A frontend's stream of reports. `stream`: its number, which `submit` names too."""
         self._drop(frontend)
-        found = self._frontends[frontend] = _Frontend(stream, self._runtime.wakers)
+        reader = self._frontends[frontend] = _Frontend(stream, self._runtime.notifier)
         try:
-            while self._frontends.get(frontend) is found:
-                await found.wait()
-                if found.asking is None or found.asking.done():
-                    found.asking = asyncio.create_task(self._take_events(found))
-                outputs, failures = found.take_outputs(), found.take_failures()
-                events, settled = found.take_events(), found.take_settled()
+            while self._frontends.get(frontend) is reader:
+                await reader.wait()
+                if reader.asking is None or reader.asking.done():
+                    reader.asking = asyncio.create_task(self._take_events(reader))
+                outputs, failures = reader.take_outputs(), reader.take_failures()
+                events, settled = reader.take_events(), reader.take_settled()
                 yield ReplicaReport(outputs, failures, self._runtime.status(), events, settled)
         finally:
-            if found.asking is not None:
-                found.asking.cancel()
-            if self._frontends.get(frontend) is found:
+            if reader.asking is not None:
+                reader.asking.cancel()
+            if self._frontends.get(frontend) is reader:
                 self._drop(frontend)
 
     async def _take_events(self, frontend: _Frontend) -> None:
@@ -80,32 +80,31 @@ class EngineReplica:
         needs_snapshot, num_ended = frontend.end is None, len(frontend.ended)
         with contextlib.suppress(EngineDead):
             batch, snapshot = await self.call(TakeEvents(needs_snapshot))
-            for one in self._frontends.values():
-                one.put_events(batch)
+            for other in self._frontends.values():
+                other.put_events(batch)
             if snapshot is not None:
                 frontend.put_snapshot(snapshot)
             frontend.num_settled = num_ended
 
     async def submit(self, frontend: str, stream: int, requests: Sequence[Request]) -> bool:
         """Queue requests so that they arrive together; False where the stream has ended."""
-        found = self._find(frontend, stream)
-        if found is not None:
-            await asyncio.to_thread(self._runtime.submit_for, found, requests)
-        return found is not None
+        reader = self._find(frontend, stream)
+        if reader is not None:
+            await asyncio.to_thread(self._runtime.submit_for, reader, requests)
+        return reader is not None
 
     async def end(self, frontend: str, stream: int, request_ids: Sequence[str]) -> None:
-        """End requests with finish_reason "abort"; with none of them it says that the frontend
-        lives."""
+        """End requests with finish_reason "abort". Without any id it is a sign of life."""
         if self._find(frontend, stream) is not None and request_ids:
             self._runtime.end(request_ids)
 
     async def resync(self, frontend: str, stream: int) -> None:
-        """The frontend has missed events: a snapshot of the cache comes with a later report."""
-        found = self._find(frontend, stream)
-        if found is not None:
-            found.end = None
+        """The frontend has missed events: a later report carries a snapshot of the cache."""
+        reader = self._find(frontend, stream)
+        if reader is not None:
+            reader.end = None
 
-    async def call(self, message: Message[Any]) -> Any:
+    async def call(self, message: EngineMessage[Any]) -> Any:
         """The engine's answer to a message."""
         return await self._runtime.ask(message)
 
@@ -117,36 +116,36 @@ class EngineReplica:
                 self._drop(name)
 
     def _find(self, frontend: str, stream: int) -> _Frontend | None:
-        found = self._frontends.get(frontend)
-        if found is None or found.stream != stream:
+        known = self._frontends.get(frontend)
+        if known is None or known.stream != stream:
             return None
-        found.seen_at = time.monotonic()
-        return found
+        known.seen_at = time.monotonic()
+        return known
 
     def _drop(self, frontend: str) -> None:
-        found = self._frontends.pop(frontend, None)
-        if found is not None:
-            self._runtime.end(list(found.open_ids))
+        dropped = self._frontends.pop(frontend, None)
+        if dropped is not None:
+            self._runtime.end(list(dropped.open_ids))
 
     def close(self) -> None:
         self._runtime.close()
 
 
 class _Frontend:
-    """What waits for a frontend: put by the engine's thread, taken in the loop."""
+    """Outputs, failures and events for a frontend. The engine's thread puts, the loop takes."""
 
-    def __init__(self, stream: int, wakers: LoopWakers) -> None:
+    def __init__(self, stream: int, notifier: OutputNotifier) -> None:
         self.stream = stream
         self.seen_at = time.monotonic()
         self.open_ids: set[str] = set()
         self._outputs: deque[RequestOutput] = deque()
         self._failures: deque[tuple[str, BaseException]] = deque()
-        self._waker = wakers.running()  # one signal a step
+        self._waker = notifier.running()  # one signal a step
         self._arrival = asyncio.Event()
         self.asking: asyncio.Task[None] | None = None  # for events
         self.ended: deque[str] = deque()  # requests whose events the frontend may not have yet
-        self.num_settled = 0  # of these, the first ones, whose events have come
-        self.end: int | None = None  # number of the event that it knows next; None: of none
+        self.num_settled = 0  # of these, the first ones, whose events have arrived
+        self.end: int | None = None  # number of the next event; None: a snapshot is needed first
         self._events: list[EventBatch | EventSnapshot] = []
         self._num_events = 0
 
@@ -166,7 +165,7 @@ class _Frontend:
         self.ended.append(request_id)
 
     def put_events(self, batch: EventBatch) -> None:
-        """After a gap, or too many for one report, a snapshot is needed."""
+        """Add events; after a gap, or with too many for one report, a snapshot replaces them."""
         if self.end is None:
             return
         self._num_events += len(batch.events)
@@ -188,13 +187,13 @@ class _Frontend:
         return events
 
     def take_settled(self) -> list[str]:
-        """None while a gap in the events waits for its snapshot."""
+        """Ended requests whose events were reported; empty while a snapshot is awaited."""
         count = 0 if self.end is None else self.num_settled
         self.num_settled -= count
         return [self.ended.popleft() for _ in range(count)]
 
     async def wait(self) -> None:
-        """Until something has come, REPORT_EVERY_S at most."""
+        """Wait for an output or a message, at most REPORT_EVERY_S."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REPORT_EVERY_S):  # `wait_for` may miss a cancellation
                 await self._arrival.wait()
@@ -209,16 +208,18 @@ class _Frontend:
 
 class _ReplicaRuntime(Runtime):
     @property
-    def wakers(self) -> LoopWakers:
-        return self._client.wakers
+    def notifier(self) -> OutputNotifier:
+        return self._client.notifier
 
     def submit_for(self, frontend: _Frontend, requests: Sequence[Request]) -> None:
-        """Blocks while grammars are compiled."""
+        """Submit requests for a frontend. Blocks while their grammars are compiled."""
         collectors = []
         for request in requests:
-            structured = request.params.structured_output
-            if structured is not None:
-                request = replace(request, grammar=self._builder.grammars.compile(structured))
+            structured_outputs = request.params.structured_outputs
+            if structured_outputs is not None:
+                request = replace(
+                    request, grammar=self._builder.grammars.compile(structured_outputs)
+                )
             frontend.open_ids.add(request.request_id)
             collectors.append(_RelayCollector(request, self.tokenizer, frontend))
         self._core.submit(collectors)
@@ -229,12 +230,12 @@ class _ReplicaRuntime(Runtime):
     def check_alive(self) -> None:
         self._core.check_alive()
 
-    async def ask(self, message: Message[Any]) -> Any:
+    async def ask(self, message: EngineMessage[Any]) -> Any:
         return await asyncio.wrap_future(self._core.ask(message))
 
 
 class _RelayCollector(OutputCollector):
-    """Hands outputs on; makes text only to find stop strings."""
+    """Passes outputs on; makes text only to find stop strings."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None, frontend: _Frontend) -> None:
         stops = request.params.stop if tokenizer is not None else ()

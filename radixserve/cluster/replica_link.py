@@ -1,4 +1,4 @@
-"""`ReplicaLink`: the way from `ClusterClient` to one replica; `Replica`: its state there."""
+"""`ReplicaLink`: a connection to one replica; `Replica`: the client's record of it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, Protocol
 
 from radixserve.cluster.replica import ReplicaReport
 from radixserve.engine.core_client import EngineFacts
-from radixserve.engine.messages import Message
+from radixserve.engine.messages import EngineMessage
 from radixserve.output import EngineStatus
 from radixserve.request import Request
 
 _KEEP_S = 5.0  # between two signs of life to a replica
-_REPORTS_TO_A_SNAPSHOT = 20  # after them it is asked for again
+_REPORTS_TO_A_SNAPSHOT = 20  # after them it is requested again
 
 
 class ReplicaLink(Protocol):
-    """A way to one `EngineReplica`. What its methods raise means that the replica is lost."""
+    """A connection to one `EngineReplica`. An exception from any method means that it is lost."""
 
     name: str
 
@@ -34,21 +34,21 @@ class ReplicaLink(Protocol):
         """Events were lost: send a snapshot."""
         ...
 
-    async def call(self, message: Message[Any]) -> Any: ...
+    async def call(self, message: EngineMessage[Any]) -> Any: ...
 
 
 class Replica:
-    """A replica as the frontend knows it, and what is still to be sent to it."""
+    """A frontend's record of a replica, with the messages still to be sent to it."""
 
     def __init__(self, link: ReplicaLink) -> None:
         self.link = link
         self.task: asyncio.Task[None] | None = None
         self.stream = -1  # of its reports
-        self.status: EngineStatus | None = None  # None while no reports come
+        self.status: EngineStatus | None = None  # None without reports
         self._outbox: list[Request] = []
-        self._ended: list[str] = []  # ids of requests whose callers have left
-        self._lacks_snapshot = False  # one is to be asked for
-        self._reports_to_wait = 0  # before a snapshot is asked for again
+        self._ended: list[str] = []  # ids of requests that no caller waits for
+        self._lacks_snapshot = False  # a snapshot is to be requested
+        self._reports_to_wait = 0  # before a snapshot is requested again
         self._is_due = asyncio.Event()  # something is to be sent
         self._is_removed = False
 
@@ -58,12 +58,12 @@ class Replica:
         self._is_due.set()
 
     def end(self, request_id: str) -> None:
-        """Tell it that a request's caller has left."""
+        """End a request that no caller waits for."""
         self._ended.append(request_id)
         self._is_due.set()
 
     def note_report(self, status: EngineStatus, *, lacks_events: bool) -> None:
-        """Where events were lost a snapshot is asked for, not with every report."""
+        """Take in a report's status. Where events were lost, ask for a snapshot now and then."""
         self.status = status
         self._reports_to_wait -= 1
         if lacks_events and self._reports_to_wait < 0:
@@ -71,19 +71,19 @@ class Replica:
             self._is_due.set()
 
     def note_lost(self) -> None:
-        """Its reports have ended: forget what was to be sent."""
+        """Its reports have ended: drop the messages that were not sent."""
         self.status = None
         self._outbox.clear()
         self._ended.clear()
 
     def remove(self) -> list[Request]:
-        """It is taken away: no call reaches it any more. Returns the requests not sent."""
+        """Send nothing more to it. Returns the requests that were not sent."""
         self._is_removed = True
         unsent, self._outbox = self._outbox, []
         return unsent
 
     async def send(self, frontend: str) -> None:
-        """Pass on what is due, and a sign of life, until the replica knows the stream no more."""
+        """Send due messages, else signs of life, until the replica no longer knows the stream."""
         link, stream = self.link, self.stream
         while True:
             with contextlib.suppress(TimeoutError):

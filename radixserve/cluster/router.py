@@ -1,8 +1,6 @@
-"""`Router`: which replica a request goes to."""
+"""`ReplicaRouter`: which replica a request goes to."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import numpy as np
 
@@ -13,37 +11,11 @@ from radixserve.request import Request
 from radixserve.routing.tree_router import TreeRouter
 
 
-class Router(Protocol):
-    """Owned by one thread. Replicas are known by name from `add` to `remove`."""
+class ReplicaRouter:
+    """A `TreeRouter` that is fed by the reports of replicas. Owned by one thread.
 
-    def add(self, replica: str) -> None: ...
-
-    def remove(self, replica: str) -> None: ...
-
-    def update(self, replica: str, report: ReplicaReport) -> None:
-        """What the replica says of its load and its cache."""
-        ...
-
-    def needs_snapshot(self, replica: str) -> bool:
-        """Events of its cache were missed, or none has come."""
-        ...
-
-    def choose(self, request: Request) -> str | None:
-        """Where it is to run, which counts as load there until a report says that it has
-        settled; None without replicas."""
-        ...
-
-    def best(self, token_ids: IntArray, namespace: str) -> str | None:
-        """Where most of the tokens are cached; None without replicas."""
-        ...
-
-    def of_session(self, session: str) -> str | None: ...
-
-    def close_session(self, session: str) -> None: ...
-
-
-class TreeReplicaRouter:
-    """`TreeRouter`, fed by what replicas report."""
+    Replicas are known by name from `add` to `remove`.
+    """
 
     def __init__(self) -> None:
         self._router = TreeRouter()
@@ -62,6 +34,7 @@ class TreeReplicaRouter:
             self._num_output = {key: n for key, n in self._num_output.items() if of(key)}
 
     def update(self, replica: str, report: ReplicaReport) -> None:
+        """Take in the load of a replica and the events of its cache."""
         for output in report.outputs:
             if output.token_ids and output.request_id in self._num_output:
                 self._router.start(output.request_id)
@@ -75,22 +48,28 @@ class TreeReplicaRouter:
             self._router.end(request_id, self._num_output.pop(request_id, None))
 
     def needs_snapshot(self, replica: str) -> bool:
+        """Whether events of the replica's cache were missed, or none has arrived."""
         return self._router.index.needs_snapshot(replica)
 
     def choose(self, request: Request) -> str | None:
+        """The replica that is to run the request; None without replicas.
+
+        The request counts as the replica's load until a report says that it has settled.
+        """
         params = request.params
-        found = self._router.choose(
+        replica = self._router.choose(
             request.request_id,
             request.token_ids.astype(np.int32, copy=False).tobytes(),
             params.namespace,
             max_output=params.max_tokens,
             session=request.session,
         )
-        if found is not None:
+        if replica is not None:
             self._num_output[request.request_id] = 0
-        return found
+        return replica
 
     def best(self, token_ids: IntArray, namespace: str) -> str | None:
+        """The replica that has cached most of the tokens; None without replicas."""
         return self._router.best(token_ids.astype(np.int32, copy=False).tobytes(), namespace)
 
     def of_session(self, session: str) -> str | None:

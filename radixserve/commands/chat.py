@@ -5,14 +5,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import sys
+import signal
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from radixserve.api.tree_view import draw_tree, escape, shorten
+from radixserve.checks import suggestion
+from radixserve.commands.chat_saves import SavedChats
 from radixserve.commands.flags import (
     add_command,
     add_engine_flags,
@@ -22,14 +27,24 @@ from radixserve.commands.flags import (
     given_engine,
     given_sampling,
 )
-from radixserve.commands.terminal import as_path, format_seconds, make_console, print_escaped
-from radixserve.errors import InvalidRequest
+from radixserve.commands.terminal import (
+    MessageReader,
+    as_path,
+    error_line,
+    format_seconds,
+    make_console,
+    print_escaped,
+    without_echo,
+)
+from radixserve.errors import InvalidRequest, RequestFailed
 from radixserve.request import SamplingParams
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from radixserve.api.chat import ChatSession
     from radixserve.api.runtime import Runtime
-    from radixserve.output import Completion
+    from radixserve.output import Chunk, Completion
 
 _EPILOG = """\
 in the conversation:
@@ -40,17 +55,27 @@ in the conversation:
   /stats         tokens and memory
   /save FILE     write this conversation as JSON, with its exact token ids
   /load FILE     go on with one that was saved
+  /resume [N]    list the conversations that were saved by themselves; go on with the Nth
   /help          these commands
-  /quit          leave, like Ctrl-D; Ctrl-C stops an answer, or leaves
-A line that begins with // is sent with one of the two.
+  /quit          leave, like Ctrl-D
+Ctrl-C stops an answer and keeps what was said; at the prompt the second one leaves.
+A pasted text of several lines is one message. A line that begins with // is sent with one of
+the two. In a terminal, conversations are saved after every answer, the last 100 of a model, in
+~/.local/state/radixserve/chats; --no-save keeps nothing.
+
+Sampling fields that are not given are the model's own (its generation_config.json, or
+general.sampling of a GGUF file). Where it has none the temperature is 0.3, at which small models
+make sense.
 
 examples:
   radixserve chat
   radixserve chat Qwen/Qwen3-0.6B --system "You are brief." --temperature 0.6
+  radixserve chat --resume
   radixserve chat --load yesterday.json
 """
 _HELP = _EPILOG.partition("\n\n")[0].partition("\n")[2]
 _MAX_NODES = 200
+TEMPERATURE = 0.3  # where the model brings no sampling defaults: small ones ramble at 1.0
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -67,6 +92,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "--template FILE": "chat template (Jinja) instead of the tokenizer's own; - is standard "
         "input",
         "--load FILE": "go on with a conversation that was saved; - is standard input",
+        "--resume": "go on with the last conversation with this model",
+        "--no-save": "do not save conversations",
+        "--plain": "show answers as they come, without markdown",
     }
     add_flags(parser, flags)
     add_sampling_flags(parser, defaults={"max_tokens": 512})
@@ -75,76 +103,125 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.load is not None and (args.system is not None or args.template is not None):
-        raise InvalidRequest("--load brings its own system message and template")
-    params, settings = SamplingParams(**given_sampling(args)), given_engine(args)
+    if args.load is not None and args.resume:
+        raise InvalidRequest("give --load or --resume, not both")
+    if (args.load or args.resume) and (args.system is not None or args.template is not None):
+        flag = "--resume" if args.resume else "--load"
+        raise InvalidRequest(f"{flag} brings its own system message and template")
+    sampling, settings = given_sampling(args), given_engine(args)
+    SamplingParams(**sampling)  # refuses a wrong one before anything heavy is loaded
     template = None if args.template is None else _read_template(args.template)
-    from radixserve.api.runtime import Runtime
+    saves = SavedChats(args.model)
+    resumed = saves.numbered("1").path if args.resume else None
+    console = make_console()
+    with contextlib.ExitStack() as stack:
+        from radixserve.api.progress import loading_bar
 
-    with Runtime(args.model, **settings) as runtime:
-        if args.load is None:
+        with without_echo(), loading_bar(args.model):
+            from radixserve.api.runtime import Runtime
+
+            # One row mostly waits for memory: activations of 16 bits cost a tenth there.
+            settings = {"activation_bits": 16, **settings}
+            runtime = stack.enter_context(Runtime(args.model, **settings))
+        if not runtime.model_sampling_defaults:
+            sampling = {"temperature": TEMPERATURE, **sampling}
+        params = runtime.sampling_params(**sampling)
+        path = resumed if args.load is None else as_path(args.load)
+        if path is None:
             chat = runtime.chat(args.system, template=template, params=params)
         else:
-            chat = runtime.load_chat(as_path(args.load), params=params)
-        with contextlib.closing(ChatTerminal(runtime, chat, params)) as terminal:
-            terminal.greet(args.model)
+            chat = runtime.load_chat(path, params=params)
+        options = TerminalOptions(
+            console, saves, saves_by_itself=not args.no_save, is_plain=args.plain
+        )
+        with contextlib.closing(ChatTerminal(runtime, chat, params, options)) as terminal:
+            terminal.greet(args.model, resumed)
             terminal.talk()
     return 0
 
 
-class ChatTerminal:
-    """Reads lines from standard input; each one is a command or a message."""
+@dataclass(frozen=True, slots=True)
+class TerminalOptions:
+    """Where a chat is shown and saved."""
 
-    def __init__(self, runtime: Runtime, chat: ChatSession, params: SamplingParams) -> None:
+    console: Console
+    saves: SavedChats
+    saves_by_itself: bool  # after every answer, if messages are typed
+    is_plain: bool  # no markdown; there is none in a pipe either
+
+
+class ChatTerminal:
+    """Reads messages from standard input; each one is a command or is answered."""
+
+    def __init__(
+        self, runtime: Runtime, chat: ChatSession, params: SamplingParams, options: TerminalOptions
+    ) -> None:
         self._runtime = runtime
         self._params = params
+        self._console, self._saves = options.console, options.saves
+        self._reader = MessageReader()
+        self._renders_markdown = self._console.is_terminal and not options.is_plain
+        self._saves_by_itself = self._reader.is_terminal and options.saves_by_itself
         self._chats = {"main": chat}
         self._origins: dict[str, str] = {}  # {fork: the conversation it was forked from}
+        self._files: dict[str, Path] = {}  # {conversation: the file that it is saved in}
         self._name = "main"
         self._reused = self._computed = self._generated = 0
-        self._console = make_console()
 
     def close(self) -> None:
         for chat in self._chats.values():
             chat.close()
 
-    def greet(self, model: str) -> None:
+    def greet(self, model: str, resumed: Path | None = None) -> None:
+        """`resumed`: the file of SavedChats that the conversation goes on with."""
+        if resumed is not None:
+            self._files[self._name] = resumed
         turns = len(self._chat.history) // 2
         before = f", {turns} turn{'' if turns == 1 else 's'} so far" if turns else ""
-        self._note(f"{model}{before}. /help lists the commands, /quit leaves.")
+        more = ""
+        if self._reader.is_terminal and not turns and self._saves.listed():
+            more = " /resume lists earlier conversations."
+        self._note(f"{model}{before}. /help lists the commands, /quit leaves.{more}")
 
     def talk(self) -> None:
-        """Until the end of input, Ctrl-C at the prompt, or /quit."""
-        for line in self._lines():
+        """Until the end of input, the second Ctrl-C at the prompt, or /quit."""
+        for message in self._messages():
             try:
-                self._take(line)
-            except (InvalidRequest, OSError) as error:
-                self._say(f"{error}", "red")
+                self._take(message)
+            except (InvalidRequest, RequestFailed, OSError) as error:
+                self._say(error_line(error), "red")
+            except KeyboardInterrupt:  # of a command; an answer handles its own
+                self._note("stopped")
+        if self._files:
+            self._note("saved: `radixserve chat --resume` goes on with the last conversation")
 
-    # -- a line -------------------------------------------------------------------------------
+    # -- a message ----------------------------------------------------------------------------
 
-    def _lines(self) -> Iterator[str]:
-        is_terminal = sys.stdin.isatty()
-        if is_terminal:
-            with contextlib.suppress(ImportError):
-                import readline  # noqa: F401  `input` edits lines with it
+    def _messages(self) -> Iterator[str]:
+        was_interrupted = False
         while True:
             try:
-                line = input(f"{self._name}> " if is_terminal else "").strip()
-            except (EOFError, KeyboardInterrupt):
-                if is_terminal:
-                    self._console.print()
+                message = self._reader.read(f"{self._name}> ")
+            except (EOFError, KeyboardInterrupt) as ending:
+                if isinstance(ending, EOFError) or was_interrupted:
+                    return
+                was_interrupted = True
+                self._note("Ctrl-C again leaves")
+                continue
+            was_interrupted = False
+            if message == "/quit":
                 return
-            if line == "/quit":
-                return
-            if line:
-                yield line
+            if message:
+                yield message
 
-    def _take(self, line: str) -> None:
-        if not line.startswith("/") or line.startswith("//"):
-            self._answer(line[1:] if line.startswith("//") else line)
+    def _take(self, message: str) -> None:
+        is_command = message.startswith("/") and "\n" not in message
+        if not is_command or message.startswith("//"):
+            if self._reader.is_terminal and "\n" in message:
+                self._note(f"({1 + message.count(chr(10)):,} lines as one message)")
+            self._answer(message.removeprefix("/") if is_command else message)
             return
-        name, _, rest = line[1:].partition(" ")
+        name, _, rest = message[1:].partition(" ")
         commands: dict[str, Callable[[str], None]] = {
             "fork": self._fork,
             "switch": self._switch,
@@ -153,40 +230,116 @@ class ChatTerminal:
             "stats": self._stats,
             "save": self._save,
             "load": self._load,
+            "resume": self._resume,
             "help": self._help,
         }
         if name not in commands:
-            raise InvalidRequest(f"there is no command /{name}; /help lists them")
+            raise InvalidRequest(
+                f"there is no command /{name}{suggestion(name, commands)}; /help lists them"
+            )
         commands[name](rest.strip())
 
     def _answer(self, text: str) -> None:
-        done = None
+        done, num_tokens, is_stopped = None, 0, False
+        show = self._show_markdown if self._renders_markdown else self._show_plain
         with warnings.catch_warnings(record=True) as notes:
             warnings.simplefilter("always")
             try:
-                for chunk in self._chat.stream(text):
-                    print_escaped(self._console, chunk.text)
-                    done = chunk.completion
+                with one_interrupt(), without_echo():
+                    for chunk in show(text):
+                        num_tokens += len(chunk.token_ids)
+                        done = chunk.completion
             except KeyboardInterrupt:
-                print_escaped(self._console, " ...")
-            finally:
-                self._console.print()
+                is_stopped = True
         for note in notes:
             self._note(f"{note.message}")
         if done is not None:
             self._count(done)
+        elif is_stopped and num_tokens:
+            self._note(f"stopped: the {num_tokens} tokens so far are kept; /undo takes them back")
+        elif is_stopped:
+            self._note("stopped before the first token: the message is taken back")
+        self._autosave()
+
+    def _show_plain(self, text: str) -> Iterator[Chunk]:
+        """The chunks of the answer, each after it was printed as it is."""
+        try:
+            with contextlib.closing(self._chat.stream(text)) as chunks:
+                for chunk in chunks:
+                    print_escaped(self._console, chunk.text)
+                    yield chunk
+        except KeyboardInterrupt:
+            print_escaped(self._console, " ...")
+            raise
+        finally:
+            self._console.print()
+
+    def _show_markdown(self, text: str) -> Iterator[Chunk]:
+        """The chunks of the answer, which is shown as markdown."""
+        from radixserve.commands.chat_answer import AnswerView
+
+        with (
+            AnswerView(self._console, self._prefill_progress(text)) as view,
+            contextlib.closing(self._chat.stream(text)) as chunks,
+        ):
+            for chunk in chunks:
+                view.add(chunk.text)
+                yield chunk
+
+    def _prefill_progress(self, text: str) -> Callable[[], str]:
+        """How much of the prompt has been computed since now, as a text for the user."""
+        tokenizer, tokens = self._runtime.tokenizer, self._chat.tokens
+        assert tokenizer is not None, "chats need one"
+        if len(tokens):
+            cached = self._runtime.lookup(tokens, self._params.namespace).cached_len
+            new = [text]
+        else:
+            cached = 0
+            new = [*(str(message["content"]) for message in self._chat.history), text]
+        total = len(tokens) - cached + sum(len(tokenizer.encode(part)) for part in new)
+        before = self._runtime.status().stats["prefilled_tokens"]
+        began_at = time.monotonic()
+
+        def progress() -> str:
+            computed = self._runtime.status().stats["prefilled_tokens"] - before
+            if not computed:
+                return f"reading {total:,} tokens"
+            rate = computed / (time.monotonic() - began_at)
+            return f"reading {min(computed, total):,} of {total:,} tokens, {rate:,.0f} tokens/s"
+
+        return progress
 
     def _count(self, done: Completion) -> None:
-        usage = done.usage
+        usage, metrics = done.usage, done.metrics
         self._reused += usage.cached_tokens
         self._computed += usage.computed_tokens
         self._generated += usage.completion_tokens
-        cut = ", cut at the limit of tokens" if done.finish_reason == "length" else ""
+        cut = "cut at " if done.finish_reason == "length" else ""
+        decode_s = metrics.total_s - (metrics.ttft_s or 0)
+        rate = ""
+        if usage.completion_tokens > 1 and decode_s > 0:
+            rate = f", {(usage.completion_tokens - 1) / decode_s:.0f}/s"
         self._note(
             f"reused {usage.cached_tokens} + computed {usage.computed_tokens} = "
-            f"{usage.prompt_tokens}, first token {format_seconds(done.metrics.ttft_s)}, "
-            f"{usage.completion_tokens} in {format_seconds(done.metrics.total_s)}{cut}"
+            f"{usage.prompt_tokens}, first token {format_seconds(metrics.ttft_s)}, "
+            f"{cut}{usage.completion_tokens} tokens{rate}",
+            no_wrap=True,
         )
+
+    def _autosave(self) -> None:
+        """Save the conversation in its own file. Where that fails it is said once."""
+        if not self._saves_by_itself:
+            return
+        try:
+            if self._name not in self._files:
+                if not len(self._chat.tokens):
+                    return
+                self._files[self._name] = self._saves.new_path()
+            self._saves.save(self._chat, self._files[self._name])
+        except OSError as error:
+            self._saves_by_itself = False
+            self._files.clear()
+            self._say(f"conversations are not saved: {error_line(error)}", "red")
 
     # -- commands -----------------------------------------------------------------------------
 
@@ -210,6 +363,7 @@ class ChatTerminal:
     def _undo(self, _: str) -> None:
         question = self._chat.undo()[0]["content"]
         self._note(f"taken back: {self._short(question)}")
+        self._autosave()
 
     def _tree(self, _: str) -> None:
         for name in self._chats:
@@ -239,11 +393,31 @@ class ChatTerminal:
         self._note(f"saved: {path}")
 
     def _load(self, path: str) -> None:
-        chat = self._runtime.load_chat(_given(path, "/load FILE"), params=self._params)
-        stem = "-".join(Path(path).stem.split()) or "loaded"
+        self._open(Path(_given(path, "/load FILE")))
+
+    def _resume(self, number: str) -> None:
+        if number:
+            path = self._saves.numbered(number).path
+            if path in self._files.values():
+                raise InvalidRequest("that conversation is open: /tree lists those, /switch NAME")
+            self._files[self._open(path)] = path
+            return
+        listed = self._saves.listed()
+        if not listed:
+            self._note("no conversation with this model is saved")
+        for index, saved in enumerate(listed, 1):
+            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(saved.saved_at))
+            turns = f"{saved.num_turns} turn{'' if saved.num_turns == 1 else 's'}"
+            self._note(f"{index:3}  {when}, {turns}: {self._short(saved.question)}")
+
+    def _open(self, path: Path) -> str:
+        """Go on with a saved conversation; returns its name here."""
+        chat = self._runtime.load_chat(path, params=self._params)
+        stem = "-".join(path.stem.split()) or "loaded"
         self._name = stem if stem not in self._chats else self._free_name(stem)
         self._chats[self._name] = chat
         self._note(f"you are in {self._name} now: {self._line_about(self._name)}")
+        return self._name
 
     def _help(self, _: str) -> None:
         self._console.print(_HELP, markup=False)
@@ -256,7 +430,7 @@ class ChatTerminal:
 
     def _free_name(self, name: str) -> str:
         names = (f"{name}-{number}" for number in itertools.count(2))
-        return next(one for one in names if one not in self._chats)
+        return next(free_name for free_name in names if free_name not in self._chats)
 
     def _line_about(self, name: str) -> str:
         chat = self._chats[name]
@@ -268,11 +442,35 @@ class ChatTerminal:
     def _short(self, content: object) -> str:
         return shorten(escape(str(content)), max(20, self._console.width - 40))
 
-    def _note(self, text: str) -> None:
-        self._say(text, "dim")
+    def _note(self, text: str, *, no_wrap: bool = False) -> None:
+        self._say(text, "dim", no_wrap=no_wrap)
 
-    def _say(self, text: str, style: str) -> None:
-        self._console.print(text, style=style, markup=False, soft_wrap=True)
+    def _say(self, text: str, style: str, *, no_wrap: bool = False) -> None:
+        """A line that words wrap in, or that is cut at the edge; whole in a pipe."""
+        whole = not self._console.is_terminal
+        layout: Any = {"no_wrap": no_wrap, "overflow": "ellipsis" if no_wrap else "fold"}
+        if whole:
+            layout = {"soft_wrap": True}
+        self._console.print(text, style=style, markup=False, **layout)
+
+
+@contextlib.contextmanager
+def one_interrupt() -> Iterator[None]:
+    """The first Ctrl-C raises KeyboardInterrupt in here; more of them while it is handled do
+    nothing. Only the main thread gets them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    handler = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _given(path: str, usage: str) -> str:

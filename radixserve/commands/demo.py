@@ -14,10 +14,11 @@ from radixserve.api.tree_view import Decode, describe_tree, draw_tree, escape
 from radixserve.commands.demo_run import (
     CONVERSATIONS,
     SYSTEM_PROMPT,
-    Answer,
+    DemoAnswer,
     DemoRun,
     Part,
     count_same,
+    count_same_bits,
     run_demo,
     totals,
 )
@@ -33,6 +34,7 @@ from radixserve.commands.flags import (
 )
 from radixserve.commands.terminal import format_seconds, make_console
 from radixserve.errors import InvalidRequest
+from radixserve.reports import TreeDump
 from radixserve.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     add_flags(parser, {"--max-nodes N": most}, default=40)
     add_flags(parser, {"--json": "print one JSON document instead"})
     add_sampling_flags(parser, only=list(_DEFAULTS), defaults=_DEFAULTS)
-    add_engine_flags(parser, without=("cache", "seed", *EXPORTS))
+    add_engine_flags(parser, without=("cache", "seed", *EXPORTS), common=("dtype", "page_size"))
     return parser
 
 
@@ -74,10 +76,14 @@ def run(args: argparse.Namespace) -> int:
     if args.max_nodes < 1:
         raise InvalidRequest(f"--max-nodes must be >= 1, got {args.max_nodes}")
     settings, params = given_engine(args), SamplingParams(**given_sampling(args))
-    from radixserve.api.runtime import Runtime
+    from radixserve.api.progress import loading_bar
 
+    with loading_bar(args.model):
+        from radixserve.api.runtime import Runtime
+
+        loaded = Runtime(args.model, cache="radix", **settings)
     report = None if args.json else _Report()
-    with Runtime(args.model, cache="radix", **settings) as runtime:
+    with loaded as runtime:
         if report is None:
             cached = run_demo(runtime, params, args.max_nodes)
         else:
@@ -104,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     return _check_counts([*cached.answers, *uncached.answers])
 
 
-def _check_counts(answers: list[Answer]) -> int:
+def _check_counts(answers: list[DemoAnswer]) -> int:
     """0 when reused + computed is the prompt for each answer; else 1, and prints the wrong ones."""
     wrong = [answer for answer in answers if not answer.adds_up]
     for answer in wrong:
@@ -132,6 +138,7 @@ def _document(
         "ttft_factor": off.mean_ttft_s / on.mean_ttft_s,
         "time_factor": off.seconds / on.seconds,
         "same_answers": count_same(cached, uncached) == len(cached.answers),
+        "same_bits": count_same_bits(cached, uncached) == len(cached.answers),
         "adds_up": all(answer.adds_up for answer in answers),
         "tree": describe_tree(cached.tree, decode),
     }
@@ -178,7 +185,7 @@ class _Report:
         self._title(title)
         self._line("        reused + computed = prompt   first token  question → answer", "dim")
 
-    def answer(self, answer: Answer) -> None:
+    def answer(self, answer: DemoAnswer) -> None:
         from rich.text import Text
 
         usage, metrics = answer.completion.usage, answer.completion.metrics
@@ -208,11 +215,18 @@ class _Report:
             f"hit rate {100 * on.cached_tokens / on.prompt_tokens:.1f} %: "
             f"{on.cached_tokens:,} of {on.prompt_tokens:,} prompt tokens were reused"
         )
-        same, count = count_same(cached, uncached), len(cached.answers)
+        count, same_bits = len(cached.answers), count_same_bits(cached, uncached)
+        if same_bits == count:
+            self._say(f"same bits with and without the cache: yes ({count} of {count})")
+            return
+        same = count_same(cached, uncached)
         verdict = "yes" if same == count else "no"
-        self._say(f"same answers with and without the cache: {verdict} ({same} of {count})")
+        self._say(
+            f"same answers with and without the cache: {verdict} ({same} of {count}), "
+            f"same bits: no ({same_bits} of {count})"
+        )
 
-    def draw(self, dump: dict[str, Any], decode: Decode | None) -> None:
+    def draw(self, dump: TreeDump, decode: Decode | None) -> None:
         """The tree as it was after the second turns."""
         self._title("The tree after the second turns")
         self._say(

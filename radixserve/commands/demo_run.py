@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from radixserve.errors import InvalidRequest
+from radixserve.reports import TreeDump
 from radixserve.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ UNRELATED = "warm up " * 200  # run before anything is timed, then forgotten
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class DemoAnswer:
     """A question of the demo with its completion."""
 
     question: str
@@ -103,7 +104,7 @@ class Part:
     """Requests that belong together, with the wall time they took."""
 
     title: str
-    answers: tuple[Answer, ...]
+    answers: tuple[DemoAnswer, ...]
     seconds: float
 
 
@@ -112,10 +113,10 @@ class DemoRun:
     """All requests of the demo on one Runtime."""
 
     parts: tuple[Part, ...]
-    tree: dict[str, Any]  # a dump, taken after the second turns
+    tree: TreeDump  # a dump, taken after the second turns
 
     @property
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[DemoAnswer]:
         return [answer for part in self.parts for answer in part.answers]
 
 
@@ -149,19 +150,27 @@ def count_same(cached: DemoRun, uncached: DemoRun) -> int:
     return sum(a.completion.token_ids == b.completion.token_ids for a, b in pairs)
 
 
+def count_same_bits(cached: DemoRun, uncached: DemoRun) -> int:
+    """The number of answers behind whose tokens the logits are the same to the bit."""
+    pairs = zip(cached.answers, uncached.answers, strict=True)
+    digests = [(a.completion.digest, b.completion.digest) for a, b in pairs]
+    return sum(on is not None and on == off for on, off in digests)
+
+
 def run_demo(
     runtime: Runtime,
     params: SamplingParams,
     max_nodes: int,
     *,
     on_part: Callable[[str], object] = lambda _: None,
-    on_answer: Callable[[Answer], object] = lambda _: None,
+    on_answer: Callable[[DemoAnswer], object] = lambda _: None,
 ) -> DemoRun:
     """First and second turns one after another, a dump of the tree, then first turns all at once.
 
-    `on_part` gets a part's title before it starts, `on_answer` each answer as it comes; their time
-    is not counted.
+    Every answer has a digest. `on_part` gets a part's title before it starts, `on_answer` each
+    answer as it comes; their time is not counted.
     """
+    params = replace(params, digest=True)
     if runtime.tokenizer is None:
         raise InvalidRequest("the demo needs a model with a tokenizer and a chat template")
     runtime.generate(UNRELATED, replace(params, max_tokens=2, min_tokens=0), progress=False)
@@ -176,13 +185,13 @@ def run_demo(
             completions = runtime.generate(prompts, params, progress=False)
             seconds += time.perf_counter() - start
             for (question, _), completion in zip(batch, completions, strict=True):
-                answers.append(Answer(question, completion))
+                answers.append(DemoAnswer(question, completion))
                 on_answer(answers[-1])
         return Part(title, tuple(answers), seconds)
 
     system = {"role": "system", "content": SYSTEM_PROMPT}
     openings = [(first, [system, _message("user", first)]) for first, _ in CONVERSATIONS]
-    first_turn = run_part("First questions, one after another", [[one] for one in openings])
+    first_turn = run_part("First questions, one after another", [[opening] for opening in openings])
     followups = [
         (
             second,
@@ -193,7 +202,7 @@ def run_demo(
         )
     ]
     title = "Second turn of each conversation, one after another"
-    second_turn = run_part(title, [[one] for one in followups])
+    second_turn = run_part(title, [[followup] for followup in followups])
     tree = _dump_tree(runtime, [prompt for _, prompt in followups[:_NUM_HELD]], params, max_nodes)
     runtime.flush_cache()
     title = "The first questions again, all at once, into an emptied cache"
@@ -206,7 +215,7 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 def _dump_tree(
     runtime: Runtime, prompts: Sequence[Messages], params: SamplingParams, max_nodes: int
-) -> dict[str, Any]:
+) -> TreeDump:
     """The tree while some requests run, so that it shows their locks."""
     long = replace(params, max_tokens=1024, ignore_eos=True)
     with ExitStack() as stack:

@@ -13,15 +13,55 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from radixserve.commands.parser import CommandParser
+from radixserve.config import CHOICES as ENGINE_CHOICES
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.models.sizes import SIZES
 from radixserve.request import SamplingParams
-from radixserve.structured_output import StructuredOutput
+from radixserve.server.config import REASONING_PARSERS
+from radixserve.structured_outputs import StructuredOutput
 
 DEFAULT_MODEL = "demo"
-# Fields of EngineConfig about what an engine tells others.
+# Fields of EngineConfig about what an engine publishes.
 EXPORTS = ("trace", "trace_hash_block", "kv_events", "kv_events_topic", "kv_events_block_size")
+# Fields whose flags --help lists; --help-all lists the others too.
+COMMON_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed")
+COMMON_ENGINE = (
+    "device",
+    "dtype",
+    "weight_dtype",
+    "kv_dtype",
+    "page_size",
+    "num_pages",
+    "kv_cache_memory",
+    "max_running_requests",
+    "max_seq_len",
+    "cache",
+)
+CHOICES: dict[str, Sequence[str]] = {**ENGINE_CHOICES, "reasoning_parser": REASONING_PARSERS}
+FIELD_METAVARS = {
+    "tool_call_parser": "NAME",
+    "device": "DEVICE",
+    "trace": "FILE",
+    "kv_store": "FOLDER",
+    "kv_store_size": "BYTES",
+    "kv_events": "ADDRESSES",
+    "kv_events_topic": "TOPIC",
+    "max_wait_s": "SECONDS",
+    "hint_seconds": "SECONDS",
+    "max_hint_seconds": "SECONDS",
+    "host": "ADDRESS",
+    "served_model_name": "NAME",
+    "api_key_file": "FILE",
+    "shutdown_timeout": "SECONDS",
+    "ready_timeout": "SECONDS",
+    "session_lease": "SECONDS",
+    "autoscaling": "SETTINGS",
+    "ray_address": "ADDRESS",
+    "namespace": "NAME",
+    "session": "NAME",
+}
 _SAMPLING, _ENGINE = "sampling.", "engine."  # before a field's name in the parsed arguments
 _NOT_FLAGS = ("n", "best_of", "logits_processors", "keep_special_ids")
 _FIELD = re.compile(r"(\w+) {2,}(\S.*)")
@@ -31,36 +71,36 @@ _TYPES: dict[str, Any] = {"N": int, "X": float, "SECONDS": float}  # by metavar;
 
 def add_command(
     commands: Any, name: str, summary: str, description: str, epilog: str
-) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=summary,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+) -> CommandParser:
+    parser: CommandParser = commands.add_parser(
+        name, help=summary, description=description, epilog=epilog
     )
     return parser
 
 
-def add_flags(group: argparse._ActionsContainer, flags: Mapping[str, str], **options: Any) -> None:
+def add_flags(
+    group: argparse._ActionsContainer, flags: Mapping[str, str], **options: Any
+) -> list[argparse.Action]:
     """Flags from {"--name METAVAR": help}; without a METAVAR it is a switch.
 
     The METAVAR gives the type: N int, X and SECONDS float, else text. `options` go to
     `add_argument` for each flag.
     """
+    actions = []
     for usage, text in flags.items():
         flag, _, metavar = usage.partition(" ")
         reading: dict[str, Any] = {"action": "store_true"}
         if metavar:
             reading = {"metavar": metavar, "type": _TYPES.get(metavar, str)}
-        group.add_argument(flag, help=text, **{**reading, **options})
+        actions.append(group.add_argument(flag, help=text, **{**reading, **options}))
+    return actions
 
 
 def add_model_flag(parser: argparse.ArgumentParser) -> None:
     """MODEL or --model MODEL, on every command; `take_model` makes one of the two."""
     text = (
-        'checkpoint folder, hub id, or "demo" for the small model that ships with radixserve '
-        "(default: demo); --model MODEL is the same"
+        'checkpoint folder, GGUF file, hub id such as owner/name or owner/name:Q4_K_M, or "demo" '
+        "for the small model that ships with radixserve (default: demo); --model MODEL is the same"
     )
     parser.add_argument("positional_model", nargs="?", metavar="MODEL", help=text)
     parser.add_argument("--model", metavar="MODEL", help=argparse.SUPPRESS)
@@ -68,7 +108,7 @@ def add_model_flag(parser: argparse.ArgumentParser) -> None:
 
 def take_model(args: argparse.Namespace) -> None:
     """Set `args.model` of a command that runs one: as it was given, or the default; None where
-    --config stands for it. Raises InvalidRequest."""
+    --config replaces it. Raises InvalidRequest."""
     if not hasattr(args, "positional_model"):
         return
     given = [name for name in (args.positional_model, args.model) if name is not None]
@@ -86,7 +126,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         choices=tuple(SIZES),
-        help="instead of a model: the shapes of a known one, without its weights and tokenizer",
+        metavar="NAME",
+        help="instead of a model: the shapes of a known one, without its weights and tokenizer: "
+        + ", ".join(SIZES),
     )
     text = "with --config: draw weights from --engine-seed and run them; prompts are token ids"
     add_flags(parser, {"--random-weights": text})
@@ -107,27 +149,37 @@ def given_model(args: argparse.Namespace) -> str:
 
 
 def add_sampling_flags(
-    parser: argparse.ArgumentParser,
+    parser: CommandParser,
     only: Sequence[str] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
     """A flag for each field of SamplingParams, or for those in `only`."""
     names = only or [name for name in _names(SamplingParams) if name not in _NOT_FLAGS]
     group = parser.add_argument_group("sampling")
-    _add_field_flags(group, SamplingParams, _SAMPLING, names, defaults or {})
+    flags = _add_field_flags(group, SamplingParams, _SAMPLING, names, defaults or {})
+    parser.mark_rare(action for name, action in flags.items() if name not in COMMON_SAMPLING)
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
-    """A flag for each field of EngineConfig; its seed is --engine-seed beside the requests' own."""
+def add_engine_flags(
+    parser: CommandParser, without: Sequence[str] = (), common: Sequence[str] = COMMON_ENGINE
+) -> None:
+    """A flag for each field of EngineConfig; its seed is --engine-seed beside the requests' own.
+
+    Those that are not `common` are listed by --help-all only.
+    """
     names = [name for name in _names(EngineConfig) if name not in without]
-    _add_field_flags(parser.add_argument_group("engine"), EngineConfig, _ENGINE, names, {})
+    group = parser.add_argument_group("engine")
+    flags = _add_field_flags(group, EngineConfig, _ENGINE, names, {})
+    parser.mark_rare(action for name, action in flags.items() if name not in common)
 
 
 def add_record_flags(
-    parser: argparse.ArgumentParser, title: str, record: type, prefix: str
+    parser: CommandParser, title: str, record: type, prefix: str, common: Sequence[str]
 ) -> None:
     """A flag for each field of `record`; read by `given_fields`."""
-    _add_field_flags(parser.add_argument_group(title), record, prefix, _names(record), {})
+    group = parser.add_argument_group(title)
+    flags = _add_field_flags(group, record, prefix, _names(record), {})
+    parser.mark_rare(action for name, action in flags.items() if name not in common)
 
 
 def given_fields(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
@@ -137,10 +189,10 @@ def given_fields(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
 
 def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling fields that the command line set."""
-    found = _given(args, _SAMPLING)
-    if "logit_bias" in found:
-        found["logit_bias"] = dict(found["logit_bias"])
-    return found
+    fields = _given(args, _SAMPLING)
+    if "logit_bias" in fields:
+        fields["logit_bias"] = dict(fields["logit_bias"])
+    return fields
 
 
 def given_engine(args: argparse.Namespace) -> dict[str, Any]:
@@ -156,8 +208,9 @@ def _add_field_flags(
     prefix: str,
     names: Sequence[str],
     defaults: Mapping[str, Any],
-) -> None:
+) -> dict[str, argparse.Action]:
     """Flags for fields of a record, with the types, defaults and docstring lines of the fields."""
+    flags = {}
     fields = {field.name: field for field in dataclasses.fields(record)}
     hints, texts = typing.get_type_hints(record), _field_help(record)
     for name in names:
@@ -166,22 +219,35 @@ def _add_field_flags(
         text = texts.get(name, "").replace("%", "%%")
         if shown is not None and not isinstance(shown, bool) and shown != () and shown != "":
             text += f" (default: {shown})"
-        reading = _reading(hints[name])
+        reading = _reading(name, hints[name])
         if shown is True:  # --no-name switches it off
             reading = {"action": argparse.BooleanOptionalAction}
         if reading.get("action") == "append":
             text += "; give it again for more"
         is_engine_seed = prefix == _ENGINE and name == "seed"
         flag = "--" + ("engine-seed" if is_engine_seed else name.replace("_", "-"))
-        group.add_argument(flag, dest=prefix + name, default=default, help=text, **reading)
+        flags[name] = group.add_argument(
+            flag, dest=prefix + name, default=default, help=text, **reading
+        )
+    return flags
 
 
-def _reading(hint: Any) -> dict[str, Any]:
-    """How argparse reads a value of this type."""
+def _reading(name: str, hint: Any) -> dict[str, Any]:
+    """How argparse reads a field: by its type, with its choices as the metavar where it has some.
+
+    The record refuses a wrong choice itself.
+    """
+    choices = CHOICES.get(name)
+    if typing.get_origin(hint) is typing.Literal:
+        choices = typing.get_args(hint)
+    if choices is not None:
+        return {"type": str, "metavar": f"{{{','.join(choices)}}}"}
     if hint is bool:
         return {"action": "store_true"}
     is_union = isinstance(hint, types.UnionType)
     kinds = typing.get_args(hint) if is_union else (hint,)
+    if bool in kinds:
+        return {"action": argparse.BooleanOptionalAction}
     if StructuredOutput in kinds:
         return {"type": json.loads, "metavar": "JSON"}
     for kind in kinds:
@@ -193,7 +259,7 @@ def _reading(hint: Any) -> dict[str, Any]:
     if int in kinds and str in kinds:
         return {"type": _int_or_text, "metavar": "SIZE"}
     kind = next(kind for kind in kinds if kind is not type(None))
-    return {"type": kind, "metavar": _METAVARS[kind]}
+    return {"type": kind, "metavar": FIELD_METAVARS.get(name, _METAVARS[kind])}
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -91,7 +91,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     _check(args)
     sampling, settings, model = given_sampling(args), given_engine(args), given_model(args)
-    params = SamplingParams(**sampling)
+    SamplingParams(**sampling)  # refuses a wrong one before anything heavy is loaded
     data = b"" if args.jsonl is None else _read(args.jsonl)
     lines = read_batch(data, sampling, lambda text: _as_prompt(text, args))
     num_done = count_answers(args.output, len(lines)) if args.resume else 0
@@ -102,9 +102,14 @@ def run(args: argparse.Namespace) -> int:
         if args.output not in (None, "-"):
             mode: Literal["a", "w"] = "a" if args.resume else "w"
             out = stack.enter_context(open(args.output, mode, encoding="utf-8"))
-        from radixserve.api.runtime import Runtime
+        from radixserve.api.progress import loading_bar
 
-        with Runtime(model, **settings) as runtime:
+        with loading_bar(str(model)):
+            from radixserve.api.runtime import Runtime
+
+            loaded = Runtime(model, **settings)
+        with loaded as runtime:
+            params = runtime.sampling_params(**sampling)
             if args.random_prompt is not None:
                 prompts = _random_prompts(args, runtime)
             if args.jsonl is not None:
@@ -120,7 +125,9 @@ def run(args: argparse.Namespace) -> int:
             profile = format_profile(runtime.cache_stats()) if args.profile else None
     if profile is not None:
         print(profile, file=sys.stderr)
-    if args.stats:
+    if args.stats and args.jsonl is not None:
+        _print_sums(done)
+    elif args.stats:
         _print_stats(done)
     if args.jsonl is not None and len(done) < len(lines):
         failed = len(lines) - len(done)
@@ -138,7 +145,7 @@ def _hint_at_chat(
     tokenizer = runtime.tokenizer
     if args.chat or args.jsonl is not None or tokenizer is None or not tokenizer.has_chat_template:
         return
-    if any(not one.text.strip() for one in completions):
+    if any(not completion.text.strip() for completion in completions):
         print(
             "radixserve: an answer is empty, and the model is made for chats: try --chat",
             file=sys.stderr,
@@ -196,8 +203,8 @@ def _random_prompts(args: argparse.Namespace, runtime: Runtime) -> list[Any]:
     vocab_size, seed = runtime.model.vocab_size, runtime.config.seed
     lengths = [check_int("--random-prompt", length, 1) for length in args.random_prompt]
     return [
-        np.random.default_rng(seed + at).integers(vocab_size, size=length).tolist()
-        for at, length in enumerate(lengths)
+        np.random.default_rng(seed + index).integers(vocab_size, size=length).tolist()
+        for index, length in enumerate(lengths)
     ]
 
 
@@ -243,13 +250,27 @@ def _print_answers(
     """Texts, or token ids without a tokenizer."""
     lengths = args.random_prompt or ()
     names = args.prompt or args.prompt_ids or [f"{n} random tokens" for n in lengths]
-    for at, completion in enumerate(completions):
+    for index, completion in enumerate(completions):
         if args.json:
             print(json.dumps(completion_fields(completion)), file=out)
             continue
         if len(completions) > 1:
-            print(f"{'' if at == 0 else chr(10)}--- {at + 1}: {names[at]}", file=out)
+            print(f"{'' if index == 0 else chr(10)}--- {index + 1}: {names[index]}", file=out)
         print(completion.text if has_text else " ".join(map(str, completion.token_ids)), file=out)
+
+
+def _print_sums(completions: Sequence[Completion]) -> None:
+    """Of a batch, whose output has the counts of each answer."""
+    usages = [completion.usage for completion in completions]
+    reused, computed, generated = (
+        sum(getattr(usage, name) for usage in usages)
+        for name in ("cached_tokens", "computed_tokens", "completion_tokens")
+    )
+    print(
+        f"{len(completions):,} answers: prompts {reused + computed:,} = reused {reused:,} + "
+        f"computed {computed:,}, output {generated:,}",
+        file=sys.stderr,
+    )
 
 
 def _print_stats(completions: Sequence[Completion]) -> None:

@@ -41,6 +41,7 @@ _ABOUT = {
     "triton": "kernels of our own, compiled by Triton",
     "torch": "PyTorch's operations, everywhere",
 }
+_EXACT = "yes: bits of answers depend on their own tokens alone"
 _EXAMPLES = """\
 examples:
   radixserve info
@@ -109,7 +110,7 @@ def _machine() -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "memory_bytes": _total_memory(),
         "memory_free_bytes": free_memory(),
-        "cuda_devices": [torch.cuda.get_device_name(at) for at in cuda],
+        "cuda_devices": [torch.cuda.get_device_name(index) for index in cuda],
     }
 
 
@@ -140,27 +141,27 @@ def _attention_backends() -> dict[str, dict[str, Any]]:
     """Every backend on the device that "auto" takes; it takes the first usable one."""
     import torch
 
-    from radixserve.attention.choice import unsupported_reason
+    from radixserve.attention.choice import unusable_reason
     from radixserve.runner.device import choose_device, cuda_unavailable_reason
 
     device = choose_device("auto")
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    found = {}
+    backends = {}
     for name in _ORDER[device.type]:
         package = _OPTIONAL_BACKENDS.get(name)
         version = __version__ if name == "cpu" else _installed(package or "torch")
-        reason = unsupported_reason(name, dtype, device)
+        reason = unusable_reason(name, dtype, device)
         if package is not None and reason:
             reason = "not installed" if version is None else reason
             if device.type == "cpu" and version is not None:
                 reason = f"installed, but there is no CUDA device: {cuda_unavailable_reason()}"
         usable = not reason
-        why = reason or _unsupported_reason(name, device.type)
-        found[name] = {"version": version, "usable": usable, "used": usable, "why": why}
-    return found
+        why = reason or _backend_unsupported_reason(name, device.type)
+        backends[name] = {"version": version, "usable": usable, "used": usable, "why": why}
+    return backends
 
 
-def _unsupported_reason(name: str, device: str) -> str:
+def _backend_unsupported_reason(name: str, device: str) -> str:
     """A line about a usable backend."""
     if name == "triton" and device == "cpu":
         return "its kernels' references in PyTorch, only where it is asked for: slow, for tests"
@@ -183,6 +184,8 @@ def _model(name: str, settings: dict[str, Any]) -> dict[str, Any]:
             "device": runtime.resolved_config.device,
             "graph_sizes": list(runtime.resolved_config.graph_sizes),
             "overlap": runtime.resolved_config.overlap,
+            "exact": not runtime.resolved_config.inexact,
+            "inexact_because": runtime.resolved_config.inexact,
             **dataclasses.asdict(runtime.memory),
             "page_size": runtime.config.page_size,
         }
@@ -199,12 +202,16 @@ def _shapes(name: str, settings: dict[str, Any]) -> dict[str, Any]:
 
     source = find_model(RANDOM + name)
     dtype = choose_dtype(settings.get("dtype", "auto"), source.config, torch.device("cuda"))
-    info = describe(source, dtype)
+    kv_dtype = settings.get("kv_dtype", "auto")
+    info = dataclasses.replace(
+        describe(source, dtype), kv_dtype=None if kv_dtype == "auto" else getattr(torch, kv_dtype)
+    )
     return {
         **_facts_of(name, info),
         "has_tokenizer": False,
         "weight_bytes": info.weight_bytes,
         "kv_bytes_per_token": info.kv_bytes_per_token,
+        "kv_dtype": str(info.stored_kv_dtype).removeprefix("torch."),
     }
 
 
@@ -286,9 +293,9 @@ def _model_lines(model: dict[str, Any]) -> dict[str, str]:
         "weights": format_bytes(model["weight_bytes"]),
     }
     if not is_loaded:
-        return {**lines, "KV": f"{format_bytes(each)} a token"}
+        return {**lines, "KV": f"{format_bytes(each)} a token in {model['kv_dtype']}"}
     pool = f"{format_bytes(model['pool_bytes'])}: {model['pool_tokens']:,} tokens of "
-    pool += format_bytes(each)
+    pool += f"{format_bytes(each)} in {model['kv_dtype']}"
     if windows := model["window_tokens"]:
         pool += f", those of layers with windows for {windows:,} of them"
     states = model["states_bytes"]
@@ -297,6 +304,7 @@ def _model_lines(model: dict[str, Any]) -> dict[str, str]:
         "KV pool": pool,
         **({"states": format_bytes(states)} if states else {}),
         "page size": str(model["page_size"]),
+        "exact": f"no: {model['inexact_because']}" if model["inexact_because"] else _EXACT,
         "runs on": _runs_on(model),
     }
 

@@ -6,16 +6,22 @@ import asyncio
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
-from radixserve.api.samples import check_single
+from radixserve.api.request_builder import check_single
 from radixserve.errors import InvalidRequest, RadixServeError
 from radixserve.request import SamplingParams
 
 if TYPE_CHECKING:
+    from radixserve.api.progress import BatchProgress
     from radixserve.api.runtime import Runtime
     from radixserve.output import Completion
+
+    Answer = tuple[Completion | None, dict[str, Any]]  # None: an error; the line of the output
+
+REFRESH_S = 0.5  # of the bar while no request ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +31,7 @@ class BatchLine:
     number: int  # of the line, from 1
     tag: dict[str, Any]  # {"id": ...} when the line has one
     prompt: Any = None
-    params: SamplingParams | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of SamplingParams, checked
     error: str | None = None
 
 
@@ -35,7 +41,7 @@ def read_batch(data: bytes, base: Mapping[str, Any], as_prompt: Any) -> list[Bat
     `base`: sampling fields of lines that set none; `as_prompt`: applied to prompts that are text.
     """
     lines = enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1)
-    return [_read_line(at, line, base, as_prompt) for at, line in lines if line.strip()]
+    return [_read_line(number, line, base, as_prompt) for number, line in lines if line.strip()]
 
 
 def _read_line(number: int, line: bytes, base: Mapping[str, Any], as_prompt: Any) -> BatchLine:
@@ -51,8 +57,8 @@ def _read_line(number: int, line: bytes, base: Mapping[str, Any], as_prompt: Any
         bias = fields.get("logit_bias")
         if isinstance(bias, dict):  # JSON has no keys but strings
             fields["logit_bias"] = {int(token_id): value for token_id, value in bias.items()}
-        params = SamplingParams(**{**base, **fields})
-        check_single(params, "a line")
+        fields = {**base, **fields}
+        check_single(SamplingParams(**fields), "a line")
     except RecursionError:
         return BatchLine(number, tag, error="the line is nested too deeply")
     except UnicodeError as error:
@@ -61,7 +67,7 @@ def _read_line(number: int, line: bytes, base: Mapping[str, Any], as_prompt: Any
         return BatchLine(number, tag, error=f"the line is not JSON: {error}")
     except ValueError as error:  # InvalidRequest among them
         return BatchLine(number, tag, error=str(error))
-    return BatchLine(number, tag, as_prompt(prompt) if isinstance(prompt, str) else prompt, params)
+    return BatchLine(number, tag, as_prompt(prompt) if isinstance(prompt, str) else prompt, fields)
 
 
 def _take_prompt(fields: dict[str, Any]) -> Any:
@@ -111,14 +117,17 @@ async def answer_batch(
     tasks = [asyncio.create_task(_answer(runtime, line)) for line in batch]
     done: list[Completion] = []
     wanted = False if out.isatty() else None
-    with BatchProgress(len(tasks), runtime.cache_stats, wanted=wanted) as bar:
+    with BatchProgress(len(tasks), lambda: runtime.status().stats, wanted=wanted) as bar:
+        for task in tasks:
+            task.add_done_callback(partial(_count, bar))
         try:
             for task in tasks:
-                completion, answer = await task
+                while not (await asyncio.wait([task], timeout=REFRESH_S))[0]:
+                    bar.refresh()
+                completion, answer = task.result()
                 print(json.dumps(answer), file=out, flush=True)
                 if completion is not None:
                     done.append(completion)
-                    bar.add(completion)
         finally:
             for task in tasks:
                 task.cancel()
@@ -126,10 +135,17 @@ async def answer_batch(
     return done
 
 
-async def _answer(runtime: Runtime, line: BatchLine) -> tuple[Completion | None, dict[str, Any]]:
+def _count(bar: BatchProgress, task: asyncio.Task[Answer]) -> None:
+    """A line has its answer, or an error."""
+    if not task.cancelled() and task.exception() is None:
+        bar.add(task.result()[0])
+
+
+async def _answer(runtime: Runtime, line: BatchLine) -> Answer:
     if line.error is None:
         try:
-            completion = await runtime.agenerate(line.prompt, line.params)
+            params = runtime.sampling_params(**line.fields)
+            completion = await runtime.agenerate(line.prompt, params)
             return completion, {**line.tag, **completion_fields(completion)}
         except RadixServeError as error:
             return None, {**line.tag, "line": line.number, "error": str(error)}
@@ -146,7 +162,7 @@ def completion_fields(completion: Completion) -> dict[str, Any]:
         "usage": asdict(completion.usage),
         "metrics": asdict(completion.metrics),
     }
-    for name in ("logprobs", "top_logprobs"):
+    for name in ("logprobs", "top_logprobs", "digest"):
         if getattr(completion, name) is not None:
             fields[name] = getattr(completion, name)
     return fields

@@ -7,6 +7,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +15,14 @@ from radixserve._version import __version__
 from radixserve.checks import check_choice, check_float, check_int
 from radixserve.commands.flags import add_command, add_flags
 from radixserve.commands.terminal import as_path, make_console
-from radixserve.config import SWA_FULL_TOKENS_RATIO, parse_bytes
+from radixserve.config import ADMISSIONS, EVICTION_POLICIES, SWA_FULL_TOKENS_RATIO, parse_bytes
 from radixserve.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from radixserve.replay.caches import CacheSpec, WindowSpec
-    from radixserve.replay.cluster import Cluster
     from radixserve.replay.paths import PathTable
-    from radixserve.replay.serving import Serving
+    from radixserve.replay.replicas import Cluster
+    from radixserve.replay.scheduled import Serving, StepModel
     from radixserve.replay.trace import Trace
 
 _EPILOG = """\
@@ -38,7 +39,8 @@ examples:
   radixserve replay requests.jsonl --cache-tokens 1M,4M,16M --policy lru,arc --sessions
   radixserve replay requests.jsonl --index radix,hash --page-size 1,16 --json
   radixserve replay requests.jsonl --order lpm,fcfs --cache-tokens 500k --plot hits.png
-  radixserve replay requests.jsonl --replicas 4,16 --cache-tokens 500k --router tree,session
+  radixserve replay requests.jsonl --closed-loop --admission greedy,priced --cache-tokens 500k
+  radixserve replay requests.jsonl --replicas 4,16 --cache-tokens 500k
   radixserve replay requests.jsonl --replicas 8 --cache-tokens 500k --failures 3600
   radixserve replay requests.jsonl --replicas 4 --cache-tokens 500k \\
       --autoscaling max_replicas=16,target_ongoing_requests=4,downscale_delay_s=120
@@ -62,20 +64,41 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     cluster = parser.add_argument_group(
         "replicas, in place of the other replays: --cache-tokens is that of each one"
     )
-    add_flags(cluster, _CLUSTER)
     scheduler = parser.add_argument_group("scheduler, with a modelled time of a step")
-    for group, flags in ((parser, _OUTPUTS), (trace, _TRACE), (caches, _CACHES)):
-        add_flags(group, flags)
+    flags = add_flags(cluster, _CLUSTER)
+    for group, usages in ((parser, _OUTPUTS), (trace, _TRACE), (caches, _CACHES)):
+        flags += add_flags(group, usages)
     stitch = "of a trace of hashes, take a request's output from the request that continues it"
-    add_flags(trace, {"--stitch": stitch}, action=argparse.BooleanOptionalAction, default=True)
+    flags += add_flags(
+        trace, {"--stitch": stitch}, action=argparse.BooleanOptionalAction, default=True
+    )
     for usage, (text, value) in _LISTS.items():
-        add_flags(caches, {usage: f"{text} (default: {value})"}, default=value)
-    add_flags(scheduler, {"--order NAMES": "orders of admission: lpm,fcfs,dfs-weight"})
+        flags += add_flags(caches, {usage: f"{text} (default: {value})"}, default=value)
+    flags += add_flags(scheduler, {"--order NAMES": "orders of admission: lpm,fcfs,dfs-weight"})
+    flags += add_flags(scheduler, _LOOP)
     for usage, flag in {**_SERVING, **_STEP}.items():
-        add_flags(scheduler, {usage: f"{flag[0]} (default: {flag[1]:g})"}, default=flag[1])
+        text = f"{flag[0]} (default: {flag[1]:g})"
+        flags += add_flags(scheduler, {usage: text}, default=flag[1])
+    parser.mark_rare(flag for flag in flags if flag.option_strings[0] not in _COMMON)
     return parser
 
 
+DEFAULT_INTERVAL = 512  # of the recurrent states that --state-tokens compares with
+_COMMON = (
+    "--json",
+    "--plot",
+    "--limit",
+    "--cache-tokens",
+    "--policy",
+    "--page-size",
+    "--index",
+    "--sessions",
+    "--bytes-per-token",
+    "--model-config",
+    "--order",
+    "--closed-loop",
+    "--replicas",
+)
 _OUTPUTS = {
     "--json": "print one JSON document instead",
     "--plot FILE": "draw plots into FILE (needs matplotlib)",
@@ -87,6 +110,9 @@ _CACHES = {
     "--state-checkpoints N": "replay each radix cache once more for a model with recurrent layers, "
     "whose states are kept every N tokens, where prompts branch and where they end",
     "--states N": "recurrent states that have room (default: 64, and 2 for each interval)",
+    "--state-tokens SIZES": "memory of a state, in tokens of K/V, such as 3168,10: states take a "
+    "third of the cache's memory, and are kept once by the rule for this size and once every "
+    "--state-checkpoints tokens (512)",
     "--windows SIZE:SHARE": "replay each radix cache once more for a model whose layers that see "
     "SIZE positions have this share of the K/V, such as 1024:0.83, in as much memory",
     "--swa-full-tokens-ratio X": "tokens whose K/V of such layers has room, over all (default: "
@@ -96,20 +122,20 @@ _CACHES = {
     "--bytes-per-token SIZE": 'bytes of K/V a token, "128KB" works '
     "(default: 128 KiB, as Llama-3-8B in bfloat16)",
     "--model-config PATH": "take the bytes a token from a checkpoint folder or its config.json",
+    "--kv-dtype NAME": 'with --model-config, the dtype of K/V: "auto" (that of the config), '
+    '"bfloat16" or "int8"',
 }
 _CLUSTER = {
     "--replicas NUMBERS": "how many, such as 4,16,64; beside each number one cache of all their "
     "sizes together",
-    "--router NAMES": "tree,approximate,session,round-robin,random,offline (default: all)",
-    "--event-delay-s SECONDS": "from a cache to the tree router, in time of the trace "
-    "(default: 0.1)",
+    "--event-delay-s SECONDS": "from a cache to the router, in time of the trace (default: 0.1)",
     "--failures SECONDS": "a replica's mean time to failure; its requests go on elsewhere",
-    "--autoscaling SETTINGS": "fields of Ray Serve's autoscaling_config, such as min_replicas=2,"
+    "--autoscaling SETTINGS": "fields of Ray Serve's autoscaling_config, such as "
     "max_replicas=16,target_ongoing_requests=4; --replicas are those at the beginning",
     "--start-s SECONDS": "until a replica that was added or lost serves (default: 60)",
 }
 _LISTS = {  # by usage: help, default
-    "--policy NAMES": ("eviction policies", "lru"),
+    "--policy NAMES": (f"eviction policies: {','.join(EVICTION_POLICIES)}", "lru"),
     "--page-size SIZES": ("tokens a page; for the hash index a block", "1"),
     "--index NAMES": ("radix, or hash: whole blocks found by their hash", "radix"),
 }
@@ -118,6 +144,16 @@ _SERVING: dict[str, tuple[str, float, float]] = {  # by usage: help, default, le
     "--max-running-requests N": ("requests that run at the same time", 64, 1),
     "--max-overtake N": ("no request is overtaken by more than this many", 64, 0),
     "--time-scale X": ("arrivals are this many times as far apart as recorded", 1.0, 0.0),
+}
+_LOOP = {
+    "--closed-loop": "in place of the other replays: a session's next request is sent when it has "
+    "thought about the last answer, as long as in the trace",
+    "--admission NAMES": "greedy,priced: whether a request that would push out K/V of more worth "
+    "waits (default: greedy)",
+    "--prefill-rate X": "prefill tokens a second, in place of --prefill-us",
+    "--decode-rate X": "tokens a second of a request that runs alone, in place of --step-ms",
+    "--step-costs FILE": "seconds of a step as JSON: fixed_s, prefill_token_s, decode_row_s, "
+    "kv_token_s",
 }
 _STEP = {  # by usage: help, default, units a second, field of StepModel
     "--step-ms X": ("milliseconds of every step", 7.0, 1e3, "fixed_s"),
@@ -138,11 +174,13 @@ def run(args: argparse.Namespace) -> int:
         check_int("--limit", limit, 1)
     if lease is not None:
         check_float("--lease-s", lease, 0.0, float("inf"))
+    _check_combination(args)
     if args.plot is not None:
         check_plot_path(args.plot)
-    _check_combination(args)
     if args.replicas is not None:
         return _run_replicas(args)
+    if args.closed_loop:
+        return _run_closed_loops(args)
     studies, documents = [], []
     for path in args.traces:
         trace = read_trace(as_path(path), limit=limit, stitch=args.stitch)
@@ -165,7 +203,13 @@ def _check_combination(args: argparse.Namespace) -> None:
     """InvalidRequest for an option that the others leave without effect."""
     lists = {usage: default for usage, (_, default) in _LISTS.items()}
     scheduling = {usage: flag[1] for usage, flag in {**_SERVING, **_STEP}.items()}
-    if args.order is None:
+    if not args.closed_loop:
+        _refuse(args, dict.fromkeys(list(_LOOP)[1:]), "needs --closed-loop")
+    else:
+        _refuse(
+            args, dict.fromkeys(("--plot FILE", "--replicas NUMBERS")), "is not for closed loops"
+        )
+    if args.order is None and not args.closed_loop:
         _refuse(args, scheduling, "needs --order")
     if args.windows is None:
         _refuse(args, {"--swa-full-tokens-ratio X": None}, "needs --windows")
@@ -188,7 +232,7 @@ def _refuse(args: argparse.Namespace, defaults: Mapping[str, Any], reason: str) 
 def _run_replicas(args: argparse.Namespace) -> int:
     from radixserve.replay import parse_tokens, read_trace
     from radixserve.replay.caches import CacheSpec
-    from radixserve.replay.cluster_report import (
+    from radixserve.replay.report import (
         changes_finding,
         cluster_finding,
         replay_clusters,
@@ -214,10 +258,28 @@ def _run_replicas(args: argparse.Namespace) -> int:
     return 0
 
 
+def _run_closed_loops(args: argparse.Namespace) -> int:
+    from radixserve.replay import build_paths, read_trace
+    from radixserve.replay.report import loop_finding, replay_closed_loops
+
+    specs, servings, documents = _specs(args), _servings(args), []
+    for path in args.traces:
+        trace = read_trace(as_path(path), limit=args.limit, stitch=args.stitch)
+        paths = build_paths(trace)
+        rows = replay_closed_loops(
+            trace, paths, specs(trace, paths), servings, lease_s=args.lease_s, watch=_bar
+        )
+        documents.append({"trace": trace.name, "requests": len(trace), "closed_loops": rows})
+        if not args.json:
+            loop_finding(documents[-1]).print(make_console())
+    if args.json:
+        print(json.dumps({"radixserve": __version__, "traces": documents}, indent=2))
+    return 0
+
+
 def _clusters(args: argparse.Namespace) -> list[Cluster]:
-    """Each number of replicas with each router."""
-    from radixserve.replay.cluster import Cluster, Failures
-    from radixserve.replay.routers import ROUTERS
+    """One for each number of replicas."""
+    from radixserve.replay.replicas import Cluster, Failures
     from radixserve.routing.autoscaling import Autoscaling
 
     common: dict[str, Any] = {}
@@ -230,11 +292,7 @@ def _clusters(args: argparse.Namespace) -> list[Cluster]:
     if args.autoscaling is not None:
         common["autoscaling"] = Autoscaling.read("--autoscaling", args.autoscaling)
     numbers = [_count("--replicas", text) for text in _items("--replicas", args.replicas)]
-    is_fixed = args.failures is None and args.autoscaling is None
-    names = [name for name in ROUTERS if is_fixed or name != "offline"]
-    if args.router is not None:
-        names = _items("--router", args.router)
-    return [Cluster(number, name, **common) for number in numbers for name in names]
+    return [Cluster(number, **common) for number in numbers]
 
 
 def _count(flag: str, text: str) -> int:
@@ -255,6 +313,9 @@ def _specs(args: argparse.Namespace) -> Callable[[Trace, PathTable], Sequence[Ca
     policies, indexes = _items("--policy", args.policy), _items("--index", args.index)
     make = partial(cross, policies=policies, page_sizes=pages, indexes=indexes)
     interval, num_states = args.state_checkpoints, args.states
+    if args.state_tokens is not None:
+        make = partial(make, state_tokens=_state_tokens(args.state_tokens))
+        interval = DEFAULT_INTERVAL if interval is None else interval
     if interval is not None:
         check_int("--state-checkpoints", interval, 1)
         make = partial(make, checkpoint_interval=interval)
@@ -270,6 +331,16 @@ def _specs(args: argparse.Namespace) -> Callable[[Trace, PathTable], Sequence[Ca
         return make(sizes, use_sessions=args.sessions)
 
     return specs
+
+
+def _state_tokens(text: str) -> list[float]:
+    try:
+        sizes = [float(item) for item in _items("--state-tokens", text)]
+    except ValueError:
+        raise InvalidRequest(
+            f"--state-tokens takes numbers of tokens such as 3168,10, got {text!r}"
+        ) from None
+    return [check_float("--state-tokens", size, 1.0, 1e9) for size in sizes]
 
 
 def _windows(args: argparse.Namespace) -> WindowSpec:
@@ -288,11 +359,14 @@ def _windows(args: argparse.Namespace) -> WindowSpec:
 
 
 def _servings(args: argparse.Namespace) -> list[Serving]:
-    from radixserve.replay.serving import ORDERS, Serving, StepModel
+    from radixserve.replay.scheduled import ORDERS, Serving, StepModel
 
-    if args.order is None:
+    if args.order is None and not args.closed_loop:
         return []
-    orders = _items("--order", args.order)
+    orders = _items("--order", args.order or "lpm")
+    admissions = _items("--admission", args.admission or "greedy")
+    for admission in admissions:
+        check_choice("--admission", admission, ADMISSIONS)
     for order in orders:
         check_choice("--order", order, ORDERS)
     settings: dict[str, Any] = {}
@@ -304,7 +378,24 @@ def _servings(args: argparse.Namespace) -> list[Serving]:
     for usage, (_, _, per_second, field) in _STEP.items():
         flag, _, value = _given(args, usage)
         step[field] = check_float(flag, value, 0.0, 1e3 * per_second) / per_second
-    return [Serving(order=order, step=StepModel(**step), **settings) for order in orders]
+    model = StepModel(**step) if args.step_costs is None else _step_costs(args)
+    for flag, value, field in (
+        ("--prefill-rate", args.prefill_rate, "prefill_token_s"),
+        ("--decode-rate", args.decode_rate, "fixed_s"),
+    ):
+        if value is not None:
+            model = replace(model, **{field: 1.0 / check_float(flag, value, 1e-6, 1e12)})
+    return [
+        Serving(order=order, admission=admission, step=model, **settings)
+        for order in orders
+        for admission in admissions
+    ]
+
+
+def _step_costs(args: argparse.Namespace) -> StepModel:
+    from radixserve.replay.closed_loop import read_step_costs
+
+    return read_step_costs(as_path(args.step_costs))
 
 
 def _given(args: argparse.Namespace, usage: str) -> tuple[str, str, Any]:
@@ -317,10 +408,12 @@ def _given(args: argparse.Namespace, usage: str) -> tuple[str, str, Any]:
 def _bytes_per_token(args: argparse.Namespace) -> int:
     from radixserve.replay.caches import DEFAULT_KV_BYTES, kv_bytes_per_token
 
+    if args.kv_dtype is not None and args.model_config is None:
+        raise InvalidRequest("--kv-dtype needs --model-config")
     if args.model_config is not None:
         if args.bytes_per_token is not None:
             raise InvalidRequest("give --bytes-per-token or --model-config, not both")
-        return kv_bytes_per_token(as_path(args.model_config))
+        return kv_bytes_per_token(as_path(args.model_config), args.kv_dtype or "auto")
     if args.bytes_per_token is None:
         return DEFAULT_KV_BYTES
     return parse_bytes(args.bytes_per_token, "--bytes-per-token")

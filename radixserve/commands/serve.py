@@ -21,6 +21,17 @@ from radixserve.errors import InvalidRequest
 from radixserve.server.config import ServerConfig, read_settings
 
 _SERVER = "server."  # before a field's name in the parsed arguments
+_COMMON = (
+    "host",
+    "port",
+    "served_model_name",
+    "api_key_file",
+    "max_queued_requests",
+    "tool_call_parser",
+    "reasoning_parser",
+    "replicas",
+    "log_requests",
+)
 _EPILOG = """\
 --settings names a TOML file of these settings, such as `port = 8000` and `page-size = 16`; flags
 come before it. The first SIGTERM or Ctrl-C lets requests in flight finish, the second ends at once.
@@ -42,7 +53,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     )
     add_model_flag(parser)
     add_flags(parser, {"--settings FILE": "TOML file of settings; - is standard input"})
-    add_record_flags(parser, "server", ServerConfig, _SERVER)
+    add_record_flags(parser, "server", ServerConfig, _SERVER, _COMMON)
     add_engine_flags(parser)
     return parser
 

@@ -1,18 +1,20 @@
-"""The console that commands print to, and numbers as text."""
+"""The console that commands print to, messages typed in it, and numbers as text."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from radixserve.api.tree_view import escape
 
 if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
     from rich.console import Console
 
 PARTS = ("schedule", "prepare", "forward", "sample", "commit")  # of a step's time
@@ -25,6 +27,56 @@ def make_console() -> Console:
 
     fixed = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPED_WIDTH
     return Console(highlight=False, soft_wrap=False, width=fixed)
+
+
+class MessageReader:
+    """Reads messages from standard input.
+
+    In a terminal they are typed with an editor, a pasted text of several lines is one message, and
+    Ctrl-C is a key. Otherwise each line is a message.
+    """
+
+    def __init__(self) -> None:
+        self.is_terminal = sys.stdin.isatty()
+        self._session: PromptSession[str] | None = None
+
+    def read(self, prompt: str) -> str:
+        """The next message without white space around it. Raises EOFError at the end of input,
+        KeyboardInterrupt on Ctrl-C."""
+        if not self.is_terminal:
+            return input("").strip()
+        if self._session is None:
+            from prompt_toolkit import PromptSession
+
+            self._session = PromptSession()
+        return self._session.prompt(prompt).strip()
+
+
+@contextlib.contextmanager
+def without_echo() -> Iterator[None]:
+    """Keys are not shown, ^C included, which would disturb what is drawn meanwhile. They are kept
+    for who reads next."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    import termios
+
+    settings = termios.tcgetattr(sys.stdin.fileno())
+    quiet = list(settings)
+    quiet[3] &= ~termios.ECHO
+    termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, settings)
+
+
+def error_line(error: Exception) -> str:
+    """An error as one line; of the system's with the file that it is about."""
+    text = str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+    return " ".join(text.split())
 
 
 def print_escaped(console: Console, text: str) -> None:
@@ -51,7 +103,7 @@ def format_seconds(seconds: float | None) -> str:
     return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def format_profile(stats: Mapping[str, float]) -> str:
+def format_profile(stats: Mapping[str, Any]) -> str:
     """From `Runtime.cache_stats()`: milliseconds a step by part, and those outside the model.
 
     With overlap the parts add up to more than the time that passed: the rest is hidden.

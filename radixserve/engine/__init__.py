@@ -1,1 +1,1 @@
-"""Requests in, tokens out: the engine, its thread, and the way of outputs back to callers."""
+"""The engine, the thread that runs it, and the collectors that turn its outputs into text."""

@@ -55,7 +55,7 @@ class BeamGroup:
     """The totals of the running beams, best first, and the best finished ones."""
 
     def __init__(self, request: Request, is_stopped: StopCheck | None = None) -> None:
-        """`is_stopped`: None where there are no stop strings."""
+        """`is_stopped`: None without stop strings."""
         assert request.beams is not None
         params = request.params
         self._beams = request.beams
@@ -80,52 +80,54 @@ class BeamGroup:
         candidates = [sample.candidates for sample in samples if sample.candidates is not None]
         best = best_continuations(self._totals, candidates, self._num_candidates)
         going_on: list[Continuation] = []
-        for place, one in enumerate(best):
-            reason = self._end_reason(one)
+        for place, continuation in enumerate(best):
+            reason = self._end_reason(continuation)
             if reason is None:
-                going_on.append(one)
+                going_on.append(continuation)
                 if len(going_on) == width and place >= width - 1:
                     break
             elif place < width:
-                self._finish(one, reason, samples)
+                self._finish(continuation, reason, samples)
         del going_on[width:]
         if not going_on or self._is_settled(going_on[0].total):
             self._totals, self._last = self._totals[:0], []
             return []
-        self._last = [self._token(one, samples) for one in going_on]
-        self._totals = np.array([one.total for one in going_on], np.float32)
+        self._last = [self._token(continuation, samples) for continuation in going_on]
+        self._totals = np.array([continuation.total for continuation in going_on], np.float32)
         return going_on
 
     def answers(self) -> tuple[Beam, ...]:
         """The best ones, best first. Running beams count, too, unless the search is over."""
-        found = list(self._answers)
+        answers = list(self._answers)
         for total, last in zip(self._totals.tolist(), self._last, strict=True):
             if last is not None:
-                found.append(_Answer(self._score(total, self._num_output), "abort", last))
-        found.sort(key=lambda one: -one.score)  # stable
-        return tuple(_as_beam(one) for one in found[: self._width])
+                answers.append(_Answer(self._score(total, self._num_output), "abort", last))
+        answers.sort(key=lambda answer: -answer.score)  # stable
+        return tuple(_as_beam(answer) for answer in answers[: self._width])
 
-    def _end_reason(self, one: Continuation) -> str | None:
-        if one.token_id in self._end_ids:
+    def _end_reason(self, continuation: Continuation) -> str | None:
+        if continuation.token_id in self._end_ids:
             return "stop"
         if self._is_stopped is not None:
-            before = [token.token_id for token in _path(self._last[one.parent])]
+            before = [token.token_id for token in _path(self._last[continuation.parent])]
             tokens = np.concatenate([self._prompt, np.array(before, np.int32)])
-            if self._is_stopped(tokens, one.token_id):
+            if self._is_stopped(tokens, continuation.token_id):
                 return "stop"
         return "length" if self._num_output >= self._max_output else None
 
-    def _finish(self, one: Continuation, reason: str, samples: Sequence[SampleOutput]) -> None:
-        score, answers = self._score(one.total, self._num_output), self._answers
+    def _finish(
+        self, continuation: Continuation, reason: str, samples: Sequence[SampleOutput]
+    ) -> None:
+        score, answers = self._score(continuation.total, self._num_output), self._answers
         if len(answers) == self._width:
             if score <= answers[-1].score:
                 return
             answers.pop()
-        answers.append(_Answer(score, reason, self._token(one, samples)))
+        answers.append(_Answer(score, reason, self._token(continuation, samples)))
         answers.sort(key=lambda answer: -answer.score)  # stable: the earlier one of a tie stays
 
     def _is_settled(self, best_total: float) -> bool:
-        """Whether no beam is expected to become better than the answers that there are."""
+        """Whether no running beam is expected to become better than the answers so far."""
         if len(self._answers) < self._width:
             return False
         early = self._beams.early_stopping
@@ -138,25 +140,32 @@ class BeamGroup:
     def _score(self, total: float, num_output: int) -> float:
         return total / float(num_output**self._beams.length_penalty)
 
-    def _token(self, one: Continuation, samples: Sequence[SampleOutput]) -> _Token:
-        sample = samples[one.parent]
+    def _token(self, continuation: Continuation, samples: Sequence[SampleOutput]) -> _Token:
+        sample = samples[continuation.parent]
         assert sample.candidates is not None
-        logprob = float(sample.candidates.logprobs[one.rank])
-        return _Token(self._last[one.parent], one.token_id, logprob, sample.top_logprobs)
+        logprob = float(sample.candidates.logprobs[continuation.rank])
+        return _Token(
+            self._last[continuation.parent], continuation.token_id, logprob, sample.top_logprobs
+        )
 
 
 def best_continuations(
     totals: FloatArray, candidates: Sequence[Candidates], count: int
 ) -> list[Continuation]:
-    """The `count` best of all candidates of all beams, best first; fewer if there are not as many.
+    """The `count` best of all candidates of all beams, best first; fewer if there are fewer.
 
-    totals [m] of the beams; candidates: those of each beam, best first, equally many of each, and
-    at least `count` or all there are. A score of -inf is no candidate. Of a tie the earlier beam
-    wins, then the earlier rank.
+    totals      [m] of the beams
+    candidates  of each beam, best first, equally many of each: at least `count`, or the vocabulary
+
+    Candidates with a score of -inf do not count. Of a tie the earlier beam wins, then the earlier
+    rank.
     """
     width = len(candidates[0].scores)
     sums = (
-        np.concatenate([one.scores for one in candidates]).reshape(-1, width) + totals[:, None]
+        np.concatenate([beam_candidates.scores for beam_candidates in candidates]).reshape(
+            -1, width
+        )
+        + totals[:, None]
     ).ravel()
     order: NDArray[np.intp]
     if count < len(sums):  # those no worse than number `count`, of which a stable sort settles ties
@@ -165,22 +174,22 @@ def best_continuations(
         order = kept[np.argsort(-sums[kept], kind="stable")[:count]]
     else:
         order = np.argsort(-sums, kind="stable")
-    token_ids = np.concatenate([one.token_ids for one in candidates])[order]
+    token_ids = np.concatenate([beam_candidates.token_ids for beam_candidates in candidates])[order]
     chosen = zip(order.tolist(), token_ids.tolist(), sums[order].tolist(), strict=True)
     return [
-        Continuation(at // width, at % width, token_id, total)
-        for at, token_id, total in chosen
+        Continuation(index // width, index % width, token_id, total)
+        for index, token_id, total in chosen
         if total > -math.inf
     ]
 
 
 def _path(last: _Token | None) -> list[_Token]:
     """The tokens up to `last`, first one first."""
-    found = []
+    path = []
     while last is not None:
-        found.append(last)
+        path.append(last)
         last = last.before
-    return found[::-1]
+    return path[::-1]
 
 
 def _as_beam(answer: _Answer) -> Beam:

@@ -1,25 +1,29 @@
-"""`EngineCoreClient`: an engine as callers reach it, in this process or in others."""
+"""`EngineCoreClient`: the interface of callers to an engine, in this process or in others."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from radixserve.engine.messages import Answer, Message
+from radixserve.engine.messages import Answer, EngineMessage
 from radixserve.engine.output_collector import OutputCollector
 from radixserve.output import EngineStatus
 
+if TYPE_CHECKING:
+    from radixserve.models.base import ModelInfo
+    from radixserve.runner.base import MemoryPlan, ResolvedConfig
+
 
 class EngineFacts(NamedTuple):
-    """What does not change while an engine runs."""
+    """Properties of an engine that do not change while it runs."""
 
     model_path: Path | None  # where its tokenizer is
-    model: Any  # ModelInfo
-    memory: Any  # MemoryPlan
+    model: ModelInfo
+    memory: MemoryPlan
     attention_backend: str
-    resolved_config: Any
+    resolved_config: ResolvedConfig
     capacity: int  # tokens that its cache holds
 
 
@@ -40,27 +44,27 @@ class EngineCoreClient(Protocol):
         ...
 
     def abandon(self, collectors: Sequence[OutputCollector]) -> None:
-        """End requests whose caller has left: returns at once, never raises."""
+        """End requests that no caller waits for: returns at once, never raises."""
         ...
 
     def status(self) -> EngineStatus:
-        """What it last said. Does not wait."""
+        """Its load and statistics. Does not wait for the engine."""
         ...
 
     def check_alive(self) -> None:
         """Raise EngineDead when it has ended."""
         ...
 
-    def post(self, message: Message[Any]) -> bool:
+    def post(self, message: EngineMessage[Any]) -> bool:
         """Have `message` carried out soon; False when it has ended. Never raises."""
         ...
 
-    def call(self, message: Message[Answer]) -> Answer:
+    def call(self, message: EngineMessage[Answer]) -> Answer:
         """Have `message` carried out between two steps and return its answer."""
         ...
 
-    def ask(self, message: Message[Answer]) -> Future[Answer]:
-        """Have `message` carried out between two steps; its answer comes in the future."""
+    def ask(self, message: EngineMessage[Answer]) -> Future[Answer]:
+        """Have `message` carried out between two steps. The future gets its answer."""
         ...
 
     def close(self) -> None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from radixserve.arrays import IntArray
 from radixserve.cache import (
@@ -28,49 +29,25 @@ from radixserve.cache import (
     RadixCache,
     SnapshotView,
 )
+from radixserve.cache.stats import hit_rate
 from radixserve.config import EngineConfig
 from radixserve.engine.beam_group import BeamGroup, StopCheck
+from radixserve.engine.kv_tier import KVTier, open_tier
 from radixserve.engine.prefetches import Prefetches
 from radixserve.errors import EngineDead, InvalidRequest, request_failed
 from radixserve.hint import Hint, HintAnswer, HintLimits
 from radixserve.output import RequestOutput
 from radixserve.request import Request
-from radixserve.schedule import ModelRunnerOutput, SchedulerOutput, WindowLayers
+from radixserve.schedule import SchedulerOutput, WindowLayers
 from radixserve.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from radixserve.runner.base import ModelRunner
 
 _PARTS = ("schedule", "prepare", "forward", "sample", "commit", "overlapped")
 
 
-class ModelRunner(Protocol):
-    """The workers, as the engine sees them: a runner of `radixserve.runner`, or a fake in tests."""
-
-    num_pages: int
-    num_states: int  # of a model with recurrent layers; else 0
-    windows: WindowLayers | None  # layers whose K and V have window pages
-    before_wait: Callable[[], None] | None  # called when the host is about to wait for the device
-
-    @property
-    def overlap_depth(self) -> int:
-        """Steps that may be in flight when the next one is launched: 0 or 1."""
-        ...
-
-    def launch(self, schedule: SchedulerOutput) -> Any:
-        """Begin a step and return what `collect` needs; at depth 0 it may compute it at once.
-
-        Where it raises, nothing of the step is computed.
-        """
-        ...
-
-    def collect(self, pending: Any) -> ModelRunnerOutput:
-        """Wait for the oldest launched step. Its seconds: prepare is what `launch` took.
-
-        `launch` and `collect` raise EngineDead when no step can be computed any more.
-        """
-        ...
-
-    def close(self) -> None:
-        """Give back what it holds. Called once, after the last step."""
-        ...
+_UNBOUNDED = 1 << 62  # bytes: a folder of `save_cache` loses nothing
 
 
 class Engine:
@@ -83,7 +60,13 @@ class Engine:
         self._runner = runner
         self._overlap_depth = runner.overlap_depth if config.overlap else 0
         self._cache = (
-            make_cache(runner.num_pages, config, runner.num_states, runner.windows)
+            make_cache(
+                runner.num_pages,
+                config,
+                runner.num_states,
+                runner.windows,
+                runner.info.state_tokens if runner.num_states else 0.0,
+            )
             if cache is None
             else cache
         )
@@ -93,13 +76,22 @@ class Engine:
             chunked_prefill_size=config.chunked_prefill_size,
             max_running_requests=config.max_running_requests,
             max_overtake=config.max_overtake,
+            max_wait_s=config.max_wait_s,
+            admission=config.admission,
             hint_limits=HintLimits(
                 config.hint_seconds, config.max_hint_seconds, config.max_hint_share
             ),
         )
         self._prefetches = Prefetches(self._scheduler, self._cache)
+        self._config = config
+        self._stores: dict[str, KVTier] = {}  # of `store`, by folder
+        self._tier: KVTier | None = None
+        if config.kv_store is not None:
+            self._tier = open_tier(config, runner, self._cache, self._prefill_cost)
+            self._scheduler.call_at_end(self._tier.save)
         self._searches: dict[str, BeamGroup] = {}  # beam searches by request id
         self._in_flight: list[tuple[SchedulerOutput, Any]] = []  # launched steps, the older first
+        self._must_collect = False  # whether `end_step` has a step to collect
         self._after_change: Callable[[], None] | None = None
         self._events: EventLog | None = None  # of `take_events`
         self._seconds = dict.fromkeys(_PARTS, 0.0)
@@ -111,6 +103,16 @@ class Engine:
 
         `is_stopped` finds the stop strings of a beam search.
         """
+        if self._tier is not None:
+            self._scheduler.check_fits(request)
+            held_at = time.perf_counter()
+
+            def add_held(num_loaded: int) -> None:
+                waited_s = time.perf_counter() - held_at
+                self._scheduler.add(request, waited_s=waited_s, num_loaded=num_loaded)
+
+            if request.beams is None and self._tier.hold(request, add_held):
+                return
         self._scheduler.add(request)
         if request.beams is not None:
             self._searches[request.request_id] = BeamGroup(request, is_stopped)
@@ -123,6 +125,8 @@ class Engine:
         self, request_id: str, reason: str, error: BaseException | None = None
     ) -> RequestOutput | None:
         """End a request for a reason from outside, such as a stop string in its text."""
+        if self._tier is not None:
+            self._tier.release(request_id)
         search = self._searches.pop(request_id, None)
         if search is None:
             return self._scheduler.finish(request_id, reason, error)
@@ -134,6 +138,8 @@ class Engine:
     def fail_all(self, error: BaseException) -> list[RequestOutput]:
         """End everything with `error`; waits for the steps in flight."""
         self._prefetches.forget(None)
+        if self._tier is not None:
+            self._tier.release()
         outputs = self._for_callers(self._scheduler.fail_all(error))
         while self._in_flight:
             try:
@@ -141,11 +147,6 @@ class Engine:
             except EngineDead:  # of the runner; all have ended already
                 continue
         return outputs
-
-    def call_before_wait(self, function: Callable[[], None]) -> None:
-        """Have it called in each step when the host has nothing to do until the device is through;
-        not by every runner."""
-        self._runner.before_wait = function
 
     def open_events(self) -> EventLog:
         """See `PrefixCache.open_events`."""
@@ -163,8 +164,10 @@ class Engine:
         self._after_change = function
 
     def has_work(self) -> bool:
-        """Requests or prefetches are left, or a step is in flight."""
-        return self._scheduler.has_work or bool(self._in_flight) or len(self._prefetches) > 0
+        """Whether requests or prefetches are left, or a step is in flight."""
+        if self._scheduler.has_work or self._in_flight or len(self._prefetches) > 0:
+            return True
+        return self._tier is not None and len(self._tier) > 0
 
     def step(self) -> list[RequestOutput]:
         """Launch a step, and collect the oldest one beyond the overlap depth.
@@ -172,12 +175,27 @@ class Engine:
         When a step fails, its requests end with RequestFailed and the others continue. Raises
         EngineDead when the runner can compute no step any more: `fail_all` is left to do.
         """
-        if self._prefetches:
-            self._prefetches.take_turn()
-        has_older = bool(self._in_flight)
+        return self.begin_step() + self.end_step()
+
+    def begin_step(self) -> list[RequestOutput]:
+        """The first half of `step`: schedule and launch. Its outputs are those of rows that failed.
+
+        What follows, `end_step`, waits for the device or computes without Python's lock.
+        """
+        if self._prefetches.queue or self._prefetches.running is not None:
+            self._prefetches.step()
+        if self._tier is not None and len(self._tier):
+            self._tier.step(may_wait=not self._scheduler.has_work and not self._in_flight)
+        self._must_collect = bool(self._in_flight)
         outputs = self._launch()
-        if has_older or len(self._in_flight) > self._overlap_depth:
-            outputs += self._collect()
+        self._must_collect |= len(self._in_flight) > self._overlap_depth
+        return outputs
+
+    def end_step(self) -> list[RequestOutput]:
+        """The second half of `step`: collect the oldest launched step and publish its tokens."""
+        outputs: list[RequestOutput] = []
+        if self._must_collect:
+            outputs = self._collect()
             if self._overlap_depth and not self._in_flight:
                 outputs += self._launch()
         if self._after_change is not None:
@@ -186,25 +204,32 @@ class Engine:
 
     def open_session(self, name: str, lease_s: float | None = None) -> None:
         """Open a session, see `Scheduler.open_session`."""
-        self._scheduler.open_session(name, lease_s)
+        self._scheduler.sessions.open(name, lease_s)
 
     def claim(self, name: str, tokens: IntArray, namespace: str = "") -> int:
         """Let a session claim the cached part of `tokens`; returns its length. Computes nothing."""
-        return self._scheduler.claim(name, tokens, namespace)
+        return self._scheduler.sessions.claim(name, tokens, namespace)
+
+    def close(self) -> None:
+        """Nothing is called any more but reports. Idempotent."""
+        for tier in (self._tier, *self._stores.values()):
+            if tier is not None:
+                tier.close()
+        self._cache.close()
 
     def close_session(self, name: str) -> None:
         """Close a session; an unknown name does nothing."""
-        self._scheduler.close_session(name)
+        self._scheduler.sessions.close(name)
 
     def hint(self, hint: Hint) -> HintAnswer:
-        """Carry out a hint and say what became of it."""
+        """Apply a hint and return its outcome."""
         if hint.verb == "prefetch":
             return self._prefetches.add(hint)
-        return self._scheduler.hint(hint)
+        return self._scheduler.hints.apply(hint)
 
     def held_by_hints(self, owner: str) -> dict[str, int]:
         """What the pins and retains of an owner hold now."""
-        return self._scheduler.held_by_hints(owner)
+        return self._scheduler.hints.held(owner)
 
     def lookup(
         self, token_ids: IntArray, namespace: str = "", *, compare_namespaces: bool = True
@@ -212,33 +237,69 @@ class Engine:
         """How much of a prompt is cached, and why not more. Changes nothing."""
         return self._cache.lookup(token_ids, namespace, compare_namespaces=compare_namespaces)
 
+    def stored_len(self, token_ids: IntArray, namespace: str = "") -> int:
+        """Leading tokens of a prompt that the kv_store holds; 0 without one."""
+        return 0 if self._tier is None else self._tier.stored_len(token_ids, namespace)
+
+    def prefixes(self, namespace: str | None) -> list[tuple[str, IntArray]]:
+        """See `PrefixCache.prefixes`."""
+        return self._cache.prefixes(namespace)
+
+    def store(self, folder: str) -> KVTier:
+        """The store in a folder, whatever the settings name. Raises InvalidRequest."""
+        tier = self._stores.get(folder)
+        if tier is None:
+            config = replace(self._config, kv_store=folder, kv_store_size=_UNBOUNDED)
+            tier = self._stores[folder] = open_tier(
+                config, self._runner, self._cache, self._prefill_cost
+            )
+        return tier
+
     def reset_cache(self, namespace: str | None = None) -> None:
         """Drop all cached prefixes and what hints keep of them; running requests continue."""
         self._cache.reset(namespace)
-        self._scheduler.forget_hints(namespace)
+        self._scheduler.hints.forget(namespace)
         self._prefetches.forget(namespace)
+        if self._tier is not None:
+            self._tier.forget(namespace)
         if self._after_change is not None:
             self._after_change()
 
-    def queue_stats(self) -> dict[str, int]:
-        """The scheduler's part of `stats`: cheap enough for every step."""
-        return self._scheduler.stats()
+    def queue_depths(self) -> dict[str, int]:
+        """See `Scheduler.queue_depths`; requests whose K/V is loaded wait, too. Any thread may ask,
+        at any time."""
+        depths = self._scheduler.queue_depths()
+        if self._tier is not None:
+            depths["waiting"] += len(self._tier)
+            depths["waiting_tokens"] += self._tier.num_held_tokens
+        return depths
+
+    def _prefill_cost(self) -> tuple[float, int]:
+        """Seconds in which prompts were computed, and their tokens, since the start."""
+        return self._prefill_s, self._scheduler.counts.prefilled_tokens
 
     def stats(self) -> dict[str, Any]:
         """The cache's and the scheduler's counters and gauges, and seconds spent by part.
 
-        hit_rate is the scheduler's: of prompts, where the cache's own also counts sequences that
-        sessions claim and those that resume after a preemption.
+        hit_rate, here and in "last_minute", is the share of prompt tokens that was reused; a prompt
+        counts when its request ends. The cache's own rate, which also counts sequences that
+        sessions claim and those that resume after a preemption, is not among them.
         overlapped_s is the host's time in other parts while the device had a step to compute.
         prefill_s and decode_s are the seconds in which steps were under way; a step with rows of
         both kinds counts for each by its share of the step's tokens.
         """
         seconds = {f"{part}_s": spent for part, spent in self._seconds.items()}
         seconds |= {"prefill_s": self._prefill_s, "decode_s": self._decode_s}
-        cache, scheduler = self._cache.stats(), self._scheduler.stats()
+        scheduler = self._scheduler.stats()  # first: it ends pins whose time is over
+        cache = self._cache.stats()
         scheduler["prefetches"] = len(self._prefetches)
         last_minute = {**cache["last_minute"], **scheduler["last_minute"]}
-        return {**cache, **scheduler, **seconds, "last_minute": last_minute}
+        stats = {**cache, **scheduler, **seconds, "last_minute": last_minute}
+        if self._tier is not None:
+            stats["kv_store"] = self._tier.stats()
+        for counts in (stats, last_minute):
+            counts["hit_rate"] = hit_rate(counts["reused_tokens"], counts["prompted_tokens"])
+        return stats
 
     def tree(self, max_nodes: int = 10_000, namespace: str | None = None) -> dict[str, object]:
         """See `PrefixCache.dump`; the sequences have "request_id", too."""
@@ -254,15 +315,15 @@ class Engine:
         start, collects = time.thread_time(), gc.isenabled()
         gc.disable()  # the records hold no cycle; a collection would visit every node of the tree
         try:
-            found = {**self._cache.snapshot(view), **self._scheduler.snapshot_requests(view)}
+            snapshot = {**self._cache.snapshot(view), **self._scheduler.snapshot(view)}
         finally:
             if collects:
                 gc.enable()
-        found |= {
+        snapshot |= {
             "at": time.monotonic(),
-            "counters": {**self._cache.gauges(), **self.queue_stats()},
+            "counters": {**self._cache.gauges(), **self._scheduler.stats()},
         }
-        return {**found, "engine_s": time.thread_time() - start}
+        return {**snapshot, "engine_s": time.thread_time() - start}
 
     def check(self) -> None:
         """Audit cache and scheduler; AssertionError names the first broken invariant."""
@@ -303,20 +364,22 @@ class Engine:
         start = time.perf_counter()
         counts = self._scheduler.counts
         prefilled, decoded = counts.prefilled_tokens, counts.decoded_tokens
-        outputs = self._advance_searches(self._scheduler.update(schedule, output))
+        outputs = self._scheduler.update(schedule, output)
+        if self._searches:
+            outputs = self._advance_searches(outputs)
+        elif self._prefetches.running is not None:
+            outputs = self._prefetches.drop_outputs(outputs)
         now = time.perf_counter()
         self._seconds["commit"] += now - start
         if self._in_flight:
             self._seconds["overlapped"] += now - start
-        self._divide_time(now, counts.prefilled_tokens - prefilled, counts.decoded_tokens - decoded)
-        return outputs
-
-    def _divide_time(self, now: float, prefilled: int, decoded: int) -> None:
-        """Count the time since the last step for the tokens that this one computed."""
+        # The time since the last step counts for the tokens that this one computed.
         spent, self._busy_since = now - self._busy_since, now
+        prefilled, decoded = counts.prefilled_tokens - prefilled, counts.decoded_tokens - decoded
         share = prefilled / max(1, prefilled + decoded)
         self._prefill_s += spent * share
         self._decode_s += spent * (1.0 - share)
+        return outputs
 
     def _fail(self, schedule: SchedulerOutput, cause: Exception) -> list[RequestOutput]:
         if isinstance(cause, EngineDead):
@@ -328,15 +391,14 @@ class Engine:
     # -- beam searches ------------------------------------------------------------------------
 
     def _advance_searches(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """`outputs`, where the samples of a beam search become its answers at its end, else go."""
-        if not self._searches:
-            return self._prefetches.drop_outputs(outputs)
-        found: list[RequestOutput] = []
+        """`outputs` without the samples of beam searches, which choose the next beams; with the
+        answers of searches that are over."""
+        kept: list[RequestOutput] = []
         for output in outputs:
             last = self._advance_search(output) if output.beam_samples else output
             if last is not None:
-                found.append(last)
-        return self._for_callers(found)
+                kept.append(last)
+        return self._for_callers(kept)
 
     def _advance_search(self, output: RequestOutput) -> RequestOutput | None:
         """Choose the next beams; the search's answers when it is over."""
@@ -371,16 +433,22 @@ def make_cache(
     config: EngineConfig,
     num_states: int = 0,
     windows: WindowLayers | None = None,
+    state_tokens: float = 0.0,
 ) -> PrefixCache:
     """The cache that the config names, over `num_pages` pages and `num_states` recurrent states.
-    `windows`: not with cache="hash"."""
+    `windows`: not with cache="hash". `state_tokens`: see `ModelInfo.state_tokens`."""
     if config.cache == "hash":
         if num_states:
             raise InvalidRequest(
                 'cache="hash" keeps no states of recurrent layers; this model needs cache="radix" '
                 'or "off"'
             )
-        return HashBlockCache(num_pages, config.page_size, hash_algorithm=config.hash_algorithm)
+        return HashBlockCache(
+            num_pages,
+            config.page_size,
+            hash_algorithm=config.hash_algorithm,
+            freeze_garbage=True,
+        )
     return RadixCache(
         num_pages,
         config.page_size,
@@ -388,5 +456,8 @@ def make_cache(
         reuse=config.cache != "off",
         num_states=num_states,
         checkpoint_interval=config.checkpoint_interval,
+        state_tokens=state_tokens,
         windows=windows,
+        max_lease_share=config.max_lease_share,
+        freeze_garbage=True,
     )

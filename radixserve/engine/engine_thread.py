@@ -11,18 +11,19 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
+from radixserve.engine import messages
 from radixserve.engine.engine import Engine
-from radixserve.engine.message_handler import handle_message
 from radixserve.engine.messages import (
     AbandonRequests,
     AbortRequests,
     AddRequests,
     Answer,
-    Message,
+    EngineMessage,
 )
 from radixserve.engine.output_collector import OutputCollector
+from radixserve.engine.output_notifier import OutputNotifier
 from radixserve.engine.trace_recorder import TraceRecorder
 from radixserve.errors import (
     EngineDead,
@@ -36,23 +37,12 @@ from radixserve.output import EngineStatus, RequestOutput
 _log = logging.getLogger("radixserve")
 _MANY_OUTPUTS = 8
 _STATS_EVERY_S = 0.25  # while it steps
+_IDLE_STATS_EVERY_S = 1.0  # while it is idle and holds what ends by time
 _FORKED = (
     "this process was forked from the one that runs the engine, and its thread did not come along: "
     "make the Runtime in the process that uses it, or start processes by multiprocessing's "
     '"spawn" instead of "fork"'
 )
-
-
-class Readers(Protocol):
-    """What wakes the tasks that read the outputs."""
-
-    def hold(self) -> None:
-        """Wake none until the release."""
-        ...
-
-    def release(self) -> None:
-        """Wake those whose outputs came meanwhile. Can be called again."""
-        ...
 
 
 class EngineThread:
@@ -66,16 +56,15 @@ class EngineThread:
         self,
         engine: Engine,
         recorder: TraceRecorder | None = None,
-        readers: Readers | None = None,
+        notifier: OutputNotifier | None = None,
     ) -> None:
-        """`recorder`: records every finished request; closed with the thread."""
+        """`recorder`: records every finished request; closed with the thread. `notifier`: held
+        while outputs are delivered and the next step is prepared."""
         self._engine = engine
         self._recorder = recorder
-        self._readers = readers
-        if readers is not None:
-            engine.call_before_wait(readers.release)
+        self._notifier = notifier or OutputNotifier()
         # Messages with where their answer goes; None where it is time to stop.
-        self._inbox: queue.SimpleQueue[tuple[Message[Any], Future[Any] | None] | None] = (
+        self._inbox: queue.SimpleQueue[tuple[EngineMessage[Any], Future[Any] | None] | None] = (
             queue.SimpleQueue()
         )
         self._submissions = itertools.count()
@@ -89,8 +78,9 @@ class EngineThread:
         self._death: EngineDead | None = None
         self._is_closing = self._is_forked = False
         self._num_unread = [0, 0]  # requests in the inbox and their tokens, under the lock
-        self._status = EngineStatus(True, True, time.monotonic(), 0, 0, 0, engine.stats())
-        self._stats_at = 0.0
+        self._is_idle = True
+        self._stepped_at = self._stats_at = time.monotonic()
+        self._stats = engine.stats()  # as of `_stats_at`
         self._thread = threading.Thread(target=self._run, name="radixserve-engine", daemon=True)
         self._thread.start()
         _threads.add(self)
@@ -118,11 +108,11 @@ class EngineThread:
         return self.call(AbortRequests(ids))
 
     def abandon(self, collectors: Sequence[OutputCollector]) -> None:
-        """End requests whose caller has left: returns at once, never raises."""
+        """End requests that no caller waits for: returns at once, never raises."""
         if collectors:
             self.post(AbandonRequests(collectors[0].submission))
 
-    def post(self, message: Message[Any]) -> bool:
+    def post(self, message: EngineMessage[Any]) -> bool:
         """Have `message` carried out soon; False where the thread has ended.
 
         Returns at once and never raises; may be called from the garbage collector.
@@ -133,14 +123,17 @@ class EngineThread:
             return self._death is None
 
     def status(self) -> EngineStatus:
-        """What the thread last said, and what it has not read yet. Does not wait for it."""
+        """The load of the engine and of its inbox. Does not wait for the thread."""
         with self._lock:
-            status, (requests, tokens) = self._status, self._num_unread
-            is_alive = self._death is None and self._thread.is_alive()
-        return status._replace(
-            is_alive=is_alive,
-            waiting=status.waiting + requests,
-            waiting_tokens=status.waiting_tokens + tokens,
+            depths, (requests, tokens) = self._engine.queue_depths(), self._num_unread
+        return EngineStatus(
+            is_alive=self._death is None and self._thread.is_alive(),
+            is_idle=self._is_idle and not requests,
+            stepped_at=time.monotonic() if self._is_idle else self._stepped_at,
+            running=depths["running"],
+            waiting=depths["waiting"] + requests,
+            waiting_tokens=depths["waiting_tokens"] + tokens,
+            stats=self._stats,
         )
 
     def check_alive(self) -> None:
@@ -148,12 +141,12 @@ class EngineThread:
         if self._death is not None:
             raise fresh(self._death)
 
-    def call(self, message: Message[Answer]) -> Answer:
+    def call(self, message: EngineMessage[Answer]) -> Answer:
         """Have `message` carried out between two steps and return its answer."""
         return self.ask(message).result()
 
-    def ask(self, message: Message[Answer]) -> Future[Answer]:
-        """Have `message` carried out between two steps; its answer comes in the future."""
+    def ask(self, message: EngineMessage[Answer]) -> Future[Answer]:
+        """Have `message` carried out between two steps. The future gets its answer."""
         reply: Future[Answer] = Future()
         with self._lock:
             if self._death is not None:
@@ -189,7 +182,6 @@ class EngineThread:
         try:
             while self._read_inbox():
                 self._step()
-                self._note_status(is_idle=False)
             death = EngineDead("the Runtime was closed")
         except EngineDead as error:
             _log.error("the engine ends: %s", error)
@@ -203,47 +195,58 @@ class EngineThread:
     def _step(self) -> None:
         """A frame of its own: while the thread waits it holds no output, and no error of one.
 
-        Those that read many outputs would keep this thread from preparing the next step: they are
-        woken when that computes.
+        The tasks that read many outputs would keep this thread from preparing the next step: they
+        are woken while that is computed.
         """
-        outputs = self._engine.step()
-        self._wake_readers()  # where the step did not wait
-        if self._readers is not None and len(outputs) >= _MANY_OUTPUTS:
-            self._readers.hold()
+        outputs = self._engine.begin_step()
+        if self._notifier.is_held:
+            self._notifier.release()
+        outputs += self._engine.end_step()
+        if len(outputs) >= _MANY_OUTPUTS:
+            self._notifier.hold()
         for output in outputs:
             self._deliver(output)
-
-    def _wake_readers(self) -> None:
-        if self._readers is not None:
-            self._readers.release()
+        self._stepped_at = now = time.monotonic()
+        if now - self._stats_at > _STATS_EVERY_S:
+            self._stats, self._stats_at = self._engine.stats(), now
 
     def _read_inbox(self) -> bool:
-        """Carry out what waits, block while there is no work; False when it is time to stop."""
+        """Carry out all waiting messages; block while there is no work. False when closing."""
         while not self._is_closing:
-            is_idle = not self._engine.has_work()
+            is_idle, timeout = not self._collectors and not self._engine.has_work(), None
             if is_idle:
-                self._wake_readers()
-                self._note_status(is_idle=True)
-                if self._recorder is not None:
-                    self._recorder.flush()
+                self._rest()
+                if self._stats["leases"] or self._stats["hints"]:  # they end by time alone
+                    timeout = _IDLE_STATS_EVERY_S
             try:
-                item = self._inbox.get(block=is_idle)
+                item = self._inbox.get(block=is_idle, timeout=timeout)
             except queue.Empty:
+                if is_idle:
+                    continue
                 return True
             if item is not None:
                 self._carry_out(*item)
         return False
 
+    def _rest(self) -> None:
+        """Nothing is left to compute: wake readers, refresh the statistics, flush the trace."""
+        self._notifier.release()
+        self._stats, self._stepped_at = self._engine.stats(), time.monotonic()
+        self._is_idle = True
+        if self._recorder is not None:
+            self._recorder.flush()
+
     def _die(self, death: EngineDead) -> None:
         with self._lock:
             self._death = death
-        self._wake_readers()
+        self._notifier.release()
         self._refuse(list(self._collectors.values()))
         self._collectors.clear()
         try:
             self._engine.fail_all(death)
         except Exception:
             _log.exception("the engine could not free its requests")
+        self._engine.close()
         if self._recorder is not None:
             self._recorder.close()
         while True:
@@ -260,7 +263,7 @@ class EngineThread:
             elif isinstance(message, AddRequests):
                 self._refuse(self._submitted.pop(message.submission))
 
-    def _carry_out(self, message: Message[Any], reply: Future[Any] | None) -> None:
+    def _carry_out(self, message: EngineMessage[Any], reply: Future[Any] | None) -> None:
         """An error goes to the caller; one without a caller is logged.
 
         Where requests cannot be added or ended it ends the thread: nothing is to hang.
@@ -284,22 +287,29 @@ class EngineThread:
             reply.set_result(answer)
         return None
 
-    def _answer(self, message: Message[Any]) -> Any:
+    def _answer(self, message: EngineMessage[Any]) -> Any:
         if isinstance(message, AbortRequests):
             ids = message.request_ids
             return self._abort(list(self._collectors) if ids is None else ids)
-        return handle_message(self._engine, message)
+        return answer_message(self._engine, message)
 
     def _add(self, message: AddRequests) -> None:
         collectors = self._submitted.pop(message.submission)
+        self._stepped_at, self._is_idle = time.monotonic(), False
+        unread = list(reversed(collectors))
         try:
-            self._add_all(collectors, message)
+            self._add_all(collectors, message, unread)
         finally:
             with self._lock:
-                self._count_unread(collectors, -1)
-                self._note_status(is_idle=False)
+                self._count_unread(unread, -1)
 
-    def _add_all(self, collectors: Sequence[OutputCollector], message: AddRequests) -> None:
+    def _add_all(
+        self,
+        collectors: Sequence[OutputCollector],
+        message: AddRequests,
+        unread: list[OutputCollector],
+    ) -> None:
+        """Queue all or none. Takes each that the scheduler counts from now on off `unread`."""
         error: RadixServeError | None = None
         for request in message.requests:
             if request.request_id in self._collectors:
@@ -313,14 +323,8 @@ class EngineThread:
             self._collectors[request.request_id] = collector
         for collector, request in pairs:
             self._engine.add(request, collector.is_stopped)
-
-    def _note_status(self, *, is_idle: bool) -> None:
-        now, stats = time.monotonic(), self._status.stats
-        if is_idle or now - self._stats_at > _STATS_EVERY_S:
-            stats, self._stats_at = self._engine.stats(), now
-        counts = self._engine.queue_stats()
-        running, waiting, tokens = counts["running"], counts["waiting"], counts["waiting_tokens"]
-        self._status = EngineStatus(True, is_idle, now, running, waiting, tokens, stats)
+            with self._lock:
+                self._count_unread([unread.pop()], -1)
 
     def _count_unread(self, collectors: Sequence[OutputCollector], sign: int) -> None:
         self._num_unread[0] += sign * len(collectors)
@@ -374,3 +378,49 @@ def _note_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_note_fork)
+
+
+def answer_message(engine: Engine, message: EngineMessage[Any]) -> Any:
+    """Carry out every message that concerns the engine alone; those that add or end requests
+    concern their callers too, see `EngineThread`. Raises what the engine raises."""
+    match message:
+        case messages.LookUpPrompt(token_ids, namespace, compare_namespaces):
+            return engine.lookup(token_ids, namespace, compare_namespaces=compare_namespaces)
+        case messages.GetStats():
+            return engine.stats()
+        case messages.DumpTree(max_nodes, namespace):
+            return engine.tree(max_nodes, namespace)
+        case messages.PreviewEviction(count):
+            return engine.eviction_preview(count)
+        case messages.TakeSnapshot(view):
+            return engine.snapshot(view)
+        case messages.TakeEvents(with_snapshot):
+            return engine.take_events(with_snapshot=with_snapshot)
+        case messages.ResetCache(namespace):
+            return engine.reset_cache(namespace)
+        case messages.FindStored(token_ids, namespace):
+            return engine.stored_len(token_ids, namespace)
+        case messages.ListPrefixes(namespace):
+            return engine.prefixes(namespace)
+        case messages.SavePrefix(folder, namespace, tokens):
+            return engine.store(folder).save_now(tokens, namespace)
+        case messages.ListStored(folder):
+            return list(engine.store(folder).paths())
+        case messages.LoadPrefix(folder, namespace, tokens):
+            return engine.store(folder).load_now(tokens, namespace)
+        case messages.GetHeld(owner):
+            return engine.held_by_hints(owner)
+        case messages.ApplyHints(hints):
+            return [engine.hint(hint) for hint in hints]
+        case messages.CheckCache():
+            return engine.check()
+        case messages.ClaimSessions(claims):
+            for claim in claims:
+                engine.claim(claim.name, claim.tokens, claim.namespace)
+        case messages.CloseSession(name, successors, reopened):
+            for claim in successors:
+                engine.claim(claim.name, claim.tokens, claim.namespace)
+            engine.close_session(name)
+            if reopened is not None:
+                engine.claim(name, reopened.tokens, reopened.namespace)
+    return None

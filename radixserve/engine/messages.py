@@ -12,19 +12,20 @@ from typing import Any, Generic, TypeVar
 from radixserve.arrays import IntArray
 from radixserve.cache import EventBatch, EventSnapshot, Lookup, SnapshotView
 from radixserve.hint import Hint, HintAnswer
+from radixserve.reports import EngineStats, EvictionCandidate, HeldByHints, TreeDump
 from radixserve.request import Request
 
 Answer = TypeVar("Answer")
 
 
-class Message(Generic[Answer]):
+class EngineMessage(Generic[Answer]):
     """`Answer`: the type of what `call` returns for it."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
-class AddRequests(Message[None]):
+class AddRequests(EngineMessage[None]):
     """Queue requests so that they arrive together: all of them or, after an error, none."""
 
     submission: int  # names the caller's collectors; an id of a request may be used again
@@ -32,21 +33,21 @@ class AddRequests(Message[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class AbandonRequests(Message[None]):
-    """End what is left of a submission: its caller takes no more answers."""
+class AbandonRequests(EngineMessage[None]):
+    """End the open requests of a submission that no caller waits for."""
 
     submission: int
 
 
 @dataclass(frozen=True, slots=True)
-class AbortRequests(Message[int]):
+class AbortRequests(EngineMessage[int]):
     """End requests, all where None, with finish_reason "abort". Answer: how many were open."""
 
     request_ids: tuple[str, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
-class LookUpPrompt(Message[Lookup]):
+class LookUpPrompt(EngineMessage[Lookup]):
     """How much of a prompt is cached, and why not more; see `PrefixCache.lookup`."""
 
     token_ids: IntArray
@@ -55,12 +56,12 @@ class LookUpPrompt(Message[Lookup]):
 
 
 @dataclass(frozen=True, slots=True)
-class GetStats(Message[dict[str, Any]]):
+class GetStats(EngineMessage[EngineStats]):
     """Counters and gauges."""
 
 
 @dataclass(frozen=True, slots=True)
-class DumpTree(Message[dict[str, Any]]):
+class DumpTree(EngineMessage[TreeDump]):
     """The cache's tree as nested dicts, of one namespace where it is given."""
 
     max_nodes: int
@@ -68,41 +69,82 @@ class DumpTree(Message[dict[str, Any]]):
 
 
 @dataclass(frozen=True, slots=True)
-class PreviewEviction(Message[list[dict[str, Any]]]):
+class PreviewEviction(EngineMessage[list[EvictionCandidate]]):
     """What eviction would take next."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
-class TakeSnapshot(Message[dict[str, Any]]):
+class TakeSnapshot(EngineMessage[dict[str, Any]]):
     """A bounded snapshot of the cache and of the requests."""
 
     view: SnapshotView
 
 
 @dataclass(frozen=True, slots=True)
-class TakeEvents(Message[tuple[EventBatch, EventSnapshot | None]]):
+class TakeEvents(EngineMessage[tuple[EventBatch, EventSnapshot | None]]):
     """What the cache has stored and dropped since the last one; and all that it holds."""
 
     with_snapshot: bool
 
 
 @dataclass(frozen=True, slots=True)
-class ResetCache(Message[None]):
-    """Forget what is cached in one namespace, in all where None."""
+class ResetCache(EngineMessage[None]):
+    """Drop the cached prefixes of one namespace; of all where None."""
 
     namespace: str | None
 
 
 @dataclass(frozen=True, slots=True)
-class CheckCache(Message[None]):
+class FindStored(EngineMessage[int]):
+    """How much of a prompt the kv_store holds."""
+
+    token_ids: IntArray
+    namespace: str
+
+
+@dataclass(frozen=True, slots=True)
+class ListPrefixes(EngineMessage[list[tuple[str, IntArray]]]):
+    """See `PrefixCache.prefixes`."""
+
+    namespace: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class SavePrefix(EngineMessage[int]):
+    """Write the cached part of some tokens into a store; answers with the tokens written."""
+
+    folder: str
+    namespace: str
+    tokens: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class ListStored(EngineMessage[list[tuple[str, IntArray]]]):
+    """See `StoredPrefixes.paths`, of a folder."""
+
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPrefix(EngineMessage[int | None]):
+    """Put stored tokens into free pages; answers with the tokens loaded, None where the pool has
+    no room."""
+
+    folder: str
+    namespace: str
+    tokens: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class CheckCache(EngineMessage[None]):
     """Audit the cache; answers with AssertionError where an invariant is broken."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionClaim:
-    """A session claims what is cached of `tokens`; it is opened if need be."""
+    """Let a session claim the cached part of `tokens`; a new session is opened."""
 
     name: str
     tokens: IntArray
@@ -110,14 +152,14 @@ class SessionClaim:
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimSessions(Message[None]):
+class ClaimSessions(EngineMessage[None]):
     """Several sessions claim."""
 
     claims: tuple[SessionClaim, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class CloseSession(Message[None]):
+class CloseSession(EngineMessage[None]):
     """Close a session after its `successors` have claimed; `reopened`: its next claim."""
 
     name: str
@@ -126,14 +168,14 @@ class CloseSession(Message[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class GetHeld(Message[dict[str, int]]):
+class GetHeld(EngineMessage[HeldByHints]):
     """What the pins and retains of an owner hold now."""
 
     owner: str
 
 
 @dataclass(frozen=True, slots=True)
-class ApplyHints(Message[list[HintAnswer]]):
+class ApplyHints(EngineMessage[list[HintAnswer]]):
     """Carry out hints in order; an answer each."""
 
     hints: tuple[Hint, ...]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import cast
 
 from radixserve.engine.beam_group import StopCheck
-from radixserve.output import Chunk, Completion, Finish, RequestOutput
+from radixserve.output import Chunk, Completion, Finish, FinishReason, PromptTokens, RequestOutput
 from radixserve.request import Request
 from radixserve.text.tokenizer import StopStringMatcher, Tokenizer
 
@@ -32,10 +34,15 @@ class OutputCollector:
     ) -> None:
         self.request = request
         self.made_at = time.time()  # seconds since 1970
+        self._made = time.monotonic()  # the same moment on a clock that is never set back
         self._notify = notify
         self.streams = streams
         self.submission = -1  # set when it is submitted
         self.is_stopped: StopCheck | None = None  # of a beam search with stop strings
+        self._prompt = PromptTokens(
+            request.token_ids[: request.num_prompt],
+            None if tokenizer is None else partial(tokenizer.decode, keep_special=True),
+        )
         self._text = None
         params = request.params
         if tokenizer is not None:
@@ -43,9 +50,9 @@ class OutputCollector:
                 request.token_ids[: request.num_prompt].tolist(),
                 keep_special=tuple(params.keep_special_ids) if params.skip_special_tokens else True,
             )
-        self._stop = StopStringMatcher(
-            tuple(params.stop), include=params.include_stop_str_in_output
-        )
+        self._stop: StopStringMatcher | None = None
+        if stops := tuple(params.stop):
+            self._stop = StopStringMatcher(stops, include=params.include_stop_str_in_output)
         self._is_eager = streams or bool(params.stop)  # text is needed at once
         self._pieces: list[str] = []  # of the text so far
         self._pending_text: list[str] = []  # of these, not yet sent in a chunk
@@ -57,6 +64,11 @@ class OutputCollector:
         if self._is_eager and self._text is not None and self._token_ids:
             self._add_text(self._text.push(self._token_ids))
             self._pending_text.clear()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the request was made."""
+        return time.monotonic() - self._made
 
     @property
     def token_ids(self) -> list[int]:
@@ -81,13 +93,18 @@ class OutputCollector:
             self._complete(finish)
         elif self.streams:
             self._send_chunk()
-        return self._stop.is_stopped and not self._has_ended
+        return self._stop is not None and self._stop.is_stopped and not self._has_ended
 
     def fail(self, error: BaseException) -> None:
         """End with an error."""
         if not self._has_ended:
             self._has_ended = True
             self._notify(error)
+
+    @property
+    def _has_stop_string(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self._stop is not None and self._stop.is_stopped
 
     def _hides_last(self, finish: Finish | None) -> bool:
         """Whether the last token is an end token that is not part of the text."""
@@ -97,11 +114,13 @@ class OutputCollector:
         """Whether the last token is an end token."""
         if finish is None or finish.reason != "stop" or not self._token_ids:
             return False
-        return self._token_ids[-1] in self.request.end_ids and not self._stop.is_stopped
+        return self._token_ids[-1] in self.request.end_ids and not self._has_stop_string
 
     def _add_text(self, piece: str) -> None:
-        enough = len(self._token_ids) >= self.request.params.min_tokens
-        self._keep(self._stop.push(piece, may_stop=enough))
+        if self._stop is not None:
+            enough = len(self._token_ids) >= self.request.params.min_tokens
+            piece = self._stop.push(piece, may_stop=enough)
+        self._keep(piece)
 
     def _keep(self, piece: str) -> None:
         if piece:
@@ -115,7 +134,8 @@ class OutputCollector:
                 ids = self._token_ids[: -1 if self._hides_last(finish) else None]
                 self._add_text(self._text.push(ids))
             self._add_text(self._text.finish())
-            self._keep(self._stop.finish())
+            if self._stop is not None:
+                self._keep(self._stop.finish())
         completion = self._completion(finish)
         self._has_ended = True
         if self.streams:
@@ -126,6 +146,7 @@ class OutputCollector:
     def _completion(self, finish: Finish) -> Completion:
         wanted = self.request.params.logprobs
         prompt_logprobs, prompt_top_logprobs = self._of_prompt(finish)
+        digest = self.request.digest
         return Completion(
             request_id=self.request.request_id,
             text="".join(self._pieces),
@@ -136,10 +157,14 @@ class OutputCollector:
             metrics=finish.metrics,
             miss=finish.miss,
             logprobs=None if wanted is None else list(self._logprobs),
-            top_logprobs=list(self._top_logprobs) if wanted else None,
+            top_logprobs=(
+                list(self._top_logprobs) if self.request.params.has_top_logprobs else None
+            ),
             cumulative_logprob=None if wanted is None else math.fsum(self._logprobs),
             prompt_logprobs=prompt_logprobs,
             prompt_top_logprobs=prompt_top_logprobs,
+            prompt=self._prompt,
+            digest=None if digest is None else digest.hexdigest(len(self._token_ids)),
         )
 
     def _of_prompt(
@@ -152,16 +177,22 @@ class OutputCollector:
             return None, None
         scores = finish.prompt_scores
         rest = [None] * (self.request.num_prompt - 1 - len(scores))
-        own = [None, *(one.logprob for one in scores), *rest]
-        return own, [None, *(dict(one.top_logprobs) for one in scores), *rest] if wanted else None
+        logprobs = [None, *(score.logprob for score in scores), *rest]
+        if not wanted:
+            return logprobs, None
+        return logprobs, [None, *(dict(score.top_logprobs) for score in scores), *rest]
 
-    def _reason(self, finish: Finish) -> str:
+    def _reason(self, finish: Finish) -> FinishReason:
         """A stop string in the last text counts even where the length ended the request."""
-        return "stop" if self._stop.is_stopped and finish.reason == "length" else finish.reason
+        if self._has_stop_string and finish.reason == "length":
+            return "stop"
+        return cast(FinishReason, finish.reason)  # a request with an error has no Completion
 
     def _stop_reason(self, finish: Finish) -> str | int | None:
-        if self._stop.found is not None or not self._ends_by_token(finish):
+        if self._stop is not None and self._stop.found is not None:
             return self._stop.found
+        if not self._ends_by_token(finish):
+            return None
         last = self._token_ids[-1]
         return last if last in tuple(self.request.params.stop_token_ids) else None
 
@@ -179,6 +210,6 @@ class OutputCollector:
                 self._token_ids[start:],
                 completion,
                 None if wanted is None else self._logprobs[start:],
-                self._top_logprobs[start:] if wanted else None,
+                self._top_logprobs[start:] if self.request.params.has_top_logprobs else None,
             )
         )

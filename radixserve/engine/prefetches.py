@@ -1,4 +1,4 @@
-"""`Prefetches`: prompts that are computed while nothing else is at work, and stay cached."""
+"""`Prefetches`: prompts that are computed while no other request is open, and stay cached."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _ID = "#prefetch"  # no caller's request id begins so
 
 
 class Prefetches:
-    """A queue of requests of which one runs at a time, for as long as there are no others.
+    """A queue of requests that run one at a time while callers have no open request.
 
-    As soon as another request arrives the running one is ended and queued again: what it has
-    computed is cached by then. Each samples one token, which is dropped.
+    When another request arrives, the running prefetch is ended and queued again; the K/V that it
+    has computed is cached by then. Each prefetch samples one token, which is dropped.
     """
 
     def __init__(self, scheduler: Scheduler, cache: PrefixCache) -> None:
         self._scheduler = scheduler
         self._cache = cache
-        self._queue: deque[tuple[Request, str]] = deque()  # with its owner
-        self._running: tuple[Request, str] | None = None
+        self.queue: deque[tuple[Request, str]] = deque()  # with its owner
+        self.running: tuple[Request, str] | None = None
         self._number = 0
 
     def __len__(self) -> int:
         """Prefetches that have not ended."""
-        return len(self._queue) + (self._running is not None)
+        return len(self.queue) + (self.running is not None)
 
     def add(self, hint: Hint) -> HintAnswer:
         """Queue a hint's prefix. O(tokens + queued ones)."""
@@ -49,14 +49,16 @@ class Prefetches:
         tokens = whole[: hint.max_tokens].copy()
         count, capacity = len(tokens), cache.num_pages * cache.page_size
         lookup = cache.lookup(tokens, hint.namespace, compare_namespaces=False)
-        found = lookup.cached_len
+        num_cached = lookup.cached_len
         room = capacity - cache.stats()["pages_pinned"] * cache.page_size
         if count >= room:
             reason = f"beside the pins the pool takes prompts of up to {room - 1} tokens"
-            return HintAnswer("prefetch", "rejected", found, reason=reason)
+            return HintAnswer("prefetch", "rejected", num_cached, reason=reason)
         if lookup.reason == "full":
-            return HintAnswer("prefetch", "accepted", found, count)
-        queued = [*self._queue, *([] if self._running is None else [self._running])]
+            return HintAnswer("prefetch", "accepted", num_cached, count)
+        queued = list(self.queue)
+        if self.running is not None:
+            queued.append(self.running)
         is_queued = any(
             request.params.namespace == hint.namespace and np.array_equal(request.token_ids, tokens)
             for request, _ in queued
@@ -64,16 +66,16 @@ class Prefetches:
         if not is_queued:
             if len(queued) >= MAX_QUEUED:
                 reason = f"{MAX_QUEUED} prefetches are queued already"
-                return HintAnswer("prefetch", "rejected", found, reason=reason)
+                return HintAnswer("prefetch", "rejected", num_cached, reason=reason)
             if sum(owner == hint.owner for _, owner in queued) >= MAX_QUEUED_OF_OWNER:
                 reason = f"{MAX_QUEUED_OF_OWNER} prefetches of this owner are queued already"
-                return HintAnswer("prefetch", "rejected", found, reason=reason)
+                return HintAnswer("prefetch", "rejected", num_cached, reason=reason)
             self._number += 1
-            self._queue.append((self._request(hint, tokens), hint.owner))
+            self.queue.append((self._request(hint, tokens), hint.owner))
         if queued or self._scheduler.has_work:
             reason = "requests and earlier prefetches go first"
-            return HintAnswer("prefetch", "deferred", found, count, reason=reason)
-        return HintAnswer("prefetch", "accepted", found, count)
+            return HintAnswer("prefetch", "deferred", num_cached, count, reason=reason)
+        return HintAnswer("prefetch", "accepted", num_cached, count)
 
     def _request(self, hint: Hint, tokens: IntArray) -> Request:
         params = SamplingParams(
@@ -89,34 +91,37 @@ class Prefetches:
             is_prefetch=True,
         )
 
-    def take_turn(self) -> None:
-        """Before a step: give way to other requests, or begin the next one."""
-        scheduler, running = self._scheduler, self._running
+    def step(self) -> None:
+        """Before a step of the engine: give way to other requests, or begin the next prefetch."""
+        scheduler, running = self._scheduler, self.running
         if running is not None:
-            counts = scheduler.stats()
+            depths = scheduler.queue_depths()
             if not scheduler.has_work:  # pins left no room for it
-                self._running = None
-            elif counts["running"] + counts["waiting"] > 1:
-                self._running = None
+                self.running = None
+            elif depths["running"] + depths["waiting"] > 1:
+                self.running = None
                 scheduler.finish(running[0].request_id, "abort")
                 self._number += 1  # rows of the old one may be in flight
                 again = replace(running[0], request_id=f"{_ID} {self._number}")
-                self._queue.appendleft((again, running[1]))
-        elif self._queue and not scheduler.has_work:
-            self._running = self._queue.popleft()
-            scheduler.add(self._running[0])
+                self.queue.appendleft((again, running[1]))
+        elif self.queue and not scheduler.has_work:
+            self.running = self.queue.popleft()
+            scheduler.add(self.running[0])
 
     def drop_outputs(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """`outputs` without those of prefetches; notes the end of the running one."""
-        running = self._running
+        """`outputs` without those of the running prefetch, whose end is noted."""
+        running = self.running
         if running is None or not outputs:
             return outputs
         name = running[0].request_id
-        if any(one.request_id == name and one.finish is not None for one in outputs):
-            self._running = None
-        return [one for one in outputs if one.request_id != name]
+        if any(output.request_id == name and output.finish is not None for output in outputs):
+            self.running = None
+        return [output for output in outputs if output.request_id != name]
 
     def forget(self, namespace: str | None) -> None:
         """Drop those of a namespace, or all, that have not begun."""
-        kept = [one for one in self._queue if namespace not in (None, one[0].params.namespace)]
-        self._queue = deque(kept)
+        self.queue = deque(
+            (request, owner)
+            for request, owner in self.queue
+            if namespace not in (None, request.params.namespace)
+        )

@@ -52,14 +52,14 @@ class TraceRecorder:
         self._key = os.urandom(32)
         self._lines: list[bytes] = []
         self._num_bytes = 0
-        self._flushed_at = time.time()
+        self._flushed_at = time.monotonic()
         try:
             self._file: BinaryIO | None = open(path, "ab+", buffering=0)  # noqa: SIM115
             _cut_broken_line(self._file)
         except OSError as error:
             raise InvalidRequest(f"trace {path!r} cannot be written: {error.strerror}") from None
         name = os.path.basename(path)
-        header = {"trace": name, "kind": LOG_KIND, "version": _VERSION, "started": self._flushed_at}
+        header = {"trace": name, "kind": LOG_KIND, "version": _VERSION, "started": time.time()}
         self._put(header if hash_block is None else {**header, "block_size": hash_block})
         self.flush()
 
@@ -74,7 +74,7 @@ class TraceRecorder:
             return
         try:
             self._put(self._line(request, output_ids, finish, arrived_at))
-            is_due = time.time() - self._flushed_at > _FLUSH_S
+            is_due = time.monotonic() - self._flushed_at > _FLUSH_S
             if is_due or self._num_bytes > _FLUSH_BYTES:
                 self.flush()
         except Exception:
@@ -85,7 +85,7 @@ class TraceRecorder:
         if self._file is None or not self._lines:
             return
         data = memoryview(b"".join(self._lines))
-        self._lines, self._num_bytes, self._flushed_at = [], 0, time.time()
+        self._lines, self._num_bytes, self._flushed_at = [], 0, time.monotonic()
         try:
             while data:
                 data = data[self._file.write(data) :]
@@ -122,8 +122,8 @@ class TraceRecorder:
         """63-bit hashes of the whole blocks, each of all tokens up to its end."""
         data, width = token_ids.tobytes(), 4 * block
         ids, digest = [], self._hash(_bytes_of(namespace))
-        for at in range(0, len(data) - width + 1, width):
-            digest = self._hash(digest + data[at : at + width])
+        for offset in range(0, len(data) - width + 1, width):
+            digest = self._hash(digest + data[offset : offset + width])
             ids.append(int.from_bytes(digest) >> 1)
         return ids
 
@@ -148,15 +148,15 @@ def _bytes_of(text: str) -> bytes:
 
 def _cut_broken_line(file: BinaryIO) -> None:
     """Drop the bytes after the last line's end: their writer was killed."""
-    at = size = file.seek(0, os.SEEK_END)
-    while at:
-        start = max(0, at - (1 << 16))
+    end = size = file.seek(0, os.SEEK_END)
+    while end:
+        start = max(0, end - (1 << 16))
         file.seek(start)
-        found = file.read(at - start).rfind(b"\n")
-        if found >= 0:
-            at = start + found + 1
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
             break
-        at = start
-    if at < size:
-        file.truncate(at)
+        end = start
+    if end < size:
+        file.truncate(end)
     file.seek(0, os.SEEK_END)

@@ -1,1 +1,1 @@
-"""Structured output: compiled grammars, and where each answer stands in its own."""
+"""Structured output: compiled grammars, and each answer's position in its grammar."""

@@ -1,6 +1,6 @@
 """llguidance: the only file that imports it.
 
-Its parsers work on bytes; it is told the tokens of a vocabulary once (`TokenTable`). An answer's
+Its parsers work on bytes; `TokenTable` holds a vocabulary's tokens for them. An answer's
 end is a token of its own here, outside the model's vocabulary: which of the model's tokens may end
 an answer is the request's business, see matcher.py.
 """
@@ -12,8 +12,8 @@ from functools import cache
 from typing import Any
 
 from radixserve.errors import InvalidRequest
-from radixserve.grammar.json_patterns import narrowed
-from radixserve.structured_output import StructuredOutput
+from radixserve.grammar.json_schemas import narrowed
+from radixserve.structured_outputs import StructuredOutput
 
 _END = "<|radixserve:end of answer|>"
 _BLANKS = r"[\x20\x0A\x0D\x09]{1,32}"
@@ -56,10 +56,10 @@ class TokenTable:
     """The bytes of every token, as a trie. About 2 s for 131,072 tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """tokenizer: a `tokenizers.Tokenizer`. InvalidRequest where its tokens are no bytes."""
+        """tokenizer: a `tokenizers.Tokenizer`. InvalidRequest if its tokens are not bytes."""
         own = type(tokenizer).from_str(tokenizer.to_str())
         own.add_special_tokens([_END])
-        self.end_id: int = own.token_to_id(_END)  # stands for the end of the answer
+        self.end_id: int = own.token_to_id(_END)  # the token of the answer's end
         try:
             self.native = _llguidance().LLTokenizer(
                 own.to_str(), eos_token=[self.end_id], slices=_SLICES
@@ -71,8 +71,11 @@ class TokenTable:
         self.num_words: int = -(-self.native.vocab_size // 32)  # int32 words of a row of a bitmask
 
 
-def compile_matcher(structured: StructuredOutput, table: TokenTable) -> Any:
+def compile_matcher(
+    structured_outputs: StructuredOutput, table: TokenTable, *, keeps_options: bool = False
+) -> Any:
     """An `LLMatcher` at the start of an answer. InvalidRequest with llguidance's reason.
+    `keeps_options`: a JSON schema may bring `x-guidance`, options of llguidance.
 
     The first mask is computed, too: it builds the states that all answers begin with. So is a
     step after it, where the lexer's limits are found to be exceeded.
@@ -80,55 +83,64 @@ def compile_matcher(structured: StructuredOutput, table: TokenTable) -> Any:
     module = _llguidance()
     limits = module.LLParserLimits(**_LIMITS)
     try:
-        grammar = _grammar(structured)
+        grammar = _grammar(structured_outputs, keeps_options)
     except ValueError as error:
-        raise _refusal(structured, str(error)) from None
+        raise _refusal(structured_outputs, str(error)) from None
     matcher = module.LLMatcher(table.native, grammar, log_level=0, limits=limits)
     mask = b"" if matcher.is_error() else matcher.compute_bitmask()
     if matcher.is_error():
-        raise _refusal(structured, matcher.get_error())
+        raise _refusal(structured_outputs, matcher.get_error())
     if matcher.is_stopped():
-        raise _refusal(structured, "it allows no token")
+        raise _refusal(structured_outputs, "it allows no token")
     step = matcher.deep_copy()
     if not step.consume_token(_first_token(mask)):
-        raise _refusal(structured, step.get_error())
+        raise _refusal(structured_outputs, step.get_error())
     return matcher
 
 
 def _first_token(mask: bytes) -> int:
     """The lowest token of a bitmask with at least one."""
-    at = next(at for at, byte in enumerate(mask) if byte)
-    return 8 * at + (mask[at] & -mask[at]).bit_length() - 1
+    index = next(index for index, byte in enumerate(mask) if byte)
+    return 8 * index + (mask[index] & -mask[index]).bit_length() - 1
 
 
-def _refusal(structured: StructuredOutput, reason: str) -> InvalidRequest:
+def _refusal(structured_outputs: StructuredOutput, reason: str) -> InvalidRequest:
     if _TOO_LARGE in reason:
         reason = (
             f"it needs more than {MAX_EXPRESSIONS:,} expressions of the lexer; "
             "make counted repeats such as {1000} smaller"
         )
+    reason = reason.partition(" Enable 'coerce_one_of'")[0]  # an option that is not offered
     lines = [line for line in reason.splitlines() if not line.startswith("<")]
-    return InvalidRequest(f"{structured.kind} cannot be used: {' '.join(' '.join(lines).split())}")
+    return InvalidRequest(
+        f"{structured_outputs.kind} cannot be used: {' '.join(' '.join(lines).split())}"
+    )
 
 
-def whitespace_options(structured: StructuredOutput) -> dict[str, Any]:
-    """What llguidance is told of the white space in JSON."""
-    if structured.disable_any_whitespace:
+def whitespace_options(structured_outputs: StructuredOutput) -> dict[str, Any]:
+    """llguidance's options for the white space in JSON."""
+    if structured_outputs.disable_any_whitespace:
         return {"whitespace_flexible": False}
-    return {"whitespace_pattern": structured.whitespace_pattern or _BLANKS}
+    return {"whitespace_pattern": structured_outputs.whitespace_pattern or _BLANKS}
 
 
-def _grammar(structured: StructuredOutput) -> str:
+def _grammar(structured_outputs: StructuredOutput, keeps_options: bool) -> str:
     """llguidance's own description of a grammar."""
-    module, source = _llguidance(), structured.source
+    module, source = _llguidance(), structured_outputs.source
     compiler = module.LLMatcher
-    if structured.kind == "json":
-        schema = json.dumps(narrowed(json.loads(source)))
-        options = whitespace_options(structured)
+    if structured_outputs.kind == "json":
+        schema = json.dumps(
+            narrowed(
+                json.loads(source),
+                keeps_options=keeps_options,
+                strict=structured_outputs.strict,
+            )
+        )
+        options = whitespace_options(structured_outputs)
         return str(compiler.grammar_from_json_schema(schema, overrides=options))
-    if structured.kind == "regex":
+    if structured_outputs.kind == "regex":
         return str(compiler.grammar_from_regex(source))
-    if structured.kind == "choice":
+    if structured_outputs.kind == "choice":
         source = "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, json.loads(source)))
     else:
         source = _as_lark(source)

@@ -11,7 +11,7 @@ from typing import Any
 from radixserve.errors import InvalidRequest, RequestFailed
 from radixserve.grammar.backend import TokenTable, check_installed, compile_matcher
 from radixserve.grammar.matcher import CompiledGrammar
-from radixserve.structured_output import StructuredOutput
+from radixserve.structured_outputs import StructuredOutput
 
 COMPILE_TIMEOUT_S = 10.0  # a grammar that takes longer is refused
 _AT_ONCE = 4  # grammars that are compiled at the same time, those given up included
@@ -24,9 +24,10 @@ class GrammarCompiler:
     """May be used from any thread but the engine's: compiling takes about a millisecond, and the
     first time a table of all tokens is made, some seconds for a large vocabulary."""
 
-    def __init__(self, tokenizer: Callable[[], Any]) -> None:
+    def __init__(self, tokenizer: Callable[[], Any], *, keeps_options: bool = False) -> None:
         """tokenizer: the model's `tokenizers.Tokenizer`; raises InvalidRequest where it has none.
-        Called with the first grammar."""
+        Called with the first grammar. `keeps_options`: see `compile_matcher`."""
+        self._keeps_options = keeps_options
         self._tokenizer = tokenizer
         self._table: TokenTable | None = None
         self._table_lock = threading.Lock()
@@ -34,30 +35,32 @@ class GrammarCompiler:
         self._compiled_lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(_AT_ONCE)
 
-    def compile(self, structured: StructuredOutput) -> CompiledGrammar:
+    def compile(self, structured_outputs: StructuredOutput) -> CompiledGrammar:
         """The grammar, from the last 256 ones or new.
 
         Raises InvalidRequest with the reason where it cannot be used, also where it takes longer
         than COMPILE_TIMEOUT_S; RequestFailed where so many others are being compiled for so long.
         """
         with self._compiled_lock:
-            found = self._compiled.get(structured)
-            if found is not None:
-                self._compiled.move_to_end(structured)
-                return found
+            compiled = self._compiled.get(structured_outputs)
+            if compiled is not None:
+                self._compiled.move_to_end(structured_outputs)
+                return compiled
         table = self._token_table()
-        native = self._in_thread(lambda: compile_matcher(structured, table))
-        found = CompiledGrammar(native, table, jump_forward=structured.jump_forward)
+        native = self._in_thread(
+            lambda: compile_matcher(structured_outputs, table, keeps_options=self._keeps_options)
+        )
+        compiled = CompiledGrammar(native, table, jump_forward=structured_outputs.jump_forward)
         with self._compiled_lock:
-            self._compiled[structured] = found
+            self._compiled[structured_outputs] = compiled
             if len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
-        return found
+        return compiled
 
-    def has(self, structured: StructuredOutput) -> bool:
+    def has(self, structured_outputs: StructuredOutput) -> bool:
         """Whether it is compiled already."""
         with self._compiled_lock:
-            return structured in self._compiled
+            return structured_outputs in self._compiled
 
     def _token_table(self) -> TokenTable:
         with self._table_lock:

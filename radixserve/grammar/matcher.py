@@ -1,4 +1,4 @@
-"""`GrammarMatcher`: where an answer stands in its grammar, and what may come next.
+"""`GrammarMatcher`: an answer's position in its grammar, and the tokens that may follow.
 
 The state is a function of the answer's tokens: `sync` brings a matcher to any answer, by consuming
 what is new and rolling back what is gone. So preempted requests, beams that take another's place
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from radixserve.arrays import IntArray
 from radixserve.grammar.backend import TokenTable
-from radixserve.grammar.mask_workers import MaskBatch, MaskWorkers
+from radixserve.grammar.bitmask_workers import BitmaskTasks, BitmaskWorkers
 from radixserve.int_buffer import IntBuffer
 
 Bitmask = NDArray[np.int32]
@@ -105,12 +105,12 @@ class GrammarMatcher:
         self.is_complete = native.is_stopped()
         if not self.is_complete and not self.end_ids and native.is_accepting():
             row = np.zeros(self.num_words, np.int32)
-            self.compute(row)  # no token could say later that this is the end
+            self.compute(row)  # no later token could mark the end
             self.finish_row(row)
             self.is_complete = self.only_ends
 
     def force(self) -> list[int]:
-        """Go on by the tokens that have to come next, up to one that ends the request; these."""
+        """Append the tokens that must follow, up to one that ends the request. Returns them."""
         taken: list[int] = []
         if self.is_complete or self.error is not None:
             return taken
@@ -160,7 +160,7 @@ class GrammarMatcher:
                 words[token_id // 32] |= np.uint32(1 << token_id % 32)
 
 
-class PendingMasks:
+class BitmaskFuture:
     """What may follow each of some answers, being computed by other threads."""
 
     def __init__(
@@ -169,11 +169,13 @@ class PendingMasks:
         """answers: the tokens of each, all known. num_words: of the model's vocabulary, at least;
         some 20 us a row, 150 us where much is possible."""
         self.matchers = tuple(matchers)
-        words = max((one.num_words for one in matchers), default=0)
+        words = max((matcher.num_words for matcher in matchers), default=0)
         words = max(num_words, words)
         self._rows: Bitmask = np.zeros((len(matchers), words), np.int32)
         work = zip(self.matchers, answers, self._rows, strict=True)
-        self._batch: MaskBatch = _workers().start([partial(_compute, *one) for one in work])
+        self._batch: BitmaskTasks = _workers().start(
+            [partial(_compute, *arguments) for arguments in work]
+        )
 
     def get(self) -> Bitmask:
         """[n, words] int32: bit t % 32 of word t // 32 says whether token t may be sampled."""
@@ -181,10 +183,10 @@ class PendingMasks:
         rows = self._rows
         if slow:
             rows = rows.copy()  # the others may still be written
-            for at in slow:
-                self.matchers[at].error = "the grammar cannot be followed: it takes too long"
-        for one, row in zip(self.matchers, rows, strict=True):
-            one.finish_row(row)
+            for index in slow:
+                self.matchers[index].error = "the grammar cannot be followed: it takes too long"
+        for matcher, row in zip(self.matchers, rows, strict=True):
+            matcher.finish_row(row)
         return rows
 
 
@@ -197,9 +199,9 @@ def _compute(matcher: GrammarMatcher, answer: IntArray, row: IntArray) -> None:
 
 
 @cache
-def _workers() -> MaskWorkers:
-    return MaskWorkers()
+def _workers() -> BitmaskWorkers:
+    return BitmaskWorkers()
 
 
-if hasattr(os, "register_at_fork"):  # the threads do not come along
+if hasattr(os, "register_at_fork"):  # a forked process does not have the threads
     os.register_at_fork(after_in_child=_workers.cache_clear)

@@ -60,8 +60,8 @@ class BlockView:
     def stored(self) -> list[KVCacheEvent]:
         """Events of all that is stored, for a consumer that starts from nothing."""
         nodes = sorted(self._nodes.values(), key=lambda node: node.first_block)
-        found = [self._stored(node, 0) for node in nodes if node.hashes]  # parents first
-        return [AllBlocksCleared(), *found]
+        blocks = [self._stored(node, 0) for node in nodes if node.hashes]  # parents first
+        return [AllBlocksCleared(), *blocks]
 
     def _apply_all(self, events: Sequence[Event]) -> Iterable[KVCacheEvent]:
         for event in events:
@@ -108,8 +108,8 @@ class BlockView:
     def _hash_new(self, node: _Node) -> BlockStored | None:
         first, width = len(node.hashes), self._width
         key = node.hashes[-1] if first else node.above
-        for at in range(first * width, len(node.tokens) - width + 1, width):
-            key = _digest(key.to_bytes(8), node.tokens[at : at + width])
+        for start in range(first * width, len(node.tokens) - width + 1, width):
+            key = _digest(key.to_bytes(8), node.tokens[start : start + width])
             node.hashes.append(key)
         self._copies.update(node.hashes[first:])
         return self._stored(node, first) if len(node.hashes) > first else None
@@ -157,7 +157,7 @@ class BlockView:
         return BlockRemoved(gone, "GPU") if gone else None
 
     def _reset(self, namespace: str) -> KVCacheEvent | None:
-        nodes = [self._nodes.pop(one) for one in self._namespaces.pop(namespace, ())]
+        nodes = [self._nodes.pop(node_id) for node_id in self._namespaces.pop(namespace, ())]
         nodes.sort(key=lambda node: node.first_block)
         removed = self._remove([key for node in nodes for key in node.hashes])
         return AllBlocksCleared() if removed and not self._copies else removed

@@ -107,7 +107,7 @@ class KVEventPublisher:
             self._next = batch.end
 
     def close(self) -> None:
-        """Send what was handed over and stop. Only when `publish` is not called any more."""
+        """Send the pending batches and stop. Call it after the last `publish`."""
         if not self._context.closed:
             self._put(None)
             self._thread.join()
@@ -165,11 +165,15 @@ class KVEventPublisher:
             return  # no request
         client, _, first = frames
         number = self._number.to_bytes(8)
-        found = [one for one in self._kept if one[0] >= first]
-        if first <= number and len(found) == len(self._kept) and (not found or found[0][0] > first):
-            found = [(number, _encode(self._view.stored()))]
-        for one in found:
-            self._router.send_multipart((client, b"", self._topic, *one))
+        batches = [batch for batch in self._kept if batch[0] >= first]
+        if (
+            first <= number
+            and len(batches) == len(self._kept)
+            and (not batches or batches[0][0] > first)
+        ):
+            batches = [(number, _encode(self._view.stored()))]
+        for batch in batches:
+            self._router.send_multipart((client, b"", self._topic, *batch))
         self._router.send_multipart((client, b"", b"", _END, b""))
 
 

@@ -1,1 +1,1 @@
-"""Decoders, their weights, and where these come from."""
+"""Decoders, their weights, and the sources of these."""

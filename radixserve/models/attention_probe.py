@@ -96,7 +96,7 @@ class ProbedLayers:
         shapes = set(self.shapes.values())
         query_heads, kv_heads, dims = zip(*shapes, strict=True)
         most = max(kv_heads)
-        fits = all(most % one == 0 for one in kv_heads) and query_heads[0] % most == 0
+        fits = all(most % heads == 0 for heads in kv_heads) and query_heads[0] % most == 0
         if len(set(query_heads)) > 1 or not fits:
             raise ModelNotSupported(
                 f"{self.architecture} has layers of different head shapes: {shapes}"
@@ -128,7 +128,7 @@ def span_of_mask(mask_function: Callable[..., Tensor], size: int | None) -> tupl
     """
     some = size or 16
     queries = sorted({0, 1, *(n * some + d for n in (1, 2, 3) for d in (-1, 0, 1))})
-    q = torch.tensor([at for at in queries if at >= 0])[:, None]
+    q = torch.tensor([position for position in queries if position >= 0])[:, None]
     k = torch.arange(int(q.max()) + 3)[None]
     zero = torch.zeros((), dtype=torch.int64)
     seen = torch.as_tensor(mask_function(zero, zero, q, k)).expand(len(q), k.shape[1])
@@ -187,7 +187,7 @@ def register() -> None:
 
 
 def can_choose_logits(model: Any) -> bool:
-    """Whether a model computes logits after some tokens only, when told which."""
+    """Whether the model's `forward` can compute logits for selected tokens only."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 

@@ -16,8 +16,10 @@ from radixserve.attention.base import (
     AttentionFeatures,
     AttentionVariant,
     ForwardBatch,
+    LayerKV,
 )
 from radixserve_kernels.quantized import BITS, FORMS
+from radixserve_kernels.stored_kv import stored_width
 
 
 class StateShape(NamedTuple):
@@ -43,7 +45,7 @@ class ModelInfo:
     hidden_size: int
     vocab_size: int  # rows of the output head
     max_positions: int
-    eos_ids: tuple[int, ...]  # ascending; of generation_config.json and config.json
+    eos_ids: tuple[int, ...]  # ascending; of generation_config.json, config.json, the tokenizer
     dtype: torch.dtype
     num_parameters: int  # tied ones once
     # (form, parameters in it) of quantized weights; the others are in dtype
@@ -55,6 +57,8 @@ class ModelInfo:
     window_layers: tuple[int, ...] = ()  # of those the ones that see a window or chunk of positions
     window_size: int = 0  # positions, where such a layer sees most
     states: tuple[StateShape, ...] = ()  # of recurrent layers
+    kv_dtype: torch.dtype | None = None  # of stored K and V; None: dtype
+    inexact: str = ""  # on the CPU: why a token's bits may depend on other tokens of a step
 
     @property
     def kv_layers(self) -> int:
@@ -63,7 +67,12 @@ class ModelInfo:
     @property
     def state_bytes(self) -> int:
         """Bytes of one sequence's recurrent states, independent of its length."""
-        return sum(math.prod(one.shape) * one.dtype.itemsize for one in self.states)
+        return sum(math.prod(state.shape) * state.dtype.itemsize for state in self.states)
+
+    @property
+    def state_tokens(self) -> float:
+        """Tokens whose K/V takes the memory of one sequence's recurrent states."""
+        return self.state_bytes / self.kv_bytes_per_token if self.states else 0.0
 
     @property
     def weight_bytes(self) -> int:
@@ -85,24 +94,30 @@ class ModelInfo:
         """Those of `kv_bytes_per_token` that are of `window_layers`."""
         return self._kv_bytes(len(self.window_layers))
 
+    @property
+    def stored_kv_dtype(self) -> torch.dtype:
+        return self.dtype if self.kv_dtype is None else self.kv_dtype
+
     def _kv_bytes(self, num_layers: int) -> int:
-        return 2 * num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        dtype = self.stored_kv_dtype
+        head_bytes = stored_width(self.head_dim, dtype) * dtype.itemsize
+        return 2 * num_layers * self.num_kv_heads * head_bytes
 
 
 def layer_windows(features: Iterable[AttentionFeatures]) -> dict[str, Any]:
     """`window_layers` and `window_size` of a ModelInfo whose layers have these features."""
-    spans = [min(filter(None, one.span), default=0) for one in features]
+    spans = [min(filter(None, layer_features.span), default=0) for layer_features in features]
     layers = tuple(number for number, span in enumerate(spans) if span)
     return {"window_layers": layers, "window_size": max(spans, default=0)}
 
 
 def distinct_variants(features: Iterable[AttentionFeatures]) -> tuple[AttentionVariant, ...]:
     """`attention_variants` of a ModelInfo whose layers have these features."""
-    return tuple(dict.fromkeys(one.variant for one in features))
+    return tuple(dict.fromkeys(layer_features.variant for layer_features in features))
 
 
 class LanguageModel(ABC):
-    """A decoder that keeps its K and V in the attention backend it is handed.
+    """A decoder that keeps its K and V in the pool of an attention backend, see `AttentionBackend`.
 
     Holds weights only: nothing changes in it between calls.
     """
@@ -119,12 +134,12 @@ class LanguageModel(ABC):
         out.copy_(self.forward(batch, backend))
 
     def by_layers(self) -> LayeredModel | None:
-        """Itself, if `forward` can be had in parts."""
+        """The model itself if it is a `LayeredModel`, else None."""
         return None
 
 
 class LayeredModel(LanguageModel):
-    """A model whose `forward` can be had in parts, those with attention apart from those without.
+    """A model whose `forward` can be called in parts, the attention apart from the rest.
 
     embed, then of each layer project, attend and finish_layer; of the last one finish. number: of
     the layer. T: any number of tokens, but for attend, which is for those of the planned batch.
@@ -140,14 +155,12 @@ class LayeredModel(LanguageModel):
         number: int,
         x: Tensor,
         positions: Tensor,
-        slot_mapping: Tensor,
-        slots: tuple[Tensor, Tensor],
+        kv: LayerKV,
         out: Tensor | None = None,
     ) -> Tensor:
         """Stores K and V of x [T, H]; returns the queries [T, Hq, D], in `out` if it is given.
 
-        positions, slot_mapping [T] int64; -1: not stored. slots: the layer's K and V
-        in the pool, [num_slots, Hkv, D] each.
+        positions [T] int64; kv: the layer's `AttentionBackend.layer_kv`.
         """
 
     @abstractmethod

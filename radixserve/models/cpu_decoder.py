@@ -1,24 +1,25 @@
 """The native decoder on compiled CPU kernels: a step is one call, from token ids to logits.
 
-The same checkpoints and the same arithmetic as decoder.py; attention is part of the call, which
-takes the `cpu` backend's plan.
+The same checkpoints and the same arithmetic as decoder.py; the call stores and attends
+itself, by the attention backend's `compiled_step`.
 """
 
 from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from radixserve.attention.base import AttentionBackend, ForwardBatch
-from radixserve.attention.cpu import CpuBackend
+from radixserve.attention.base import AttentionBackend, ForwardBatch, RecurrentRows
 from radixserve.models.base import LanguageModel, ModelInfo
 from radixserve.models.decoder_tensors import DecoderTensors, LayerTensors, read_decoder
 from radixserve.models.mlp_tensors import ExpertTensors, MlpTensors, WeightAndBias
 from radixserve.models.source import ModelSource
 from radixserve_kernels.cpu_decoder import FusedDecoder
 from radixserve_kernels.cpu_experts import PackedExperts
+from radixserve_kernels.cpu_recurrent import CompiledStates, PackedRecurrence, PackedShortConv
 from radixserve_kernels.cpu_weights import PackedWeight, interleave, interleave_weights
 from radixserve_kernels.decoder_layer import DecoderLayer, Mlp
 from radixserve_kernels.quantized import AnyWeight
@@ -27,40 +28,91 @@ from radixserve_kernels.quantized import AnyWeight
 class CpuDecoder(LanguageModel):
     """See `LanguageModel`. Made by `load_cpu_decoder`."""
 
-    def __init__(self, read: DecoderTensors) -> None:
+    def __init__(self, read: DecoderTensors, activation_bits: int = 8) -> None:
         self.info: ModelInfo = read.info
+        if activation_bits == 16:
+            _round_finely(read)
         parts = (read.shape, read.layers, read.embedding, read.norm.contiguous(), read.lm_head)
         self._decoder = FusedDecoder(*parts, read.info.dtype)
         self._rotaries = read.rotaries
+        self._rotations: list[Tensor] = []  # of each rotary, of the positions seen so far
+        self._num_positions = 0  # that all of them have
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
-        """`backend` is a planned CpuBackend."""
-        assert isinstance(backend, CpuBackend), f"not on the {backend.name} backend"
+        """`backend` has a `compiled_step`: it is the cpu backend."""
+        attention = backend.compiled_step()
+        assert attention is not None, f"not on the {backend.name} backend"
         end, window = int(batch.host.seq_lens.max()), batch.window
+        if end > self._num_positions:
+            self._rotations = [table.up_to(end) for table in self._rotaries]
+            self._num_positions = min(map(len, self._rotations), default=end)
         return self._decoder.run(
             input_ids=batch.input_ids,
             positions=batch.positions,
             slots=batch.slot_mapping,
             sampled=batch.logits_indices,
-            rotations=[table.up_to(end) for table in self._rotaries],
-            plan=backend.planned,
-            kv=backend.decoder_kv,
+            rotations=self._rotations,
+            attention=attention,
             window_slots=None if window is None else window.slot_mapping,
             window_page_ids=None if window is None else window.kv_indices,
+            states=None if batch.recurrent is None else compiled_states(batch.recurrent),
         )
 
 
+def _round_finely(read: DecoderTensors) -> None:
+    """Choose the weights whose activations are rounded to 16 bits with `activation_bits=16`: the
+    head, attention's projections, and the MLPs of the first and last layer. docs/quantization.md
+    has what that buys."""
+    read.lm_head.round_finely()
+    for layer in read.layers:
+        layer.qkv.round_finely()
+        layer.o.round_finely()
+        if layer.beside is not None:
+            layer.beside.round_finely()
+    for layer in (read.layers[0], read.layers[-1]):
+        if isinstance(layer.mlp, Mlp):
+            layer.mlp.gate_up.round_finely()
+            layer.mlp.down.round_finely()
+
+
+def compiled_states(recurrent: RecurrentRows) -> CompiledStates:
+    """The states of a step as the compiled decoder takes them."""
+    rows: list[tuple[int, int, int, int]] = []
+    pieces: list[tuple[int, int, int]] = []
+    if recurrent.tokens is not None:
+        tokens = {
+            name: [] if ids is None else ids.tolist()
+            for name, ids in recurrent.tokens._asdict().items()
+        }
+        before = tokens["state_ids"]
+        after, new_rows = tokens["written_ids"] or before, set(tokens["new_rows"])
+        kept = dict(zip(tokens["kept_rows"], tokens["kept_in"], strict=True))
+        for number, place in enumerate(tokens["places"] or range(len(before))):
+            first = -1 if number in new_rows else before[number]
+            rows.append((first, after[number], len(pieces), len(pieces) + 1))
+            pieces.append((place, place + 1, kept.get(number, -1)))
+    for row in recurrent.rows:
+        first = -1 if row.is_new else row.state_id
+        rows.append((first, row.state_id, len(pieces), len(pieces) + len(row.pieces)))
+        pieces += [(piece.start, piece.end, piece.kept_in) for piece in row.pieces]
+    return CompiledStates(recurrent.states, np.array(rows, np.int64), np.array(pieces, np.int64))
+
+
 def load_cpu_decoder(
-    source: ModelSource, dtype: torch.dtype, weight_dtype: str | None = "auto"
+    source: ModelSource,
+    dtype: torch.dtype,
+    weight_dtype: str | None = "auto",
+    activation_bits: int = 8,
 ) -> CpuDecoder:
     """Read a model of a native family.
 
     weight_dtype: "auto" (matrices stay in the 8 or 4 bits that they are stored in), "int8", or None
-    to widen all to dtype.
+    to widen all to dtype. activation_bits: see `EngineConfig`.
     """
     ends = partial(_pack_ends, dtype)
     cpu = torch.device("cpu")
-    return CpuDecoder(read_decoder(source, dtype, cpu, _pack_layer, weight_dtype, ends))
+    read = read_decoder(source, dtype, cpu, _pack_layer, weight_dtype, ends)
+    return CpuDecoder(read, activation_bits)
 
 
 def _pack_ends(
@@ -77,25 +129,33 @@ def _pack_layer(tensors: LayerTensors) -> DecoderLayer[PackedWeight, PackedExper
     norms = {
         name: None if norm is None else norm.contiguous() for name, norm in tensors.norms.items()
     }
-    mlp = tensors.mlp
+    mlp, net, beside = tensors.mlp, tensors.recurrence, tensors.beside
+    attention = tensors.q, tensors.k, tensors.v
+    first = 0 if beside is None else sum(weight.shape[0] for weight, _ in attention)
     return DecoderLayer(
         **norms,
-        qkv=PackedWeight.of_parts((tensors.q, tensors.k, tensors.v)),
+        qkv=PackedWeight.of_parts((*attention, *tensors.more)),
         o=PackedWeight(*tensors.o),
         mlp=_pack_experts(mlp) if isinstance(mlp, ExpertTensors) else _pack_mlp(mlp),
         features=tensors.features,
         rotary=tensors.rotary,
+        has_gate=bool(tensors.more) and net is None,
+        recurrence=None if net is None else PackedRecurrence(net, first),
+        beside=None if beside is None else PackedWeight(*beside),
+        short_conv=None if tensors.short_conv is None else PackedShortConv(tensors.short_conv),
     )
 
 
 def _pack_mlp(mlp: MlpTensors) -> Mlp[PackedWeight]:
-    return Mlp(_interleaved(mlp.gate, mlp.up), PackedWeight(*mlp.down))
+    gate_up = PackedWeight(*mlp.up) if mlp.gate is None else _interleaved(mlp.gate, mlp.up)
+    return Mlp(gate_up, PackedWeight(*mlp.down))
 
 
 def _pack_experts(mlp: ExpertTensors) -> PackedExperts:
-    experts = [_pack_mlp(one) for one in mlp.experts]
-    gate_up, down = [one.gate_up for one in experts], [one.down for one in experts]
-    return PackedExperts(PackedWeight(*mlp.router), gate_up, down, mlp.routing)
+    experts = [_pack_mlp(expert) for expert in mlp.experts]
+    gate_up, down = [expert.gate_up for expert in experts], [expert.down for expert in experts]
+    router = PackedWeight(*mlp.router)
+    return PackedExperts(router, gate_up, down, mlp.routing, mlp.choice_bias)
 
 
 def _interleaved(gate: WeightAndBias, up: WeightAndBias) -> PackedWeight:

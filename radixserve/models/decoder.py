@@ -8,14 +8,16 @@ graph can capture it. Which tokens belong together is the batch's and the backen
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from radixserve.attention.base import AttentionBackend, ForwardBatch
+from radixserve.attention.base import AttentionBackend, ForwardBatch, LayerKV
+from radixserve.errors import ModelNotSupported
 from radixserve.models.base import LayeredModel, ModelInfo
 from radixserve.models.decoder_shape import check_decoder, decoder_shape
 from radixserve.models.decoder_tensors import DecoderTensors, LayerTensors, read_decoder
@@ -36,8 +38,7 @@ TABLE_BYTES = 256 << 20  # of rotations, unless more positions are asked for
 class Decoder(LayeredModel):
     """See `LayeredModel`. Made by `load_decoder`. One of several ranks has an `info` of its own.
 
-    It stores K and V in the backend's pool, of as many key/value heads as `info` has, and calls
-    `attend`.
+    Its kernels store K and V, of as many heads as `info` has, where the backend's `layer_kv` says.
     """
 
     can_capture = True
@@ -47,11 +48,15 @@ class Decoder(LayeredModel):
         tensors: DecoderTensors,  # the rank's; layers are DecoderLayer[Linear, GroupedExperts]
         tables: tuple[Tensor, ...],  # of each rotary [max positions, D] float32
         group: TPGroup | None,
+        *,
+        is_exact: bool = False,
+        compiles: bool = True,
     ) -> None:
         self.info: ModelInfo = tensors.info
         self._shape, self._group = tensors.shape, group
         self._embedding, self._norm = dense(tensors.embedding), tensors.norm
-        self._lm_head = Linear(dense(tensors.lm_head))  # H -> V, or the rank's part of V
+        head = dense(tensors.lm_head)  # H -> V, or the rank's part of V
+        self._lm_head = Linear(head, is_exact=is_exact, compiles=compiles)
         self._layers: tuple[DecoderLayer[Linear, GroupedExperts], ...] = tensors.layers
         self.tables = tables
 
@@ -64,11 +69,9 @@ class Decoder(LayeredModel):
         last = len(self._layers) - 1
         x, residual = self.embed(batch.input_ids)
         for number in range(last):
-            slot_mapping = backend.slot_mapping(batch, number)
-            q = self.project(number, x, batch.positions, slot_mapping, backend.slots[number])
+            q = self.project(number, x, batch.positions, backend.layer_kv(number))
             x = self.finish_layer(number, self.attend(number, q, backend), x, residual)
-        slot_mapping = backend.slot_mapping(batch, last)
-        q = self.project(last, x, batch.positions, slot_mapping, backend.slots[last])
+        q = self.project(last, x, batch.positions, backend.layer_kv(last))
         return self.finish(self.attend(last, q, backend), x, residual, batch.logits_indices, out)
 
     def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,8 +85,7 @@ class Decoder(LayeredModel):
         number: int,
         x: Tensor,
         positions: Tensor,
-        slot_mapping: Tensor,
-        slots: tuple[Tensor, Tensor],
+        kv: LayerKV,
         out: Tensor | None = None,
     ) -> Tensor:
         shape, layer = self._shape, self._layers[number]
@@ -97,10 +99,10 @@ class Decoder(LayeredModel):
         return rope_and_store(
             qkv,
             positions,
-            slot_mapping,
+            kv.slot_mapping,
             None if layer.rotary is None else self.tables[layer.rotary],
-            slots[0],
-            slots[1],
+            kv.k_slots,
+            kv.v_slots,
             shape.num_heads,
             shape.num_kv_heads,
             qk_norm,
@@ -187,51 +189,69 @@ def load_decoder(
     device: torch.device,
     group: TPGroup | None = None,
     num_positions: int | None = None,
+    *,
+    is_exact: bool = False,
+    compiles: bool = True,
 ) -> Decoder:
     """Read a model of a native family; of several ranks, this one's part of it.
+
+    is_exact, compiles: see `Linear`.
 
     `num_positions`: so many are needed; by default all that the model has, as far as a table of
     TABLE_BYTES goes. Raises ModelNotSupported for what `check_decoder` refuses, InvalidRequest
     where the model cannot be split over so many ranks.
     """
     check_decoder(source.config)
+    if any(decoder_shape(source.config).mixers):
+        raise ModelNotSupported("recurrent layers run natively on the cpu attention backend only")
     if group is not None and group.size == 1:
         group = None
     if group is None:
-        tensors = read_decoder(source, dtype, device, _pack_layer)
+        pack = partial(_pack_layer, linear=partial(Linear, is_exact=is_exact, compiles=compiles))
+        tensors = read_decoder(source, dtype, device, pack)
     else:
         tensors = _read_part(source, dtype, device, group)
     tensors = _with_positions(tensors, num_positions)
     longest = tensors.info.max_positions
     num_rows = min(num_positions or longest, longest)
     tables = tuple(rotary.cos_sin(num_rows) for rotary in tensors.rotaries)
-    return Decoder(tensors, tables, group)
+    return Decoder(tensors, tables, group, is_exact=is_exact, compiles=compiles)
 
 
-def _pack_layer(tensors: LayerTensors) -> DecoderLayer[Linear, GroupedExperts]:
+def _pack_layer(
+    tensors: LayerTensors, linear: Callable[..., Linear] = Linear
+) -> DecoderLayer[Linear, GroupedExperts]:
     mlp = tensors.mlp
     return DecoderLayer(
         **tensors.norms,
-        qkv=Linear(*_stacked(tensors.q, tensors.k, tensors.v)),
-        o=Linear(*_stacked(tensors.o)),
-        mlp=_pack_experts(mlp) if isinstance(mlp, ExpertTensors) else _pack_mlp(mlp),
+        qkv=linear(*_stacked(tensors.q, tensors.k, tensors.v)),
+        o=linear(*_stacked(tensors.o)),
+        mlp=(
+            _pack_experts(mlp, linear) if isinstance(mlp, ExpertTensors) else _pack_mlp(mlp, linear)
+        ),
         features=tensors.features,
         rotary=tensors.rotary,
+        has_gate=False,
+        recurrence=None,
+        short_conv=None,
+        beside=None,
     )
 
 
-def _pack_mlp(mlp: MlpTensors) -> Mlp[Linear]:
-    return Mlp(Linear(*_stacked(mlp.gate, mlp.up)), Linear(*_stacked(mlp.down)))
+def _pack_mlp(mlp: MlpTensors, linear: Callable[..., Linear]) -> Mlp[Linear]:
+    assert mlp.gate is not None, "layers without one run on the cpu attention backend"
+    return Mlp(linear(*_stacked(mlp.gate, mlp.up)), linear(*_stacked(mlp.down)))
 
 
-def _pack_experts(mlp: ExpertTensors) -> GroupedExperts:
+def _pack_experts(mlp: ExpertTensors, linear: Callable[..., Linear]) -> GroupedExperts:
     """The shared expert, which every token has, is a product of its own."""
     experts = mlp.experts[: mlp.routing.num_experts]
-    shared = _pack_mlp(mlp.experts[-1]) if mlp.routing.has_shared else None
-    gate_up = [_stacked(one.gate, one.up) for one in experts]
-    down = [_stacked(one.down) for one in experts]
-    router = Linear(*_stacked(mlp.router))
-    return GroupedExperts(router, *_piled(gate_up), *_piled(down), shared, mlp.routing)
+    shared = _pack_mlp(mlp.experts[-1], linear) if mlp.routing.has_shared else None
+    gate_up = [_stacked(expert.gate, expert.up) for expert in experts if expert.gate is not None]
+    down = [_stacked(expert.down) for expert in experts]
+    router = linear(*_stacked(mlp.router))
+    stacked = *_piled(gate_up), *_piled(down)
+    return GroupedExperts(router, *stacked, shared, mlp.routing, mlp.choice_bias)
 
 
 def _piled(both: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:

@@ -166,12 +166,12 @@ def _expert_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         *(*_EXPERT_SIZES, "norm_topk_prob", "mlp_only_layers"),
         *("swiglu_alpha", "swiglu_limit", "qkv_bias"),
     )
-    found = {name: fields[name] for name in names if name in fields}
+    known = {name: fields[name] for name in names if name in fields}
     if "num_local_experts" in fields:
-        found["num_experts"] = fields["num_local_experts"]
-    if isinstance(layers := found.get("mlp_only_layers", ""), list | None):
-        found["mlp_only_layers"] = tuple(layers or ())
-    return found
+        known["num_experts"] = fields["num_local_experts"]
+    if isinstance(layers := known.get("mlp_only_layers", ""), list | None):
+        known["mlp_only_layers"] = tuple(layers or ())
+    return known
 
 
 def _rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -221,8 +221,8 @@ def _attention_span(fields: Mapping[str, Any]) -> tuple[Any, tuple[str, ...] | N
             fields["num_hidden_layers"] if window is None else fields.get("max_window_layers", 28)
         )
         given = tuple(
-            "full_attention" if at < full else "sliding_attention"
-            for at in range(fields["num_hidden_layers"])
+            "full_attention" if layer < full else "sliding_attention"
+            for layer in range(fields["num_hidden_layers"])
         )
     return window, given
 

@@ -1,4 +1,4 @@
-"""What a config and its family's row make of the native decoder: sizes, parts, each layer's own."""
+"""A native decoder's sizes and parts, from a config and its family's row."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from radixserve.errors import ModelNotSupported
-from radixserve.models.families import FAMILIES, ExpertParts, Family
+from radixserve.models.families import FAMILIES, ExpertParts, Family, Mixer, head_dim_of
+from radixserve.models.quantized_checkpoint import MXFP4, config_scheme
 from radixserve.models.rope import ROPE_TYPES, original_length
 from radixserve.models.weights import architecture_of
 from radixserve_kernels.attention_features import PLAIN, AttentionFeatures
 from radixserve_kernels.decoder_layer import DecoderSizes
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_UNGATED_ACTIVATIONS = {"relu2": "relu2"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -33,30 +35,37 @@ class DecoderShape(DecoderSizes):
     rotary: tuple[int | None, ...]  # of each layer, which of them; None: it turns nothing
     features: tuple[AttentionFeatures, ...]  # of each layer, without sinks
     experts: tuple[ExpertParts | None, ...]  # of each layer; None: one MLP
+    mixers: tuple[Mixer | None, ...]  # of each layer; None: it attends
+    has_mlp: tuple[bool, ...]  # or experts, of each layer
 
     @property
     def feature_names(self) -> frozenset[str]:
         """Fields of AttentionFeatures that any layer uses."""
-        found = frozenset[str]().union(*(one.names for one in self.features))
-        return found | {"sinks"} if self.family.has_sinks else found
+        names = frozenset[str]().union(*(features.names for features in self.features))
+        return names | {"sinks"} if self.family.has_sinks else names
 
 
-def unsupported_reason(config: Any) -> str:
+def not_native_reason(config: Any) -> str:
     """What of `config` the native decoder does not compute; "" if it computes all."""
     family = FAMILIES.get(architecture_of(config))
     if family is None:
         return f"it is not one of {', '.join(FAMILIES)}"
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is not None and not (family.has_mxfp4 and _is_mxfp4(quantization)):
-        return "it has quantized weights"
+    if config_scheme(config) is MXFP4 and not family.has_mxfp4:
+        return "it has quantized weights in MXFP4"
     if getattr(config, "use_bidirectional_attention", None):
         return "its attention is not causal"
-    if (activation := family.activation(config)) not in _ACTIVATIONS:
-        return f"it has activation {activation!r}; possible are {', '.join(_ACTIVATIONS)}"
+    activation, activations = family.activation(config), _activations(family)
+    if activation not in activations:
+        return f"it has activation {activation!r}; possible are {', '.join(activations)}"
     has_experts = any(family.experts(config, i) for i in range(config.num_hidden_layers))
-    if has_experts and _ACTIVATIONS[activation] != "silu":
+    if has_experts and activations[activation] == "gelu_tanh":
         return f"its experts have activation {activation!r}; possible is silu"
-    if others := sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES):
+    if reason := family.refuses(config):
+        return reason
+    if getattr(config, "conv_bias", False):
+        return "its convolutions have biases"
+    known = _LAYER_TYPES | family.layer_types
+    if others := sorted(set(getattr(config, "layer_types", None) or ()) - known):
         return f"it has layers of type {', '.join(others)}"
     for rope in _ropes(config):
         kind = rope.get("rope_type", "default")
@@ -68,16 +77,14 @@ def unsupported_reason(config: Any) -> str:
     return ""
 
 
-def _is_mxfp4(quantization: Any) -> bool:
-    """`quantization`: a config's field, which some versions of transformers make an object."""
-    if isinstance(quantization, Mapping):
-        return quantization.get("quant_method") == "mxfp4"
-    return bool(getattr(quantization, "quant_method", None) == "mxfp4")
+def _activations(family: Family) -> dict[str, str]:
+    """By their names in a config."""
+    return _UNGATED_ACTIVATIONS if family.mlp_names[0] is None else _ACTIVATIONS
 
 
 def check_decoder(config: Any) -> None:
     """Raise ModelNotSupported naming what of `config` the native decoder does not compute."""
-    if reason := unsupported_reason(config):
+    if reason := not_native_reason(config):
         raise ModelNotSupported(
             f"the native decoder cannot run {architecture_of(config)}: {reason}"
         )
@@ -87,7 +94,7 @@ def decoder_shape(config: Any) -> DecoderShape:
     """Sizes and parts of a checked config."""
     family = FAMILIES[architecture_of(config)]
     num_heads, num_layers = config.num_attention_heads, config.num_hidden_layers
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    head_dim = head_dim_of(config)
     ropes = _ropes(config)
     scale = family.attention_scale(config)
     qk_norm = family.qk_norm(config)
@@ -97,18 +104,22 @@ def decoder_shape(config: Any) -> DecoderShape:
         num_kv_heads=config.num_key_value_heads or num_heads,
         head_dim=head_dim,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=family.intermediate_size(config),
         vocab_size=config.vocab_size,
         eps=getattr(config, family.eps),
         attention_scale=float(head_dim**-0.5 if scale is None else scale),
         norm_type=family.norm_type,
-        activation=_ACTIVATIONS[family.activation(config)],
+        activation=_activations(family)[family.activation(config)],
         has_whole_qk_norm=qk_norm == "whole",
         has_parallel_residual=family.has_parallel_residual,
         embedding_scale=float(family.embedding_scale(config)),
         residual_scale=float(family.residual_scale(config)),
         logit_scale=float(family.logit_scale(config)),
         logit_soft_cap=float(family.final_logits_soft_cap(config) or 0.0),
+        has_gated_mlp=family.mlp_names[0] is not None,
+        attention_out_scale=float(family.attention_out_scale(config)),
+        gate_scale=float(family.gate_scale(config)),
+        mlp_out_scale=float(family.mlp_out_scale(config)),
         family=family,
         qk_norm=qk_norm,
         qkv_bias=family.qkv_bias(config),
@@ -124,11 +135,13 @@ def decoder_shape(config: Any) -> DecoderShape:
         ),
         features=tuple(_features(config, family, layer) for layer in range(num_layers)),
         experts=tuple(family.experts(config, layer) for layer in range(num_layers)),
+        mixers=tuple(family.mixer(config, layer) for layer in range(num_layers)),
+        has_mlp=tuple(family.has_mlp(config, layer) for layer in range(num_layers)),
     )
 
 
 def _features(config: Any, family: Family, layer: int) -> AttentionFeatures:
-    """A window that holds every position that the model has is none."""
+    """A window over all positions of the model counts as no window."""
     window, cap = family.window(config, layer), family.logits_soft_cap(config)
     if window is not None and window >= config.max_position_embeddings:
         window = None
@@ -147,12 +160,13 @@ def _max_positions(config: Any, ropes: list[Mapping[str, Any]]) -> int:
 
 
 def _ropes(config: Any) -> list[Mapping[str, Any]]:
-    """The distinct rope parameters of its layers."""
-    found: list[Mapping[str, Any]] = []
+    """The distinct rope parameters of the layers that turn queries and keys."""
+    ropes: list[Mapping[str, Any]] = []
+    family = FAMILIES[architecture_of(config)]
     for layer in range(config.num_hidden_layers):
-        if (rope := _rope_of(config, layer)) not in found:
-            found.append(rope)
-    return found
+        if family.uses_rope(config, layer) and (rope := _rope_of(config, layer)) not in ropes:
+            ropes.append(rope)
+    return ropes
 
 
 def _rope_of(config: Any, layer: int) -> Mapping[str, Any]:

@@ -15,14 +15,29 @@ import torch
 from torch import Tensor
 
 from radixserve.errors import InvalidRequest
-from radixserve.models.base import ModelInfo, distinct_variants, layer_windows
+from radixserve.models.base import ModelInfo, StateShape, distinct_variants, layer_windows
 from radixserve.models.decoder_shape import DecoderShape, check_decoder, decoder_shape
-from radixserve.models.mlp_tensors import ExpertTensors, MlpTensors, WeightAndBias, read_experts
+from radixserve.models.families import (
+    DeltaNetParts,
+    Mixer,
+    NoMixer,
+    ShortConvParts,
+    StateSpaceParts,
+    attends,
+)
+from radixserve.models.mlp_tensors import (
+    ExpertTensors,
+    MlpTensors,
+    WeightAndBias,
+    read_experts,
+    read_mlp,
+)
 from radixserve.models.rope import RotaryTable, rope_frequencies
 from radixserve.models.source import ModelSource, TensorSource
 from radixserve.models.weights import architecture_of
-from radixserve_kernels.attention_features import AttentionFeatures
+from radixserve_kernels.attention_features import PLAIN, AttentionFeatures
 from radixserve_kernels.cpu_weights import return_freed_memory
+from radixserve_kernels.delta_net import DeltaNet
 from radixserve_kernels.quantized import (
     BITS,
     AnyWeight,
@@ -33,6 +48,7 @@ from radixserve_kernels.quantized import (
     select_rows,
     to_int8,
 )
+from radixserve_kernels.state_space import StateSpace
 from radixserve_kernels.torch_ops import pair_halves
 
 
@@ -41,7 +57,8 @@ class LayerTensors:
     """One layer's weights and biases; Q = Hq * D and KV = Hkv * D features, H hidden.
 
     Norms are [H] float32, None where the family has none. Rows of q and k are in the order that
-    `apply_rotary` wants.
+    `apply_rotary` wants. An MLP alone has weights without rows for attention, and the other way
+    round.
     """
 
     pre_attention_norm: Tensor | None
@@ -56,6 +73,12 @@ class LayerTensors:
     mlp: MlpTensors | ExpertTensors
     features: AttentionFeatures
     rotary: int | None  # see DecoderLayer
+    more: tuple[WeightAndBias, ...] = ()  # of the fused product, after v: attention's gate [Q, H],
+    # or z [Q, H], b and a [Hv, H] of a delta net, z and dt of a state space; all of the latter's
+    # where it is beside attention
+    recurrence: DeltaNet | StateSpace | None = None  # instead of attention or beside it
+    beside: WeightAndBias | None = None  # as o, of a recurrence beside attention
+    short_conv: Tensor | None = None  # [kernel, C] of one instead of attention; q, k, v: b, c, x
 
     @property
     def norms(self) -> dict[str, Tensor | None]:
@@ -65,7 +88,8 @@ class LayerTensors:
 
     @property
     def projections(self) -> tuple[WeightAndBias, ...]:
-        return self.q, self.k, self.v, self.o, *self.mlp.projections
+        beside = () if self.beside is None else (self.beside,)
+        return self.q, self.k, self.v, *self.more, self.o, *beside, *self.mlp.projections
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +125,11 @@ def read_decoder(
     rotaries = _rotary_tables(source, shape, device)
     tensors = source.tensors(dtype, device, keeps_forms=weight_dtype is not None)
     reader = _FormReader(tensors, dtype, to_int8=weight_dtype == "int8")
-    tensors.skip(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+    tensors.skip(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|mtp\..*")
     embedding = reader.matrix("model.embed_tokens.weight", (shape.vocab_size, shape.hidden_size))
     embedding, lm_head = make_ends(embedding, _load_head(reader, shape, embedding))
     return_freed_memory()  # the largest matrices of most models, as they were read
-    norm = tensors.take("model.norm.weight", (shape.hidden_size,)).float()
+    norm = tensors.take(f"model.{shape.family.final_norm}.weight", (shape.hidden_size,)).float()
     norm = norm + shape.family.norm_offset
     layers = tuple(
         make_layer(_LayerReader(reader, shape, number).read()) for number in range(shape.num_layers)
@@ -127,9 +151,24 @@ def read_decoder(
         weight_forms=tuple(sorted(reader.forms.items())),
         attention_features=tuple(sorted(shape.feature_names)),
         attention_variants=distinct_variants(shape.features),
-        **layer_windows(shape.features),
+        num_kv_layers=sum(map(attends, shape.mixers)) if any(shape.mixers) else None,
+        states=_state_shapes(shape),
+        **layer_windows(
+            features
+            for features, parts in zip(shape.features, shape.mixers, strict=True)
+            if attends(parts)
+        ),
     )
     return DecoderTensors(info, shape, embedding, layers, norm, lm_head, rotaries)
+
+
+def _state_shapes(shape: DecoderShape) -> tuple[StateShape, ...]:
+    return tuple(
+        StateShape(layer, kind, 0, size, torch.float32)
+        for layer, parts in enumerate(shape.mixers)
+        if parts is not None
+        for kind, size in zip(("conv", "recurrent"), parts.state_shapes, strict=False)
+    )
 
 
 def describe(source: ModelSource, dtype: torch.dtype) -> ModelInfo:
@@ -184,8 +223,8 @@ class _FormReader:
         self, name: str, shape: tuple[int, int, int], *, is_transposed: bool = False
     ) -> list[AnyWeight]:
         """See `MatrixReader`."""
-        found = dense(self._source.take_weight(name, shape))
-        each = [self._computed(name, one.T if is_transposed else one) for one in found]
+        stacked = dense(self._source.take_weight(name, shape))
+        each = [self._computed(name, matrix.T if is_transposed else matrix) for matrix in stacked]
         for weight in each:
             self._count(weight, 1)
         return each
@@ -219,6 +258,14 @@ def _load_head(reader: _FormReader, shape: DecoderShape, embedding: AnyWeight) -
     return head
 
 
+_NOTHING: WeightAndBias = (torch.empty(0, 0), None)
+
+
+def _rows_of(both: WeightAndBias, rows: Tensor) -> WeightAndBias:
+    weight, bias = both
+    return select_rows(weight, rows), None if bias is None else bias[rows]
+
+
 class _LayerReader:
     """Reads one layer."""
 
@@ -227,26 +274,157 @@ class _LayerReader:
         self._prefix = f"model.layers.{number}."
 
     def read(self) -> LayerTensors:
-        shape = self._shape
-        names, hidden = shape.family.norms, shape.hidden_size
-        q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        fused = "self_attn.qkv_proj" if "qkv" in shape.family.fused_projections else None
-        attention = [(f"self_attn.{one}_proj", q if one == "q" else kv) for one in "qkv"]
-        q_proj, k_proj, v_proj = self._parts(attention, fused, hidden, has_bias=shape.qkv_bias)
+        names, parts = self._shape.family.norms, self._shape.mixers[self._number]
         return LayerTensors(
             pre_attention_norm=self._norm(names.pre_attention),
             post_attention_norm=self._norm(names.post_attention),
             pre_mlp_norm=self._norm(names.pre_mlp),
             post_mlp_norm=self._norm(names.post_mlp),
-            qk_norm=self._qk_norm(),
-            q=self._turned(q_proj),
-            k=self._turned(k_proj),
-            v=v_proj,
-            o=self._both("self_attn.o_proj", hidden, q, has_bias=shape.o_bias),
             mlp=self._mlp(),
-            features=self._features(),
-            rotary=shape.rotary[self._number],
+            **self._mixer(parts),
         )
+
+    def _mixer(self, parts: Mixer | None) -> dict[str, Any]:
+        if isinstance(parts, DeltaNetParts):
+            return self._delta_net(parts)
+        if isinstance(parts, ShortConvParts):
+            return self._short_conv(parts)
+        if isinstance(parts, StateSpaceParts):
+            return self._state_space(parts)
+        return self._attention() if parts is None else self._no_mixer(parts)
+
+    def _no_mixer(self, _parts: NoMixer) -> dict[str, Any]:
+        nothing = dict.fromkeys(("q", "k", "v", "o"), _NOTHING)
+        return {"qk_norm": None, "features": PLAIN, "rotary": None, **nothing}
+
+    def _short_conv(self, parts: ShortConvParts) -> dict[str, Any]:
+        size = parts.channels
+        whole = self._both("conv.in_proj", 3 * size, self._shape.hidden_size, has_bias=False)
+        b, c, x = (_rows_of(whole, rows) for rows in torch.arange(3 * size).split(size))
+        weights = self._reader.take(f"{self._prefix}conv.conv.weight", (size, 1, parts.kernel))
+        return {
+            "qk_norm": None,
+            "q": b,
+            "k": c,
+            "v": x,
+            "features": PLAIN,
+            "rotary": None,
+            "o": self._both("conv.out_proj", self._shape.hidden_size, size, has_bias=False),
+            "short_conv": weights.float()[:, 0].T.contiguous(),
+        }
+
+    def _attention(self) -> dict[str, Any]:
+        shape = self._shape
+        hidden = shape.hidden_size
+        q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        module = shape.family.attention_module
+        fused = f"{module}.qkv_proj" if shape.family.has_fused_qkv else None
+        attention = [(f"{module}.{letter}_proj", q if letter == "q" else kv) for letter in "qkv"]
+        more: tuple[WeightAndBias, ...] = ()
+        if shape.family.has_output_gate:
+            attention[0] = f"{module}.q_proj", 2 * q
+        q_proj, k_proj, v_proj = self._parts(attention, fused, hidden, has_bias=shape.qkv_bias)
+        if shape.family.has_output_gate:  # of each head first q, then the gate
+            halves = torch.arange(2 * q).view(shape.num_heads, 2, shape.head_dim)
+            q_proj, gate = (_rows_of(q_proj, halves[:, half].flatten()) for half in range(2))
+            more = (gate,)
+        return {
+            "qk_norm": self._qk_norm(),
+            "q": self._turned(q_proj),
+            "k": self._turned(k_proj),
+            "v": v_proj,
+            "more": more,
+            "o": self._both(f"{module}.{shape.family.o_name}", hidden, q, has_bias=shape.o_bias),
+            "features": self._features(),
+            "rotary": shape.rotary[self._number],
+        }
+
+    def _delta_net(self, parts: DeltaNetParts) -> dict[str, Any]:
+        hidden, prefix = self._shape.hidden_size, "linear_attn."
+        keys, values = parts.num_k_heads * parts.k_dim, parts.num_v_heads * parts.v_dim
+        channels, heads = 2 * keys + values, parts.num_v_heads
+        if parts.is_grouped:  # all of a key head together
+            qkvz, ba = (
+                self._both(f"{prefix}{name}", size, hidden, has_bias=False)
+                for name, size in (("in_proj_qkvz", channels + values), ("in_proj_ba", 2 * heads))
+            )
+            q, k, v, z = (_rows_of(qkvz, rows) for rows in parts.grouped_rows())
+            b, a = (_rows_of(ba, rows) for rows in parts.grouped_gate_rows())
+        else:
+            qkv, z, b, a = (
+                self._both(f"{prefix}in_proj_{name}", size, hidden, has_bias=False)
+                for name, size in (("qkv", channels), ("z", values), ("b", heads), ("a", heads))
+            )
+            rows = torch.arange(channels).split((keys, keys, values))
+            q, k, v = (_rows_of(qkv, some) for some in rows)
+        take, name = self._reader.take, f"{self._prefix}{prefix}"
+        conv = take(f"{name}conv1d.weight", (channels, 1, parts.kernel))
+        net = DeltaNet(
+            *(parts.num_k_heads, heads, parts.k_dim, parts.v_dim),
+            conv=conv.float()[:, 0].T.contiguous(),
+            decay=-take(f"{name}A_log", (heads,)).float().exp(),
+            dt_bias=take(f"{name}dt_bias", (heads,)).float(),
+            norm=take(f"{name}norm.weight", (parts.v_dim,)).float(),
+        )
+        out = self._both(f"{prefix}out_proj", hidden, values, has_bias=False)
+        return {
+            "qk_norm": None,
+            "q": q,
+            "k": k,
+            "v": v,
+            "more": (z, b, a),
+            "o": out,
+            "features": PLAIN,
+            "rotary": None,
+            "recurrence": net,
+        }
+
+    def _state_space(self, parts: StateSpaceParts) -> dict[str, Any]:
+        """The checkpoint has z, x, B, C and dt; x, B and C go through the convolution, which takes
+        the factors of its inputs into its weights."""
+        hidden, module = self._shape.hidden_size, parts.module
+        keys, values, channels = parts.keys, parts.values, parts.channels
+        sizes = (values, values, keys, keys, parts.num_heads)
+        whole = self._both(f"{module}.in_proj", sum(sizes), hidden, has_bias=parts.has_bias)
+        z, x, b, c, dt = (_rows_of(whole, rows) for rows in torch.arange(sum(sizes)).split(sizes))
+        take, name = self._reader.take, f"{self._prefix}{module}."
+        order = torch.cat(torch.arange(channels).split((values, keys, keys))[::-1])  # C, B, x
+        z_scale, *scales, step_scale = parts.in_scales
+        factors = torch.tensor(scales).repeat_interleave(torch.tensor((values, keys, keys)))
+        conv = take(f"{name}conv1d.weight", (channels, 1, parts.kernel)).float()[:, 0]
+        conv_bias = take(f"{name}conv1d.bias", (channels,)) if parts.has_conv_bias else None
+        net = StateSpace(
+            *(parts.num_groups, parts.num_heads, parts.state_size, parts.head_dim),
+            conv=(conv * factors.to(conv.device)[:, None])[order].T.contiguous(),
+            conv_bias=None if conv_bias is None else conv_bias.float()[order],
+            decay=-take(f"{name}A_log", (parts.num_heads,)).float().exp(),
+            dt_bias=take(f"{name}dt_bias", (parts.num_heads,)).float(),
+            skip=take(f"{name}D", (parts.num_heads,)).float(),
+            norm=take(f"{name}norm.weight", (values,)).float() if parts.has_norm else None,
+            norm_size=values // parts.num_groups if parts.has_norm else 0,
+            gates_first=parts.gates_first,
+            step_limits=parts.step_limits,
+            step_scale=step_scale,
+            z_scale=z_scale,
+            out_scale=parts.out_scale,
+        )
+        out = self._both(f"{module}.out_proj", hidden, values, has_bias=parts.has_bias)
+        if parts.is_beside:
+            return {
+                **self._attention(),
+                "more": (c, b, x, z, dt),
+                "beside": out,
+                "recurrence": net,
+            }
+        return {
+            **self._no_mixer(NoMixer()),
+            "q": c,
+            "k": b,
+            "v": x,
+            "more": (z, dt),
+            "o": out,
+            "recurrence": net,
+        }
 
     def _features(self) -> AttentionFeatures:
         features = self._shape.features[self._number]
@@ -257,21 +435,20 @@ class _LayerReader:
 
     def _mlp(self) -> MlpTensors | ExpertTensors:
         shape = self._shape
+        if not shape.has_mlp[self._number]:
+            return MlpTensors(None, _NOTHING, _NOTHING)
         if (experts := shape.experts[self._number]) is not None:
             return read_experts(self._reader, self._prefix, experts, shape.hidden_size)
-        hidden, inner, has_bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
-        fused = "mlp.gate_up_proj" if "gate_up" in shape.family.fused_projections else None
-        halves = [("mlp.gate_proj", inner), ("mlp.up_proj", inner)]
-        gate, up = self._parts(halves, fused, hidden, has_bias=has_bias)
-        return MlpTensors(gate, up, self._both("mlp.down_proj", hidden, inner, has_bias=has_bias))
+        size, names = (shape.intermediate_size, shape.hidden_size), shape.family.mlp_names
+        return read_mlp(self._reader, self._prefix, names, size, has_biases=shape.mlp_bias)
 
     def _norm(self, name: str | None) -> Tensor | None:
         return None if name is None else self._weights(name, (self._shape.hidden_size,))
 
     def _weights(self, name: str, size: tuple[int, ...]) -> Tensor:
         """A norm's weights, float32."""
-        found = self._reader.take(f"{self._prefix}{name}.weight", size)
-        return found.float() + self._shape.family.norm_offset
+        weights = self._reader.take(f"{self._prefix}{name}.weight", size)
+        return weights.float() + self._shape.family.norm_offset
 
     def _qk_norm(self) -> Tensor | None:
         shape, kind = self._shape, self._shape.qk_norm
@@ -284,7 +461,7 @@ class _LayerReader:
                 "head": (heads, shape.head_dim),
                 "whole": (heads * shape.head_dim,),
             }
-            weights = self._weights(f"self_attn.{name}_norm", sizes[kind])
+            weights = self._weights(f"self_attn.{name}_{shape.family.qk_norm_name}", sizes[kind])
             weights = self._order(weights.reshape(-1)).view(-1, shape.head_dim)
             rows.append(weights.expand(heads, -1))
         return torch.cat(rows)

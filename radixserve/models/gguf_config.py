@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from radixserve.errors import ModelNotSupported
-from radixserve.gguf_file import GgufFile
+from radixserve.gguf_file import GgufFile, GgufTensor
 from radixserve.models.decoder_config import READ_HERE, read_decoder_config
 from radixserve.models.gguf_families import GgufFamily, family_of
 
@@ -19,21 +19,25 @@ def gguf_config(file: GgufFile) -> Any:
     ModelNotSupported names what cannot be run.
     """
     family = family_of(file)
-    eps = "attention.layer_norm_" + ("" if family.eps == "layer_norm_eps" else "rms_") + "epsilon"
+    is_layer_norm = family.eps.startswith("layer_norm_eps")  # as Nemotron-H's files have it, too
+    eps = f"attention.layer_norm_{'' if is_layer_norm else 'rms_'}epsilon"
     names = {
-        "num_hidden_layers": "block_count",
         "hidden_size": "embedding_length",
         "intermediate_size": "feed_forward_length",
         "num_attention_heads": "attention.head_count",
         "max_position_embeddings": "context_length",
         family.eps: eps,
     }
-    missing = [key for key in names.values() if not _is_positive(file.field(key))]
+    if not file.largest("feed_forward_length"):
+        names["intermediate_size"] = "expert_feed_forward_length"
+    required = ("block_count", *names.values())
+    missing = [key for key in required if not _is_positive(file.largest(key))]
     if missing:
         raise ModelNotSupported(f"{file.path}: {', '.join(missing)} missing or no positive number")
     if EMBEDDING not in file.tensors:
         raise ModelNotSupported(f"{file.path}: missing tensor {EMBEDDING}")
-    numbers = {ours: file.field(key) for ours, key in names.items()}
+    numbers = {ours: file.largest(key) for ours, key in names.items()}
+    numbers["num_hidden_layers"] = file.num_layers
     num_heads = numbers["num_attention_heads"]
     head_dim = file.field("attention.key_length", numbers["hidden_size"] // num_heads)
     if file.field("attention.value_length", head_dim) != head_dim:
@@ -54,7 +58,7 @@ def gguf_config(file: GgufFile) -> Any:
         "model_type": family.model_type,
         "architectures": [family.architecture],
         "head_dim": head_dim,
-        "num_key_value_heads": file.field("attention.head_count_kv", num_heads),
+        "num_key_value_heads": file.largest("attention.head_count_kv", num_heads),
         "rope_parameters": rope,
         "vocab_size": file.tensors[EMBEDDING].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -65,6 +69,7 @@ def gguf_config(file: GgufFile) -> Any:
         **_expert_fields(file),
         **family.constants,
         **{ours: value for ours, key in family.fields.items() if (value := file.field(key))},
+        **_more_fields(file, family),
         "eos_token_id": file.fields.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": None,
         "dtype": {0: "float32", 1: "float16"}.get(file.tensors[EMBEDDING].type_id, "bfloat16"),
@@ -84,6 +89,15 @@ def _config_of(file: GgufFile, fields: dict[str, Any]) -> Any:
     if config is None:
         raise ModelNotSupported(f"{file.path}: a size in its fields is not a positive integer")
     return config
+
+
+def _more_fields(file: GgufFile, family: GgufFamily) -> dict[str, Any]:
+    try:
+        return family.more_fields(file)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ModelNotSupported(
+            f"{file.path}: a field of {file.architecture} is missing or wrong: {error!r}"
+        ) from error
 
 
 def _window_fields(file: GgufFile, family: GgufFamily) -> dict[str, Any]:
@@ -113,16 +127,21 @@ def _expert_fields(file: GgufFile) -> dict[str, Any]:
     if not file.field("expert_count", 0):
         return {}
     count = file.field("expert_count")
-    first = file.tensors.get("blk.0.ffn_gate_exps.weight")
-    shared = file.tensors.get("blk.0.ffn_gate_shexp.weight")
+    first, shared = (_first(file, name) for name in ("ffn_down_exps", "ffn_gate_shexp"))
     if first is None or len(first.shape) != 3 or first.shape[0] != count:
-        raise ModelNotSupported(f"{file.path}: not {count} experts in blk.0.ffn_gate_exps.weight")
+        raise ModelNotSupported(f"{file.path}: not {count} experts in ffn_down_exps.weight")
     return {
         "num_experts_per_tok": file.field("expert_used_count"),
         "num_local_experts": count,
-        "moe_intermediate_size": first.shape[1],
+        "moe_intermediate_size": first.shape[2],
         "shared_expert_intermediate_size": None if shared is None else shared.shape[0],
     }
+
+
+def _first(file: GgufFile, name: str) -> GgufTensor | None:
+    """The tensor of the first layer that has it."""
+    names = (f"blk.{layer}.{name}.weight" for layer in range(file.num_layers))
+    return next((file.tensors[own] for own in names if own in file.tensors), None)
 
 
 def gguf_eos_ids(file: GgufFile) -> tuple[int, ...]:
@@ -137,17 +156,17 @@ def _is_positive(value: object) -> bool:
 
 
 def _rope_parameters(file: GgufFile) -> dict[str, Any]:
-    found = {"rope_type": "default", "rope_theta": float(file.field("rope.freq_base", 10_000.0))}
+    rope = {"rope_type": "default", "rope_theta": float(file.field("rope.freq_base", 10_000.0))}
     if SHORT_FACTORS in file.tensors:
         names = {"short_factor": SHORT_FACTORS, "long_factor": LONG_FACTORS}
         factors = {ours: file.read(name).tolist() for ours, name in names.items()}
-        return {**found, "rope_type": "longrope", **factors}
+        return {**rope, "rope_type": "longrope", **factors}
     kind = file.field("rope.scaling.type", "none")
     if kind == "none":
-        return found
+        return rope
     if kind not in ("linear", "yarn"):
         raise ModelNotSupported(f"{file.path}: rope scaling {kind!r}; possible are linear, yarn")
-    found |= {"rope_type": kind, "factor": float(file.field("rope.scaling.factor", 1.0))}
+    rope |= {"rope_type": kind, "factor": float(file.field("rope.scaling.factor", 1.0))}
     if kind == "yarn":
         names = {
             "original_max_position_embeddings": "original_context_length",
@@ -156,7 +175,7 @@ def _rope_parameters(file: GgufFile) -> dict[str, Any]:
             "beta_slow": "yarn_beta_slow",
         }
         given = {ours: file.field(f"rope.scaling.{name}") for ours, name in names.items()}
-        found |= {ours: value for ours, value in given.items() if value is not None}
+        rope |= {ours: value for ours, value in given.items() if value is not None}
         if file.architecture == "gpt-oss":
-            found["truncate"] = False  # as its models were trained; no file tells
-    return found
+            rope["truncate"] = False  # as its models were trained; no file tells
+    return rope

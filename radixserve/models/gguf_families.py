@@ -7,11 +7,28 @@ that no file holds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from radixserve.errors import ModelNotSupported
 from radixserve.gguf_file import GgufFile
+from radixserve.models.gguf_layouts import (
+    as_stored,
+    falcon_h1_fields,
+    gemma4_fields,
+    granite_hybrid_fields,
+    group_delta_net_rows,
+    lfm2_fields,
+    nemotron_h_fields,
+    qwen3_5_fields,
+    qwen3_next_fields,
+    restore_delta_net,
+    restore_mamba2,
+    restore_short_conv,
+    restore_tiled_delta_net,
+)
+from radixserve_kernels.quantized import AnyWeight
 
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -48,15 +65,25 @@ _GRANITE_FIELDS = {
 }
 
 
+class JoinedTensor(NamedTuple):
+    """A tensor of transformers that a file has as several: rows of all, then in its order."""
+
+    name: str
+    parts: tuple[str, ...]
+    order: Callable[[GgufFile, AnyWeight], AnyWeight] = lambda _, weight: weight
+
+
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
-    """What a general.architecture is in transformers."""
+    """The transformers name of a general.architecture."""
 
     model_type: str
     architecture: str
     has_paired_rotation: bool = False  # rows of q and k lie in pairs (2i, 2i + 1), not in halves
     names: Mapping[str, str] = field(default_factory=dict)  # of tensors, unlike those in _LAYER
-    experts: tuple[str, str, str, str] = ("mlp.experts", "gate_proj", "up_proj", "down_proj")
+    experts: tuple[str, str, str, str] | None = (
+        *("mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    )  # None: a tensor of all, as in the file
     fields: Mapping[str, str] = field(default_factory=dict)  # of the config -> of the file
     constants: Mapping[str, object] = field(default_factory=dict)  # fields of the config
     eps: str = "rms_norm_eps"  # its field
@@ -67,18 +94,114 @@ class GgufFamily:
     # None: all layers have the same rope
     is_partly_rotated: bool = False  # rope.dimension_count may be less than a head
     odd_scale_layers: int = 0  # a model of so many has attention scaled by H / heads
+    ends: Mapping[str, str] = field(default_factory=dict)  # tensors beside the layers, if others
+    more_fields: Callable[[GgufFile], dict[str, Any]] = lambda _: {}  # of the config
+    restore: Callable[[GgufFile, str, AnyWeight], AnyWeight] = as_stored  # see gguf_layouts.py
+    joined: tuple[JoinedTensor, ...] = ()
 
     def tensor_name(self, name: str) -> str | None:
-        """In transformers, of a layer's tensor in the file; None: it is not known."""
-        return self.names.get(name, _LAYER.get(name))
+        """In transformers, of a layer's tensor in the file ("attn_q.weight"); None: unknown."""
+        if (whole := self.names.get(name)) is not None:
+            return whole
+        stem, _, kind = name.rpartition(".")
+        module = self.names.get(stem, _LAYER.get(stem))
+        return None if module is None else f"{module}.{kind}"
 
 
 _PHI3_NAMES = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _GPT_OSS_NAMES = {
-    "attn_sinks": "self_attn.sinks",
+    "attn_sinks.weight": "self_attn.sinks",
     "ffn_gate_inp": "mlp.router",
     "post_attention_norm": "post_attention_layernorm",
 }
+_GEMMA4_NAMES = {
+    **_GEMMA_NORMS,
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "ffn_down_exps.weight": "experts.down_proj",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+    "inp_gate": "per_layer_input_gate",
+    "layer_output_scale.weight": "layer_scalar",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "post_norm": "post_per_layer_input_norm",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "proj": "per_layer_projection",
+}
+
+
+def _mamba_names(module: str) -> dict[str, str]:
+    return {
+        "ssm_a": f"{module}.A_log",
+        "ssm_conv1d": f"{module}.conv1d",
+        "ssm_d": f"{module}.D",
+        "ssm_dt.bias": f"{module}.dt_bias",
+        "ssm_in": f"{module}.in_proj",
+        "ssm_norm": f"{module}.norm",
+        "ssm_out": f"{module}.out_proj",
+    }
+
+
+_GRANITE_HYBRID_NAMES = {
+    **_mamba_names("mamba"),
+    "ffn_down": "shared_mlp.output_linear",
+    "ffn_down_exps": "block_sparse_moe.output_linear",
+    "ffn_down_shexp": "shared_mlp.output_linear",
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+}
+_NEMOTRON_H_NAMES = {
+    **_mamba_names("mixer"),
+    "attn_k": "mixer.k_proj",
+    "attn_norm": "norm",
+    "attn_output": "mixer.o_proj",
+    "attn_q": "mixer.q_proj",
+    "attn_v": "mixer.v_proj",
+    "ffn_down": "mixer.down_proj",
+    "ffn_up": "mixer.up_proj",
+}
+_DELTA_NET_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_QWEN3_NEXT_NAMES = {
+    **_DELTA_NET_NAMES,
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_in": "linear_attn.in_proj_qkvz",  # in older files, instead of attn_qkv and attn_gate
+}
+_QWEN3_5_NAMES = {
+    **_DELTA_NET_NAMES,
+    "attn_gate": "linear_attn.in_proj_z",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+}
+_LFM2_NAMES = {
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "ffn_down": "feed_forward.w2",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_norm": "ffn_norm",
+    "ffn_up": "feed_forward.w3",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+}
+_LFM2 = GgufFamily(
+    "lfm2",
+    "Lfm2ForCausalLM",
+    names=_LFM2_NAMES,
+    eps="norm_eps",
+    ends={"token_embd_norm": "model.embedding_norm", "output_norm": "model.embedding_norm"},
+    more_fields=lfm2_fields,
+    restore=restore_short_conv,
+)
 FAMILIES = {
     "llama": GgufFamily("llama", "LlamaForCausalLM", has_paired_rotation=True),
     "qwen2": GgufFamily("qwen2", "Qwen2ForCausalLM"),
@@ -120,6 +243,59 @@ FAMILIES = {
         local_theta=10_000.0,
         odd_scale_layers=62,
     ),
+    "gemma4": GgufFamily(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        names=_GEMMA4_NAMES,
+        experts=None,
+        ends={
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+        },
+        fields={"final_logit_softcapping": "final_logit_softcapping"},
+        period=6,
+        more_fields=gemma4_fields,
+    ),
+    "falcon-h1": GgufFamily(
+        "falcon_h1",
+        "FalconH1ForCausalLM",
+        names={
+            **_mamba_names("mamba"),
+            "ffn_down": "feed_forward.down_proj",
+            "ffn_gate": "feed_forward.gate_proj",
+            "ffn_norm": "pre_ff_layernorm.weight",  # the file's name of it has no ending
+            "ffn_norm.weight": "pre_ff_layernorm.weight",
+            "ffn_up": "feed_forward.up_proj",
+        },
+        ends={"output_norm": "model.final_layernorm"},
+        more_fields=falcon_h1_fields,
+        restore=restore_mamba2,
+    ),
+    "granitehybrid": GgufFamily(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        has_paired_rotation=True,
+        names=_GRANITE_HYBRID_NAMES,
+        experts=None,
+        fields=_GRANITE_FIELDS,
+        more_fields=granite_hybrid_fields,
+        restore=restore_mamba2,
+        joined=(
+            JoinedTensor("block_sparse_moe.input_linear", ("ffn_gate_exps", "ffn_up_exps")),
+            JoinedTensor("shared_mlp.input_linear", ("ffn_gate_shexp", "ffn_up_shexp")),
+            JoinedTensor("shared_mlp.input_linear", ("ffn_gate", "ffn_up")),
+        ),
+    ),
+    "nemotron_h": GgufFamily(
+        "nemotron_h",
+        "NemotronHForCausalLM",
+        names=_NEMOTRON_H_NAMES,
+        eps="layer_norm_epsilon",
+        ends={"output_norm": "model.norm_f"},
+        more_fields=nemotron_h_fields,
+        restore=restore_mamba2,
+    ),
     "glm4": GgufFamily(
         "glm4",
         "Glm4ForCausalLM",
@@ -136,6 +312,50 @@ FAMILIES = {
         "granite", "GraniteForCausalLM", has_paired_rotation=True, fields=_GRANITE_FIELDS
     ),
     "olmo2": GgufFamily("olmo2", "Olmo2ForCausalLM", names=_OUTPUT_NORMS),
+    "lfm2": _LFM2,
+    "lfm2moe": replace(
+        _LFM2,
+        model_type="lfm2_moe",
+        architecture="Lfm2MoeForCausalLM",
+        names={
+            **_LFM2_NAMES,
+            "ffn_gate_inp": "feed_forward.gate",
+            "exp_probs_b.bias": "feed_forward.expert_bias",
+        },
+        experts=("feed_forward.experts", "w1", "w3", "w2"),
+    ),
+    "qwen35": GgufFamily(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        names=_QWEN3_5_NAMES,
+        norm_offset=1.0,
+        is_partly_rotated=True,
+        more_fields=qwen3_5_fields,
+        restore=restore_tiled_delta_net,
+    ),
+    "qwen35moe": GgufFamily(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        names=_QWEN3_5_NAMES,
+        norm_offset=1.0,
+        is_partly_rotated=True,
+        more_fields=qwen3_5_fields,
+        restore=restore_tiled_delta_net,
+    ),
+    "qwen3next": GgufFamily(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        names=_QWEN3_NEXT_NAMES,
+        norm_offset=1.0,
+        is_partly_rotated=True,
+        more_fields=qwen3_next_fields,
+        restore=restore_delta_net,
+        joined=(
+            JoinedTensor(
+                "linear_attn.in_proj_qkvz", ("attn_qkv", "attn_gate"), group_delta_net_rows
+            ),
+        ),
+    ),
     "phi3": GgufFamily(
         "phi3",
         "Phi3ForCausalLM",
@@ -158,7 +378,7 @@ _OLMO3 = GgufFamily(  # which a file calls olmo2, with a window
 
 
 def family_of(file: GgufFile) -> GgufFamily:
-    """The row of a file. ModelNotSupported lists them where there is none."""
+    """The row of a file. Raises ModelNotSupported, with all rows, without one."""
     if file.architecture == "llama" and file.field("expert_count", 0):
         return _MIXTRAL
     if file.architecture == "olmo2" and file.field("attention.sliding_window", 0):

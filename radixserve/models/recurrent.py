@@ -43,8 +43,10 @@ class RowState:
 
     record_past = False
 
-    def has_previous_state(self, layer_idx: int) -> bool:
-        del layer_idx
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        del layer_idx, state_idx
         return bool(self.states)
 
     @property
@@ -99,23 +101,27 @@ class Mixers:
 
     def __init__(self, model: Any) -> None:
         self.rows: RecurrentRows | None = None  # None: the mixer is called as it was
-        self.found: dict[int, list[StateShape]] | None = None  # by layer, while the model is probed
+        self.probed_states: dict[int, list[StateShape]] | None = (
+            None  # by layer, while the model is probed
+        )
         self.places: dict[int, list[tuple[tuple[str, int], int]]] = {}  # by layer: kind and index,
         # and the place among RecurrentRows.states
-        found = _mixers(model)
+        mixers = _mixers(model)
         # Tokens after a state run one by one: longer pieces would ignore it.
-        self.is_stepwise = any(_STATELESS_SCAN in _names_used(type(module)) for module in found)
-        self.layers = sorted(Mixer.wrap(self, module) for module in found)
+        self.is_stepwise = any(_STATELESS_SCAN in _names_used(type(module)) for module in mixers)
+        self.layers = sorted(Mixer.wrap(self, module) for module in mixers)
         if len(set(self.layers)) < len(self.layers):
             raise ModelNotSupported("recurrent layers without a number of their own")
 
     def set_shapes(self) -> tuple[StateShape, ...]:
-        """What the probe has found; ends it."""
-        assert self.found is not None
-        shapes = [shape for layer in sorted(self.found) for shape in self.found[layer]]
+        """End the probe and return the shapes of all states, by layer."""
+        assert self.probed_states is not None
+        shapes = [
+            shape for layer in sorted(self.probed_states) for shape in self.probed_states[layer]
+        ]
         for place, shape in enumerate(shapes):
             self.places.setdefault(shape.layer, []).append(((shape.kind, shape.number), place))
-        self.found = None
+        self.probed_states = None
         return tuple(shapes)
 
 
@@ -143,7 +149,7 @@ class Mixer:
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """hidden_states [1, T, H]; returns the same shape."""
         mixers, rows = self._mixers, self._mixers.rows
-        if rows is None and mixers.found is None:
+        if rows is None and mixers.probed_states is None:
             out: Tensor = self._call(hidden_states, *args, **kwargs)
             return out
         plain = {name: value for name, value in kwargs.items() if not isinstance(value, Tensor)}
@@ -160,8 +166,8 @@ class Mixer:
     def _probe(self, hidden_states: Tensor, run: Callable[[Tensor, RowState], Tensor]) -> Tensor:
         state = RowState({})
         out = run(hidden_states, state)
-        assert self._mixers.found is not None
-        self._mixers.found[self._layer] = [
+        assert self._mixers.probed_states is not None
+        self._mixers.probed_states[self._layer] = [
             StateShape(self._layer, kind, index, tuple(value.shape[1:]), value.dtype)
             for (kind, index), value in sorted(state.states.items())
         ]
@@ -205,13 +211,13 @@ class Mixer:
         run: Callable[[Tensor, RowState], Tensor],
     ) -> Tensor:
         """hidden_states [N, 1, H], a token of each row; returns the same shape."""
-        found = {}
+        updated = {}
         for key, place in self._mixers.places[self._layer]:
             state = states[place].index_select(0, tokens.state_ids)
             if tokens.new_rows is not None:
                 state.index_fill_(0, tokens.new_rows, 0)
-            found[key] = state
-        after = RowState(found)
+            updated[key] = state
+        after = RowState(updated)
         out = run(hidden_states, after)
         written = tokens.state_ids if tokens.written_ids is None else tokens.written_ids
         for key, place in self._mixers.places[self._layer]:

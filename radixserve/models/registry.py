@@ -12,10 +12,10 @@ from radixserve.errors import ModelNotSupported
 from radixserve.models.base import LanguageModel
 from radixserve.models.cpu_decoder import load_cpu_decoder
 from radixserve.models.decoder import load_decoder
-from radixserve.models.decoder_shape import check_decoder, decoder_shape, unsupported_reason
+from radixserve.models.decoder_shape import check_decoder, decoder_shape, not_native_reason
 from radixserve.models.parallel import TPGroup
 from radixserve.models.source import ModelSource
-from radixserve.models.weights import choose_dtype, transformers_config
+from radixserve.models.weights import choose_dtype
 
 logger = logging.getLogger("radixserve")
 
@@ -31,7 +31,9 @@ def load_model(
     dtype = choose_dtype(config.dtype, source.config, device)
     if config.model_impl == "native":
         check_decoder(source.config)
-    is_native = config.model_impl != "transformers" and not unsupported_reason(source.config)
+    is_native = config.model_impl != "transformers" and not not_native_reason(source.config)
+    if is_native and any(decoder_shape(source.config).mixers):
+        is_native = _has_cpu_kernels(source, config, dtype, device, ranks)
     asked = config.attention_backend
     packs = config.weight_dtype != "auto"
     if packs and not is_native:
@@ -49,11 +51,40 @@ def load_model(
         )
     backend = choose_backend(asked, dtype, device, shape.head_dim, shape.feature_names)
     if backend == "cpu" and ranks is None:
-        return load_cpu_decoder(source, dtype, config.weight_dtype), backend
+        bits = config.activation_bits
+        return load_cpu_decoder(source, dtype, config.weight_dtype, bits), backend
     if packs:
         where = "several ranks" if ranks is not None else f"the {backend} attention backend"
         raise ModelNotSupported(_refusal(config, where))
-    return load_decoder(source, dtype, device, ranks, config.max_seq_len), backend
+    decoder = load_decoder(
+        *(source, dtype, device, ranks, config.max_seq_len),
+        is_exact=config.is_exact_on(device.type),
+        compiles=backend != "torch",
+    )
+    return decoder, backend
+
+
+def _has_cpu_kernels(
+    source: ModelSource,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: TPGroup | None,
+) -> bool:
+    """Whether a model with recurrent layers runs on the compiled kernels, which alone have them.
+    ModelNotSupported where it must."""
+    shape = decoder_shape(source.config)
+    asked = config.attention_backend
+    name = choose_backend(asked, dtype, device, shape.head_dim, shape.feature_names)
+    if name == "cpu" and ranks is None:
+        return True
+    if config.model_impl == "native" or ranks is not None:
+        where = "several ranks" if ranks is not None else f"the {name} attention backend"
+        raise ModelNotSupported(
+            f"the native decoder has no recurrent layers on {where}, only on the cpu attention "
+            'backend; model_impl="transformers" runs them in transformers\' code'
+        )
+    return False
 
 
 def _refusal(config: EngineConfig, where: str) -> str:
@@ -68,11 +99,10 @@ def _load_other(
 ) -> LanguageModel:
     from radixserve.models.hf import load_transformers
 
-    if ranks is not None or source.path is None or source.path.is_file():
+    if ranks is not None or source.path is None:
         check_decoder(source.config)
         raise ModelNotSupported(
-            'model_impl="transformers" runs checkpoint folders, and not over several ranks; '
+            'model_impl="transformers" runs checkpoints, and not over several ranks; '
             '"auto" and "native" can'
         )
-    config = transformers_config(source.path)
-    return load_transformers(source.path, config, dtype, device)
+    return load_transformers(source, dtype, device)

@@ -1,24 +1,41 @@
-"""Where a model comes from: a checkpoint in a folder, or a known size with random weights."""
+"""The source of a model: a checkpoint in a folder, or a known size with random weights."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from radixserve.gguf_file import GgufFile, find_gguf
-from radixserve.models.decoder_shape import unsupported_reason
+from radixserve.models.families import FAMILIES
+from radixserve.models.generation_config import read_eos_ids
 from radixserve.models.gguf_config import gguf_config, gguf_eos_ids
 from radixserve.models.gguf_source import GgufWeights, rope_factors
-from radixserve.models.multimodal import text_config, text_name
-from radixserve.models.names import PACKAGED, RANDOM, packaged_folder
+from radixserve.models.hub import find_or_fetch
+from radixserve.models.multimodal import TRANSPOSABLE, text_config, text_name
+from radixserve.models.names import (
+    PACKAGED,
+    RANDOM,
+    check_model_name,
+    packaged_folder,
+    read_hub_name,
+)
+from radixserve.models.quantized_checkpoint import config_scheme
 from radixserve.models.random_weights import RandomWeights
 from radixserve.models.sizes import size_config
-from radixserve.models.weights import WeightReader, find_checkpoint, load_config, read_eos_ids
+from radixserve.models.weights import (
+    WeightReader,
+    architecture_of,
+    as_transformers,
+    check_checkpoint,
+    load_config,
+    transformers_config,
+)
 from radixserve_kernels.quantized import AnyWeight
 
 
@@ -48,9 +65,16 @@ class TensorSource(Protocol):
         ...
 
 
+class WidenedTensors(NamedTuple):
+    """See `ModelSource.widened`."""
+
+    tensors: dict[str, Tensor]
+    optional: frozenset[str]  # those that a model may lack
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model that has been found but not loaded. Made by `find_model`."""
+    """A model that is located but not loaded. Made by `find_model`."""
 
     config: Any  # a DecoderConfig; of other families transformers' own
     path: Path | None  # checkpoint folder or GGUF file; None: random weights and no tokenizer
@@ -68,9 +92,51 @@ class ModelSource:
         if self.gguf is not None:
             return GgufWeights(self.gguf, dtype, device, keeps_forms=keeps_forms)
         if self.path is not None:
-            rename = text_name if self.is_text_part else str
-            return WeightReader(self.path, dtype, device, keeps_forms=keeps_forms, rename=rename)
+            transposes = getattr(self.config, "may_transpose_experts", False)
+            return WeightReader(
+                self.path,
+                dtype,
+                device,
+                keeps_forms=keeps_forms,
+                rename=text_name if self.is_text_part else self._stored_rename(),
+                transposable=TRANSPOSABLE if transposes else None,
+                scheme=config_scheme(self.config),
+            )
         return RandomWeights(self.seed, self.config.initializer_range, dtype, device)
+
+    def _stored_rename(self, *, is_back: bool = False) -> Callable[[str], str]:
+        """A native family's tensors may have other names in its checkpoints. is_back: to those."""
+        family = FAMILIES.get(architecture_of(self.config))
+        prefixes = () if family is None else family.stored_prefixes
+
+        def rename(name: str) -> str:
+            for stored, own in prefixes:
+                before, after = (own, stored) if is_back else (stored, own)
+                if name.startswith(before):
+                    return after + name.removeprefix(before)
+            return name
+
+        return rename
+
+    def transformers_config(self) -> Any:
+        """The config as transformers reads it; of a file, and of a text part, it is made."""
+        assert self.path is not None
+        if self.gguf is not None:
+            return as_transformers(self.config)
+        return self.config if self.is_text_part else transformers_config(self.path)
+
+    def widened(self, dtype: torch.dtype) -> WidenedTensors | None:
+        """All tensors for transformers' code; None where it reads the folder itself.
+
+        Raises ModelNotSupported or InvalidRequest for a broken checkpoint.
+        """
+        if self.gguf is None and config_scheme(self.config) is None:
+            return None
+        reader = self.tensors(dtype, torch.device("cpu"))
+        assert isinstance(reader, GgufWeights | WeightReader)
+        rename = self._stored_rename(is_back=True)
+        tensors = {rename(name): tensor for name, tensor in reader.widened().items()}
+        return WidenedTensors(tensors, frozenset(map(rename, reader.optional)))
 
     def eos_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer, ascending; none where weights are random."""
@@ -94,15 +160,19 @@ def find_model(model_path: str, seed: int = 0) -> ModelSource:
         return ModelSource(size_config(model_path.removeprefix(RANDOM)), None, seed)
     if model_path in PACKAGED and not Path(model_path).exists():
         model_path = str(packaged_folder(model_path))
+    if not Path(model_path).expanduser().exists():
+        check_model_name(model_path)
+        name = read_hub_name(model_path)
+        assert name is not None, "what it checks"
+        model_path = str(find_or_fetch(name))
     if (file := find_gguf(model_path)) is not None:
         return ModelSource(gguf_config(file), file.path, gguf=file)
-    return checkpoint(find_checkpoint(model_path))
+    return checkpoint(check_checkpoint(Path(model_path).expanduser()))
 
 
 def checkpoint(folder: Path) -> ModelSource:
-    """The checkpoint in a folder, or the native text model of one that takes images too."""
+    """The checkpoint in a folder, or the text model of one that takes images too."""
     config = load_config(folder)
-    text = text_config(config)
-    if text is None or unsupported_reason(text):
+    if (text := text_config(config)) is None:
         return ModelSource(config, folder)
     return ModelSource(text, folder, is_text_part=True)

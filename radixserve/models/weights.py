@@ -1,16 +1,16 @@
 """Checkpoint folders as `save_pretrained` and the hub write them: config, tensors, end tokens.
 
-Reads; knows nothing of what a model does with its tensors.
+Reads tensors; does not know how a model uses them.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +19,26 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from radixserve.errors import InvalidRequest, ModelNotSupported
-from radixserve.models.decoder_config import read_decoder_config
-from radixserve.models.mxfp4 import BLOCKS, SCALES, is_mxfp4, widen_mxfp4
-from radixserve.models.names import CONFIG_FILE, check_model_name
-from radixserve_kernels.quantized import AnyWeight
+from radixserve.models.decoder_config import DecoderConfig, read_decoder_config
+from radixserve.models.generation_config import read_json
+from radixserve.models.names import CONFIG_FILE, TENSORS_READ
+from radixserve.models.quantized_checkpoint import ACTIVATION_SCALES, QuantizedScheme, group_parts
+from radixserve_kernels.quantized import AnyWeight, dense
 
-HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 logger = logging.getLogger("radixserve")
+_tensors_read = logging.getLogger(TENSORS_READ)
 
 MAX_NAMED = 6  # tensors named in an error message
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def find_checkpoint(model_path: str) -> Path:
-    """The folder of a checkpoint: `model_path` itself, or the hub id's snapshot.
-
-    Raises InvalidRequest if there is none or it has no config.json.
-    """
-    folder = Path(model_path).expanduser()
-    if not folder.is_dir():
-        folder = _download(model_path)
+def check_checkpoint(folder: Path) -> Path:
+    """The folder of a checkpoint. Raises InvalidRequest if it has no config.json."""
     if not (folder / CONFIG_FILE).is_file():
         raise InvalidRequest(f"{folder} is not a model: it has no {CONFIG_FILE}")
     return folder
-
-
-def _download(model_id: str) -> Path:
-    check_model_name(model_id)
-    import huggingface_hub
-
-    try:
-        return Path(huggingface_hub.snapshot_download(model_id, allow_patterns=list(HUB_FILES)))
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InvalidRequest(
-            f"{model_id!r} is not a folder, and the hub has no model of that name "
-            f"or cannot be reached: {reason}"
-        ) from error
 
 
 def load_config(folder: Path) -> Any:
@@ -84,25 +65,21 @@ def transformers_config(folder: Path) -> Any:
         ) from error
 
 
+def as_transformers(config: Any) -> Any:
+    """transformers' config with the fields of one that was read here."""
+    if not isinstance(config, DecoderConfig):
+        return config
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**{k: v for k, v in asdict(config).items() if v is not None})
+
+
 def architecture_of(config: Any) -> str:
     """The first of config.json's architectures. Raises ModelNotSupported if it names none."""
     names = getattr(config, "architectures", None)
     if not names:
         raise ModelNotSupported("config.json names no architecture")
     return str(names[0])
-
-
-def read_eos_ids(folder: Path, config: Any) -> tuple[int, ...]:
-    """End tokens of generation_config.json, or of config.json where it names none; ascending."""
-    path = folder / "generation_config.json"
-    generation = read_json(path) if path.is_file() else {}
-    ids = generation.get("eos_token_id")
-    if ids is None:
-        ids = getattr(config, "eos_token_id", None)
-    if ids is None:
-        return ()
-    found = {int(i) for i in (ids if isinstance(ids, list | tuple) else (ids,))}
-    return tuple(sorted(i for i in found if i >= 0))
 
 
 def choose_dtype(asked: str, config: Any, device: torch.device) -> torch.dtype:
@@ -118,17 +95,6 @@ def choose_dtype(asked: str, config: Any, device: torch.device) -> torch.dtype:
             f"the checkpoint's dtype {name} cannot be run; ask for float32 or bfloat16"
         )
     return _DTYPES[name]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises InvalidRequest if it is not one."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidRequest(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise InvalidRequest(f"{path} must hold a JSON object")
-    return data
 
 
 def tensor_files(folder: Path) -> list[Path]:
@@ -154,6 +120,15 @@ def tensor_files(folder: Path) -> list[Path]:
     raise ModelNotSupported(f"{folder} has no {SINGLE_FILE} and no {INDEX_FILE}")
 
 
+def tensor_names(folder: Path) -> list[str]:
+    """The names of all tensors in a checkpoint's files."""
+    names: list[str] = []
+    for path in tensor_files(folder):
+        with safe_open(path, framework="pt", device="cpu") as file:
+            names += file.keys()
+    return names
+
+
 class TensorReader(ABC):
     """Takes a checkpoint's tensors by name, in a dtype, and records what was wrong.
 
@@ -176,6 +151,7 @@ class TensorReader(ABC):
         exact as `dtype`.
         """
         self.num_parameters = 0  # elements taken so far
+        self.optional: frozenset[str] = frozenset()  # tensors that a model may lack
         self._where, self._dtype, self._device = where, dtype, device
         self._keeps_forms = keeps_forms
         self._names = frozenset(names)
@@ -193,16 +169,18 @@ class TensorReader(ABC):
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor of that name and shape, converted to the reader's dtype."""
-        found = self.take_weight(name, shape)
-        return self._converted(found if isinstance(found, Tensor) else found.dequantize())
+        weight = self.take_weight(name, shape)
+        return self._converted(weight if isinstance(weight, Tensor) else weight.dequantize())
 
     def take_weight(self, name: str, shape: tuple[int, ...]) -> AnyWeight:
         """The same, or as it is stored, in float16 or fewer bits, where the reader keeps forms."""
         self._unused.discard(name)
+        num_tensors = len(self._names)
+        _tensors_read.debug("%d of %d tensors", num_tensors - len(self._unused), num_tensors)
         if name not in self:
             self._missing.append(name)
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
-        tensor = self._read(name)
+        tensor = self._read_as(name, shape)
         self.num_parameters += math.prod(tensor.shape)
         if tuple(tensor.shape) != shape:
             self._wrong.append(f"{name} is {list(tensor.shape)} and must be {list(shape)}")
@@ -237,6 +215,11 @@ class TensorReader(ABC):
             raise ModelNotSupported(f"checkpoint {self._where}: {'; '.join(complaints)}")
         warn_of_broken_weights(self._where, self._not_finite)
 
+    def _read_as(self, name: str, shape: tuple[int, ...]) -> AnyWeight:
+        """A tensor of the checkpoint, transposed where it is stored so and `shape` shows it."""
+        del shape
+        return self._read(name)
+
     @abstractmethod
     def _read(self, name: str) -> AnyWeight:
         """A tensor of the checkpoint, as it is stored."""
@@ -253,8 +236,15 @@ class WeightReader(TensorReader):
         *,
         keeps_forms: bool = False,
         rename: Callable[[str], str | None] = str,
+        transposable: str | None = None,
+        scheme: QuantizedScheme | None = None,
     ) -> None:
-        """rename: a stored name -> that to take it by; None: the tensor is not read."""
+        """scheme: of the weights that the checkpoint has quantised.
+        rename: a stored name -> that to take it by; None: the tensor is not read.
+        transposable: pattern of the names of [E, N, K] that may be stored as [E, K, N]; a stored
+        tensor of the asked shape is taken as it is, as in transformers.
+        """
+        self._transposable = transposable
         num_left = 0
         self._handles: dict[str, Any] = {}  # tensor name -> open file
         self._stored_names: dict[str, str] = {}  # name -> name in its file
@@ -263,37 +253,79 @@ class WeightReader(TensorReader):
                 handle: Any = safe_open(path, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
                 raise InvalidRequest(f"{path} is not a safetensors file: {error}") from error
-            for stored in handle.keys():  # noqa: SIM118 - it is no dict
+            for stored in handle.keys():  # noqa: SIM118 - it is not a dict
                 if (name := rename(stored)) is not None:
                     self._handles[name], self._stored_names[name] = handle, stored
                 else:
                     num_left += 1
-        if num_left:
-            logger.info("%s: %d tensors of parts beside the text model: not read", folder, num_left)
-        self._packed = {
-            name.removesuffix(BLOCKS)
-            for name in self._handles
-            if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in self._handles
-        }
-        parts = {name + ending for name in self._packed for ending in (BLOCKS, SCALES)}
-        names = (self._handles.keys() - parts) | self._packed
+        log_other_parts(folder, num_left)
+        self._scheme = scheme
+        self._parts = {} if scheme is None else group_parts(self._handles, scheme)
+        stored = {part for parts in self._parts.values() for part in parts.values()}
+        names = (self._handles.keys() - stored) | self._parts.keys()
         super().__init__(folder, names, dtype, device, keeps_forms=keeps_forms)
+        if scheme is not None:
+            self.skip(ACTIVATION_SCALES)
+            self.optional = self._zero_biases(scheme)
+            self._unused -= self.optional
 
-    def _read(self, name: str) -> Tensor:
-        """One in MXFP4 is widened."""
-        if name not in self._packed:
+    def widened(self) -> dict[str, Tensor]:
+        """Every tensor: quantised ones in the reader's dtype, others as they are stored."""
+        assert not self._keeps_forms
+        return {
+            name: self._converted(dense(self._read(name)))
+            if name in self._parts
+            else self._stored(name)
+            for name in sorted(self._unused | self.optional)
+        }
+
+    def _zero_biases(self, scheme: QuantizedScheme) -> frozenset[str]:
+        """Biases of zeros, which the scheme's tools write beside weights that have none too."""
+        if not scheme.has_zero_biases:
+            return frozenset()
+        biases = {name.removesuffix("weight") + "bias" for name in self._parts}
+        return frozenset(name for name in biases & self._names if not self._stored(name).any())
+
+    def _read(self, name: str) -> AnyWeight:
+        """A quantised one widened, but where its form is kept."""
+        if self._scheme is None or name not in self._parts:
             return self._stored(name)
-        blocks, scales = self._stored(name + BLOCKS), self._stored(name + SCALES)
-        return widen_mxfp4(blocks, scales) if is_mxfp4(blocks, scales) else blocks
+        parts = {ending: self._stored(part) for ending, part in self._parts[name].items()}
+        try:
+            weight = self._scheme.read(parts)
+        except (KeyError, RuntimeError, ValueError) as error:
+            shapes = {self._parts[name][ending]: list(x.shape) for ending, x in parts.items()}
+            raise ModelNotSupported(
+                f"checkpoint {self._where}: {name} is not stored as {self._scheme.name} stores it "
+                f"({shapes}): {error}"
+            ) from error
+        if isinstance(weight, Tensor) or self._keeps_forms:
+            return weight
+        return weight.dequantize()
+
+    def _read_as(self, name: str, shape: tuple[int, ...]) -> AnyWeight:
+        tensor = self._read(name)
+        is_fitting = tuple(tensor.shape) == shape or self._transposable is None
+        if is_fitting or not re.fullmatch(str(self._transposable), name):
+            return tensor
+        return dense(tensor).transpose(1, 2)
 
     def _stored(self, name: str) -> Tensor:
         tensor: Tensor = self._handles[name].get_tensor(self._stored_names[name])
         return tensor
 
 
+def log_other_parts(folder: Path, num_tensors: int) -> None:
+    """Log how many tensors of a checkpoint were skipped since the text model does not use them."""
+    if num_tensors:
+        logger.info("%s: %d tensors of parts beside the text model: not read", folder, num_tensors)
+
+
 def is_finite(tensor: Tensor) -> bool:
     """Whether no value is NaN or infinite. One pass, nothing is allocated."""
-    return not tensor.numel() or all(math.isfinite(float(one)) for one in torch.aminmax(tensor))
+    return not tensor.numel() or all(
+        math.isfinite(float(extreme)) for extreme in torch.aminmax(tensor)
+    )
 
 
 def warn_of_broken_weights(where: Path, names: Iterable[str]) -> None:

@@ -2,15 +2,12 @@
 
 from radixserve.replay.bounds import clairvoyant_hits
 from radixserve.replay.caches import CacheSpec, ReplayResult, cross, parse_tokens
-from radixserve.replay.cluster import Cluster, Failures
 from radixserve.replay.direct import replay_direct
-from radixserve.replay.document import study_document
 from radixserve.replay.paths import PathTable, build_paths
 from radixserve.replay.reader import read_trace
-from radixserve.replay.replicas import ClusterResult, replay_replicas
-from radixserve.replay.scheduled import replay_scheduled
-from radixserve.replay.serving import ScheduledResult, Serving
-from radixserve.replay.study import Study, study_trace
+from radixserve.replay.replicas import Cluster, ClusterResult, Failures, replay_replicas
+from radixserve.replay.scheduled import ScheduledResult, Serving, replay_scheduled
+from radixserve.replay.study import Study, study_document, study_trace
 from radixserve.replay.trace import Trace, TraceRequest
 from radixserve.routing.autoscaling import Autoscaling
 

@@ -23,7 +23,7 @@ The one exception is a token that the model computes again, in an output or as a
 something below it waits: a real cache must pay for keeping it, the bound does not. So the bound is
 never too low, and exact where no request recomputes a token that was known.
 
-It is no bound for a scheduler that changes the order of the requests.
+It does not bound a scheduler that changes the order of the requests.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def next_uses(paths: PathTable, fits: Bools) -> Ints:
     that are served at all.
     """
     upcoming = np.full(len(paths.lengths), NEVER, np.int64)
-    found = np.empty(len(paths.segments), np.int64)
+    uses = np.empty(len(paths.segments), np.int64)
     for request in range(len(paths) - 1, -1, -1):
         path, usable = paths.path(request), paths.num_usable[request]
-        found[paths.bounds[request] : paths.bounds[request + 1]] = upcoming[path]
+        uses[paths.bounds[request] : paths.bounds[request + 1]] = upcoming[path]
         if fits[request]:
             upcoming[path[:usable]] = request
             upcoming[path[usable:]] = NEVER
-    return found
+    return uses
 
 
 class _Oracle:
@@ -87,9 +87,9 @@ class _Oracle:
         hits = np.zeros(len(paths), np.int64)
         for request in np.flatnonzero(self._fits).tolist():
             path = paths.path(request)
-            found = cached[path]
-            hits[request] = found[: paths.num_usable[request]].sum()
-            self._free -= int(lengths[path].sum() - found.sum())
+            is_cached = cached[path]
+            hits[request] = is_cached[: paths.num_usable[request]].sum()
+            self._free -= int(lengths[path].sum() - is_cached.sum())
             self._queues.pop(request, None)
             self._last[path] = request
             cached[path] = lengths[path]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from radixserve.cache import HashBlockCache, PrefixCache, RadixCache
 from radixserve.checks import check_choice, check_float, check_int, shown
+from radixserve.config import CHOICES
 from radixserve.errors import InvalidRequest
 from radixserve.replay.trace import Bools, Ints
 from radixserve.schedule import WindowLayers
@@ -22,6 +23,7 @@ DEFAULT_KV_BYTES = 131_072  # Llama-3-8B in bfloat16: 2 x 32 layers x 8 heads x 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
 SPARE_STATES = 64
+STATE_SHARE = 1 / 3  # of the memory, where states take a part of it
 _MAX_PAGES = 2**31 - 1
 
 
@@ -46,12 +48,39 @@ class WindowSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSpec:
+    """Recurrent states. `interval`: tokens from one kept state to the next; None: as
+    `CheckpointSpacing` chooses by `state_tokens`, the tokens whose K/V takes the memory of a state.
+    `num_states` have room: in the memory of the cache where `state_tokens` is given, else beside
+    it."""
+
+    interval: int | None
+    num_states: int
+    state_tokens: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_int("num_states", self.num_states, 1)
+        check_float("state_tokens", self.state_tokens, 0.0, 1e9)
+
+    @property
+    def pool_tokens(self) -> float:
+        """Tokens whose K/V would have the memory of all states."""
+        return self.num_states * self.state_tokens
+
+    @property
+    def label(self) -> str:
+        if not self.state_tokens:
+            return "+states"
+        rule = "by bytes" if self.interval is None else f"every {self.interval}"
+        return f"+states of {self.state_tokens:g} {rule}"
+
+
+@dataclass(frozen=True, slots=True)
 class CacheSpec:
     """A cache to replay a trace through. InvalidRequest for names that no cache knows.
 
     `use_sessions`: each session of the trace is a session of the cache, open from its first
-    request to the end of its last one. `checkpoint_interval`: of a model with recurrent layers,
-    tokens from one kept state to the next; 0: of one without. `num_states` of them have room.
+    request to the end of its last one. `states`: of a model with recurrent layers.
     `windows`: of a model with layers that see a window of positions only; `cache_tokens` then are
     tokens with the K/V of all layers that the memory would hold.
     """
@@ -61,8 +90,7 @@ class CacheSpec:
     page_size: int = 1
     index: str = "radix"
     use_sessions: bool = False
-    checkpoint_interval: int = 0
-    num_states: int = 0
+    states: StateSpec | None = None
     windows: WindowSpec | None = None
 
     def __post_init__(self) -> None:
@@ -75,31 +103,32 @@ class CacheSpec:
             )
         if self.index == "radix":
             RadixCache(1, 1, self.policy)  # refuses an unknown policy
-        if self.checkpoint_interval:
-            check_int("num_states", self.num_states, 1)
 
     @property
     def num_pages(self) -> int:
         share = 1.0 if self.windows is None else self.windows.bytes_per_token
-        return int(self.cache_tokens / share) // self.page_size
+        taken = 0.0 if self.states is None else self.states.pool_tokens
+        return max(1, int((self.cache_tokens - taken) / share) // self.page_size)
 
     @property
     def label(self) -> str:
         """Its name in tables: "lru", "arc+sessions", "hash"."""
         name = self.policy if self.index == "radix" else self.index
-        name += "+states" if self.checkpoint_interval else ""
+        name += "" if self.states is None else self.states.label
         name += "" if self.windows is None else f"+windows {self.windows.ratio:g}"
         return f"{name}+sessions" if self.use_sessions else name
 
     def make(self, clock: Callable[[], float]) -> PrefixCache:
         """An empty cache; `clock` gives the time (seconds) by which leases end."""
+        states = self.states
         if self.index == "radix":
             return RadixCache(
                 self.num_pages,
                 self.page_size,
                 self.policy,
-                num_states=self.num_states,
-                checkpoint_interval=max(1, self.checkpoint_interval),
+                num_states=0 if states is None else states.num_states,
+                checkpoint_interval=None if states is None else states.interval,
+                state_tokens=0.0 if states is None else states.state_tokens,
                 windows=self._window_layers(),
                 clock=clock,
             )
@@ -160,33 +189,51 @@ def cross(
     use_sessions: bool,
     checkpoint_interval: int = 0,
     num_states: int | None = None,
+    state_tokens: Sequence[float] = (),
     windows: WindowSpec | None = None,
 ) -> list[CacheSpec]:
     """Every combination that makes sense, by page size, then by policy, then by size.
 
     Hash caches have one policy, LRU, and ignore sessions. With `use_sessions` every radix cache
     appears without sessions and with them; with `checkpoint_interval` without states and with them,
-    by default SPARE_STATES and two for each interval of tokens; with `windows` also with these.
+    by default SPARE_STATES and two for each interval of tokens; with `state_tokens`, memory of a
+    state, two times for each of them, at the intervals that the bytes suggest and at the given
+    one, in the same memory, of which states get a STATE_SHARE; with `windows` also with these.
     """
 
-    def states(size: int) -> int:
-        per_interval = 2 * (size // checkpoint_interval)
-        return SPARE_STATES + per_interval if num_states is None else num_states
+    def states(size: int, interval: int | None, state_size: float) -> StateSpec:
+        count = num_states
+        if count is None and state_size:
+            count = max(1, int(size * STATE_SHARE / state_size))
+        elif count is None:
+            count = SPARE_STATES + 2 * (size // checkpoint_interval)
+        return StateSpec(interval, count, state_size)
 
-    variants: list[tuple[int, WindowSpec | None]] = [(0, None)]
-    if checkpoint_interval:
-        variants.append((checkpoint_interval, None))
+    kinds: list[tuple[int | None, float] | None] = [None]
+    if checkpoint_interval and not state_tokens:
+        kinds.append((checkpoint_interval, 0.0))
+    for state_size in state_tokens:
+        kinds += [(None, state_size), (checkpoint_interval, state_size)]
+    variants: list[tuple[tuple[int | None, float] | None, WindowSpec | None]]
+    variants = [(kind, None) for kind in kinds]
     if windows is not None:
-        variants.append((0, windows))
+        variants.append((None, windows))
     return [
-        CacheSpec(size, policy, page_size, index, has_sessions, interval, count, layers)
+        CacheSpec(
+            size,
+            policy,
+            page_size,
+            index,
+            has_sessions,
+            None if kind is None else states(size, *kind),
+            layers,
+        )
         for page_size in page_sizes
         for index in indexes
         for policy in (policies if index == "radix" else ("lru",))
         for has_sessions in ((False, True) if use_sessions and index == "radix" else (False,))
-        for interval, layers in (variants if index == "radix" else variants[:1])
+        for kind, layers in (variants if index == "radix" else variants[:1])
         for size in sizes
-        for count in ((states(size),) if interval else (0,))
     ]
 
 
@@ -206,13 +253,15 @@ def parse_tokens(text: str) -> int:
     return round(value)
 
 
-def kv_bytes_per_token(path: str | os.PathLike[str]) -> int:
+def kv_bytes_per_token(path: str | os.PathLike[str], kv_dtype: str = "auto") -> int:
     """Bytes of one token's keys and values in all layers: 2 x layers x K/V heads x head_dim x size.
 
     `path`: a checkpoint folder or its config.json. With latent attention (kv_lora_rank): layers x
-    (rank + rope part) x size. Raises InvalidRequest for a config that does not say, OSError for one
-    that cannot be read.
+    (rank + rope part) x size. kv_dtype: as EngineConfig has it; in "int8" a head has a scale of 2
+    bytes. Raises InvalidRequest for a config that does not say, OSError for one that cannot be
+    read.
     """
+    check_choice("--kv-dtype", kv_dtype, CHOICES["kv_dtype"])
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     try:
@@ -235,11 +284,16 @@ def kv_bytes_per_token(path: str | os.PathLike[str]) -> int:
                 return value
         raise InvalidRequest(f"{file}: {' or '.join(names)} is missing or no positive number")
 
-    size = count("num_hidden_layers", "n_layer") * _DTYPE_BYTES[dtype]
+    size, scale = _DTYPE_BYTES[dtype], 0
+    if kv_dtype != "auto":
+        size, scale = (1, 2) if kv_dtype == "int8" else (2, 0)
+    layers = count("num_hidden_layers", "n_layer")
     if config.get("kv_lora_rank"):
-        return size * (count("kv_lora_rank") + count("qk_rope_head_dim"))
+        return layers * (size * (count("kv_lora_rank") + count("qk_rope_head_dim")) + scale)
     heads = count("num_attention_heads", "n_head")
     kv_heads = count("num_key_value_heads") if config.get("num_key_value_heads") else heads
     if config.get("head_dim"):
-        return 2 * size * kv_heads * count("head_dim")
-    return 2 * size * kv_heads * (count("hidden_size", "n_embd") // heads)
+        head_dim = count("head_dim")
+    else:
+        head_dim = count("hidden_size", "n_embd") // heads
+    return 2 * layers * kv_heads * (size * head_dim + scale)

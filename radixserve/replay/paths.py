@@ -60,11 +60,11 @@ def build_paths(trace: Trace, *, on_request: Callable[[], object] = lambda: None
     for request in trace:
         data = request.kept.tobytes()
         limit = len(request.prompt) - 1
-        at, found = tree.insert(tree.root(request.namespace), data, 0, limit * _BYTES)
-        last, _ = tree.insert(at, data, limit * _BYTES, len(data))
+        node, num_matched = tree.insert(tree.root(request.namespace), data, 0, limit * _BYTES)
+        last, _ = tree.insert(node, data, limit * _BYTES, len(data))
         ends.append(last)
         limits.append(limit)
-        reusable.append(found // _BYTES)
+        reusable.append(num_matched // _BYTES)
         on_request()
     return tree.table(ends, limits, reusable)
 
@@ -136,15 +136,15 @@ class _Tree:
         self._children.append({})
         return len(self._edges) - 1
 
-    def _split(self, node: int, at: int) -> int:
+    def _split(self, node: int, cut: int) -> int:
         """Cut a segment after `at` bytes; returns the upper part."""
         edge, parent, start = self._edges[node], self._parents[node], self._starts[node]
-        upper = self._add(parent, start, edge[:at])
+        upper = self._add(parent, start, edge[:cut])
         self._children[parent][edge[:_BYTES]] = upper
-        self._children[upper][edge[at : at + _BYTES]] = node
+        self._children[upper][edge[cut : cut + _BYTES]] = node
         self._parents[node] = upper
-        self._starts[node] = start + at
-        self._edges[node] = edge[at:]
+        self._starts[node] = start + cut
+        self._edges[node] = edge[cut:]
         return upper
 
 

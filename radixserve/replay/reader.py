@@ -13,25 +13,144 @@ in order of time; without times they keep the file's order and arrive at once.
 
 from __future__ import annotations
 
+import contextlib
+import gzip
+import json
+import logging
 import os
+import zlib
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.checks import shown
+from radixserve.engine.trace_recorder import LOG_KIND
 from radixserve.errors import InvalidRequest
-from radixserve.replay.lines import Line, read_lines
-from radixserve.replay.tokens import (
+from radixserve.replay.trace import (
     PRIVATE_OUTPUT,
     HashTokens,
+    Ints,
     PackedTokens,
+    Trace,
     block_tokens,
     tokenize,
 )
-from radixserve.replay.trace import Ints, Trace
+
+_log = logging.getLogger("radixserve")
+
+
+class Line(NamedTuple):
+    """A JSON object and its place in a file."""
+
+    path: str
+    number: int  # from 1
+    fields: dict[str, Any]
+
+    def error(self, what: str) -> InvalidRequest:
+        """An error that names file and line."""
+        return InvalidRequest(f"{self.path}:{self.number}: {what}")
+
+    def wrong(self, name: str, what: str) -> InvalidRequest:
+        """An error for a field that is not what it must be."""
+        return self.error(f'"{name}" must be {what}, got {shown(self.fields.get(name))}')
+
+    def number_at(self, name: str) -> float | None:
+        """A number field in [0, 1e15); None when missing."""
+        value = self.fields.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise self.wrong(name, "a number")
+        if value is not None and not 0 <= value < 1e15:
+            raise self.wrong(name, ">= 0")
+        return value
+
+    def length_at(self, name: str) -> int | None:
+        """A token count; None when missing."""
+        value = self.number_at(name)
+        if value is not None and (not isinstance(value, int) or value >= 2**31):
+            raise self.wrong(name, "a number of tokens")
+        return value
+
+    def text_at(self, name: str) -> str | None:
+        """A string field, numbers as text; None when missing or null."""
+        value = self.fields.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | str | None):
+            raise self.wrong(name, "text")
+        return None if value is None else str(value)
+
+    def integers_at(self, name: str, *, width: int) -> Ints | None:
+        """[n], or [n, width] for a width above 1: integers >= 0; None if the field is not so."""
+        given, row = self.fields.get(name), () if width == 1 else (width,)
+        if given == []:
+            return np.empty((0, *row), np.int64)
+        try:
+            numbers = np.asarray(given)
+        except (ValueError, OverflowError, TypeError):
+            return None
+        is_good = isinstance(given, list) and numbers.dtype == np.int64
+        return numbers if is_good and numbers.shape[1:] == row and numbers.min() >= 0 else None
+
+
+def read_lines(path: str) -> tuple[dict[str, Any], Iterator[Line]]:
+    """The header ({} without one) and the other lines, read one by one; empty lines are left out.
+
+    Raises OSError for an unreadable file, InvalidRequest for a line that is not a JSON object.
+    The cut-off last line of a log is left out with a warning: its writer was killed.
+    """
+    lines = _objects(path)
+    first = next(lines, None)
+    if first is None:
+        raise InvalidRequest(f"{path}: the trace is empty")
+    fields = first.fields
+    if "trace" in fields and "id" not in fields and "input_length" not in fields:
+        return fields, _requests(fields, lines)
+    return {}, chain([first], lines)
+
+
+def _requests(header: dict[str, Any], lines: Iterator[Line]) -> Iterator[Line]:
+    """The lines without the headers of later runs that recorded into the same file."""
+    for line in lines:
+        if line.fields.get("kind") != LOG_KIND:
+            yield line
+        elif line.fields.get("block_size") != header.get("block_size"):
+            raise line.error("from here on the requests are recorded in another format")
+
+
+def _objects(path: str) -> Iterator[Line]:
+    is_log = False
+    with contextlib.closing(_open(path)) as file:
+        for number, data in enumerate(_raw_lines(file, path), 1):
+            if not data.strip():
+                continue
+            try:
+                fields = json.loads(data.decode("utf-8"))
+            except (ValueError, RecursionError) as error:
+                if is_log and not data.endswith(b"\n"):
+                    _log.warning("%s:%d: the last line is cut off and left out", path, number)
+                    return
+                raise InvalidRequest(f"{path}:{number}: not a line of JSON: {error}") from None
+            line = Line(path, number, fields)
+            if not isinstance(fields, dict):
+                raise line.error(f"a line must be a JSON object, got {shown(fields)}")
+            is_log = is_log or fields.get("kind") == LOG_KIND
+            yield line
+
+
+def _open(path: str) -> IO[bytes]:
+    with open(path, "rb") as file:
+        is_gzip = file.read(2) == b"\x1f\x8b"
+    return cast(IO[bytes], gzip.open(path)) if is_gzip else open(path, "rb")
+
+
+def _raw_lines(file: IO[bytes], path: str) -> Iterator[bytes]:
+    try:
+        yield from file
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise InvalidRequest(f"{path}: the gzip file is broken: {error}") from None
+
 
 _NEEDED = 'a request needs one of "hash_ids", "hash_runs", "text", "tokens" or "prompt"'
 
@@ -67,11 +186,13 @@ def read_trace(
         if records[-1].has_time != records[0].has_time:
             raise line.error('either all records have a "time" or "timestamp", or none')
     order = np.argsort([record.time for record in records], kind="stable")[:limit]
-    columns = zip(*(records[at] for at in order), strict=True)
+    columns = zip(*(records[index] for index in order), strict=True)
     times, has_time, sessions, namespaces, num_prompt, num_output = map(list, columns)
     lengths = np.asarray(num_prompt, np.int64), np.asarray(num_output, np.int64)
     source = trace_format.source(order, *lengths, stitch)
-    is_inferred = stitch and isinstance(source, HashTokens) and all(one is None for one in sessions)
+    is_inferred = (
+        stitch and isinstance(source, HashTokens) and all(session is None for session in sessions)
+    )
     if is_inferred and isinstance(source, HashTokens):
         sessions = source.inferred_sessions()
     return Trace(
@@ -146,7 +267,7 @@ class _HashFormat:
         return pairs[:, 0], pairs[:, 1]
 
     def source(self, order: Ints, num_prompt: Ints, num_output: Ints, stitch: bool) -> HashTokens:
-        ids = [self._ids[at] for at in order]
+        ids = [self._ids[index] for index in order]
         return HashTokens(self._block_size, ids, num_prompt, num_output, stitch=stitch)
 
 
@@ -205,7 +326,7 @@ class _TokenFormat(_PackedFormat):
         return self._packed.add(prompt, output)
 
     def _first_of(self, line: Line, *names: str) -> IntArray | None:
-        """[n] int32: the first of these fields that is there, token ids or text."""
+        """[n] int32: the tokens of the first of these fields that exists, token ids or text."""
         for name in names:
             given = line.fields.get(name)
             if isinstance(given, str) and name != "tokens":

@@ -13,22 +13,186 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
-from radixserve.cache import PrefixCache
+from radixserve.cache import EventBatch, EventLog, PrefixCache
+from radixserve.checks import check_float, check_int
 from radixserve.errors import InvalidRequest
 from radixserve.replay.caches import CacheSpec, ReplayResult, TraceClock
-from radixserve.replay.cluster import Autoscaler, Cluster, Failures
 from radixserve.replay.direct import serve
-from radixserve.replay.routers import make_router
+from radixserve.replay.scheduled import Serving, StepModel
 from radixserve.replay.trace import Floats, Ints, Trace, TraceRequest
+from radixserve.routing.autoscaling import Autoscaling
 from radixserve.routing.limits import MAX_LOST, WITHOUT_REPLICA_S
+from radixserve.routing.tree_router import StepCosts, TreeRouter
+
+_MAX_REPLICAS = 1024
+_MAX_S = 1e9
+_EPSILON_S = 1e-6  # of delays, against rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """When replicas are lost. They depend on the seed, not on the router."""
+
+    mean_s: float | None = None  # a replica's mean time to failure, drawn at each start; None: none
+    at: tuple[tuple[float, int], ...] = ()  # besides: seconds, number of a replica that is there
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mean_s is not None:
+            check_float("mean_s", self.mean_s, 0.0, _MAX_S, open_low=True)
+
+    def time_to_failure(self, replica: int, start: int) -> float:
+        """`start`: number of its start, from 0."""
+        if self.mean_s is None:
+            return math.inf
+        return random.Random(f"{self.seed} {replica} {start}").expovariate(1.0 / self.mean_s)
+
+
+class ReplayRouter(Protocol):
+    """Replicas are known by their numbers from `add` to `remove`, requests by that of
+    an attempt: one that loses its replica is sent again, as another attempt."""
+
+    def add(self, replica: int, cache: PrefixCache) -> None:
+        """The cache is empty."""
+        ...
+
+    def remove(self, replica: int) -> None: ...
+
+    def choose(self, request: TraceRequest, attempt: int) -> int:
+        """Only called while there are replicas."""
+        ...
+
+    def events(self, replica: int) -> Callable[[], object]:
+        """Takes the events of that cache; the returned call applies them when they arrive."""
+        ...
+
+    def start(self, attempt: int) -> None:
+        """The first token has come. Nothing happens where the replica was removed meanwhile."""
+        ...
+
+    def end(self, attempt: int, num_output: int) -> None:
+        """As `start`."""
+        ...
+
+
+class TreeReplayRouter:
+    """`TreeRouter`, fed by the events of the caches."""
+
+    def __init__(self, step: StepModel, clock: Callable[[], float]) -> None:
+        self._router = TreeRouter(clock)
+        self._costs = StepCosts(step.prefill_token_s, step.decode_row_s, step.kv_token_s)
+        self._logs: dict[int, EventLog] = {}  # by number
+        self._names: dict[int, str] = {}  # another one at each start
+        self._numbers: dict[str, int] = {}
+        self._starts = itertools.count()
+
+    def add(self, replica: int, cache: PrefixCache) -> None:
+        name = f"{replica} {next(self._starts)}"
+        log = self._logs[replica] = cache.open_events(1)
+        self._names[replica], self._numbers[name] = name, replica
+        self._router.add(name, self._costs)
+        self._router.restart(name, log.snapshot())
+
+    def remove(self, replica: int) -> None:
+        name = self._names.pop(replica)
+        del self._logs[replica], self._numbers[name]
+        self._router.remove(name)
+
+    def choose(self, request: TraceRequest, attempt: int) -> int:
+        name = self._router.choose(str(attempt), request.prompt.tobytes(), request.namespace)
+        assert name is not None
+        return self._numbers[name]
+
+    def events(self, replica: int) -> Callable[[], object]:
+        return partial(self._take, self._names[replica], self._logs[replica].take())
+
+    def _take(self, name: str, batch: EventBatch) -> None:
+        if name in self._numbers:  # what comes from a lost one is dropped
+            self._router.take(name, batch)
+
+    def start(self, attempt: int) -> None:
+        self._router.start(str(attempt))
+
+    def end(self, attempt: int, num_output: int) -> None:
+        self._router.end(str(attempt), num_output)
+
+
+# A router that knows no replica yet, for a cluster and a trace; the function is the trace's clock.
+MakeRouter = Callable[["Cluster", Trace, Callable[[], float]], ReplayRouter]
+
+
+def make_tree_router(
+    cluster: Cluster,
+    trace: Trace,  # noqa: ARG001
+    clock: Callable[[], float],
+) -> ReplayRouter:
+    """The router of `radixserve serve --replicas`."""
+    return TreeReplayRouter(cluster.step, clock)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Equal replicas and their router. InvalidRequest for what there is not."""
+
+    num_replicas: int  # with autoscaling those at the beginning
+    router: str = "tree"  # the name of what `make_router` makes, in tables
+    event_delay_s: float = 0.1  # from a cache to the router, in time of the trace
+    step: StepModel = field(default_factory=StepModel)
+    failures: Failures | None = None
+    autoscaling: Autoscaling | None = None
+    start_s: float = 60.0  # until a replica that was added or lost serves, its cache empty
+    make_router: MakeRouter = make_tree_router
+
+    def __post_init__(self) -> None:
+        check_int("num_replicas", self.num_replicas, 1, _MAX_REPLICAS)
+        check_float("event_delay_s", self.event_delay_s, 0.0, 1e6)
+        check_float("start_s", self.start_s, 0.0, _MAX_S)
+        rule = self.autoscaling
+        if rule is not None:
+            check_int("num_replicas", self.num_replicas, rule.min_replicas, rule.max_replicas)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether no replica is ever added or removed."""
+        return self.failures is None and self.autoscaling is None
+
+    @property
+    def most_replicas(self) -> int:
+        return self.num_replicas if self.autoscaling is None else self.autoscaling.max_replicas
+
+
+class Autoscaler:
+    """Ray Serve's default policy: as many replicas as the ongoing requests need, once that has been
+    more, or less, than there are throughout the delay."""
+
+    def __init__(self, rule: Autoscaling, num_replicas: int) -> None:
+        self.num_replicas = num_replicas  # that there are to be
+        self._rule = rule
+        self._target = rule.target(Serving().max_running_requests)
+        self._direction = 0
+        self._since = 0.0
+
+    def decide(self, now: float, num_ongoing: float) -> int:
+        """`num_ongoing`: mean of the look-back period, all replicas together."""
+        rule = self._rule
+        wanted = rule.num_wanted(num_ongoing, self._target)
+        direction = (wanted > self.num_replicas) - (wanted < self.num_replicas)
+        if direction != self._direction:
+            self._direction, self._since = direction, now
+        delay_s = rule.upscale_delay_s if direction > 0 else rule.downscale_delay_s
+        if direction and now - self._since + _EPSILON_S >= delay_s:
+            self.num_replicas, self._direction = wanted, 0
+        return self.num_replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +254,7 @@ class _ClusterReplay:
         self._trace, self._spec, self._cluster = trace, spec, cluster
         self._clock = TraceClock()
         size = cluster.most_replicas
-        self._router = make_router(cluster.router, size, trace, cluster.step, self._clock)
+        self._router = cluster.make_router(cluster, trace, self._clock)
         self._due: list[tuple[float, int, Callable[[], object]]] = []  # a heap
         self._plans, self._attempts = itertools.count(), itertools.count()
         self._live: dict[int, PrefixCache] = {}  # replicas that are there, in order of their start
@@ -118,8 +282,8 @@ class _ClusterReplay:
         for replica in range(self._cluster.num_replicas):
             self._wanted.add(replica)
             self._add(replica, 0)
-        for at, replica in (self._cluster.failures or Failures()).at:
-            self._plan(at, partial(self._fail, replica, None))
+        for seconds, replica in (self._cluster.failures or Failures()).at:
+            self._plan(seconds, partial(self._fail, replica, None))
         if self._cluster.autoscaling is not None:
             self._plan(self._cluster.autoscaling.metrics_interval_s, self._scale)
         most = self._spec.num_pages * self._spec.page_size
@@ -158,12 +322,12 @@ class _ClusterReplay:
 
     # -- time ---------------------------------------------------------------------------------
 
-    def _plan(self, at: float, call: Callable[[], object]) -> None:
-        heapq.heappush(self._due, (at, next(self._plans), call))
+    def _plan(self, due: float, call: Callable[[], object]) -> None:
+        heapq.heappush(self._due, (due, next(self._plans), call))
 
     def _next(self) -> None:
-        at, _, call = heapq.heappop(self._due)
-        self._advance(at)
+        due, _, call = heapq.heappop(self._due)
+        self._advance(due)
         call()
 
     def _advance(self, now: float) -> None:
@@ -173,40 +337,40 @@ class _ClusterReplay:
 
     # -- requests -----------------------------------------------------------------------------
 
-    def _send(self, one: _RequestState) -> None:
-        now, step, request = self._clock.now, self._cluster.step, one.request
+    def _send(self, state: _RequestState) -> None:
+        now, step, request = self._clock.now, self._cluster.step, state.request
         if not self._live:
-            self._waiting.append(one)
-            self._plan(one.since + WITHOUT_REPLICA_S, partial(self._give_up, one))
+            self._waiting.append(state)
+            self._plan(state.since + WITHOUT_REPLICA_S, partial(self._give_up, state))
             return
-        attempt = one.attempt = next(self._attempts)
-        replica = one.replica = self._router.choose(request, attempt)
+        attempt = state.attempt = next(self._attempts)
+        replica = state.replica = self._router.choose(request, attempt)
         cached = serve(self._live[replica], request, None)
         num_prompt, num_output = len(request.prompt), len(request.output)
-        one.cached = cached or 0
-        one.prefill_s = prefill_s = (num_prompt - one.cached) * step.prefill_token_s
-        one.token_s = token_s = step.decode_row_s + step.kv_token_s * num_prompt
+        state.cached = cached or 0
+        state.prefill_s = prefill_s = (num_prompt - state.cached) * step.prefill_token_s
+        state.token_s = token_s = step.decode_row_s + step.kv_token_s * num_prompt
         self._note_work(replica, prefill_s + num_output * token_s)
         self._busy_until[replica] = max(self._busy_until[replica], now) + prefill_s
-        one.first = first = float(self._busy_until[replica])
-        one.ends = first + num_output * (step.fixed_s + token_s)
-        self._under_way[attempt] = one
+        state.first = first = float(self._busy_until[replica])
+        state.ends = first + num_output * (step.fixed_s + token_s)
+        self._under_way[attempt] = state
         self._plan(now + self._cluster.event_delay_s, self._router.events(replica))
         self._plan(first, partial(self._router.start, attempt))
-        last = max(one.ends, now + self._cluster.event_delay_s)
+        last = max(state.ends, now + self._cluster.event_delay_s)
         self._plan(last, partial(self._end, attempt, num_output))
-        if not one.has_started:
+        if not state.has_started:
             self._ttft_s[request.index] = first - self._trace.times[request.index]
         if cached is not None:
             self._fits[request.index], self._replicas[request.index] = True, replica
-        self._count(one, 1)
+        self._count(state, 1)
 
-    def _count(self, one: _RequestState, sign: int) -> None:
-        """What it found cached; -1 takes that back."""
-        if one.known is None:
-            self._hits[one.request.index] += sign * one.cached
+    def _count(self, state: _RequestState, sign: int) -> None:
+        """Count the tokens that it found cached; -1 takes them back."""
+        if state.known is None:
+            self._hits[state.request.index] += sign * state.cached
         else:
-            self._recomputed += sign * (one.known - one.cached)
+            self._recomputed += sign * (state.known - state.cached)
 
     def _note_work(self, replica: int, seconds: float) -> None:
         self._work_s[replica] += seconds
@@ -216,40 +380,40 @@ class _ClusterReplay:
         self._under_way.pop(attempt, None)
         self._router.end(attempt, num_output)
 
-    def _note_lost(self, one: _RequestState) -> None:
+    def _note_lost(self, state: _RequestState) -> None:
         """Its replica was lost: how far it had come."""
-        now, request, step = self._clock.now, one.request, self._cluster.step
-        since_begin = now - (one.first - one.prefill_s)
+        now, request, step = self._clock.now, state.request, self._cluster.step
+        since_begin = now - (state.first - state.prefill_s)
         part, num_came = 0.0, 0
         if since_begin < 0.0:  # what it would have found counts where it goes
-            self._count(one, -1)
+            self._count(state, -1)
         else:
-            part = min(since_begin / one.prefill_s, 1.0) if one.prefill_s else 1.0
-            if now >= one.first:
-                one.has_started = True
-                num_came = int((now - one.first) / (step.fixed_s + one.token_s))
+            part = min(since_begin / state.prefill_s, 1.0) if state.prefill_s else 1.0
+            if now >= state.first:
+                state.has_started = True
+                num_came = int((now - state.first) / (step.fixed_s + state.token_s))
                 num_came = min(num_came, len(request.output) - 1)
-            num_done = int(part * (len(request.prompt) - one.cached))
-            one.known = one.cached + num_done + max(num_came - 1, 0)
+            num_done = int(part * (len(request.prompt) - state.cached))
+            state.known = state.cached + num_done + max(num_came - 1, 0)
         undone = len(request.output) - num_came
-        self._note_work(one.replica, -(1.0 - part) * one.prefill_s - undone * one.token_s)
+        self._note_work(state.replica, -(1.0 - part) * state.prefill_s - undone * state.token_s)
         self._replicas[request.index] = -1
         if num_came:
             prompt = np.concatenate((request.prompt, request.output[:num_came]))
-            one.request = replace(request, prompt=prompt, output=request.output[num_came:])
-        one.since, one.num_lost = now, one.num_lost + 1
+            state.request = replace(request, prompt=prompt, output=request.output[num_came:])
+        state.since, state.num_lost = now, state.num_lost + 1
 
-    def _give_up(self, one: _RequestState) -> None:
+    def _give_up(self, state: _RequestState) -> None:
         """It waits for a replica since long ago."""
-        if one in self._waiting and self._clock.now >= one.since + WITHOUT_REPLICA_S:
-            self._waiting.remove(one)
-            self._note_failed(one)
+        if state in self._waiting and self._clock.now >= state.since + WITHOUT_REPLICA_S:
+            self._waiting.remove(state)
+            self._note_failed(state)
 
-    def _note_failed(self, one: _RequestState) -> None:
+    def _note_failed(self, state: _RequestState) -> None:
         self._failed += 1
-        self._fits[one.request.index] = True
-        if not one.has_started:
-            self._ttft_s[one.request.index] = np.nan
+        self._fits[state.request.index] = True
+        if not state.has_started:
+            self._ttft_s[state.request.index] = np.nan
 
     # -- replicas -----------------------------------------------------------------------------
 
@@ -266,8 +430,8 @@ class _ClusterReplay:
             after = failures.time_to_failure(replica, start)
             self._plan(now + after, partial(self._fail, replica, start))
         waiting, self._waiting = self._waiting, deque()
-        for one in waiting:
-            self._send(one)
+        for state in waiting:
+            self._send(state)
 
     def _note_gone(self, replica: int, cache: PrefixCache) -> None:
         cache.check()
@@ -278,23 +442,23 @@ class _ClusterReplay:
     def _lose(self, replicas: Sequence[int]) -> None:
         """All at once; then their requests go on elsewhere."""
         now = self._clock.now
-        ours = [one for one in self._under_way.values() if one.replica in replicas]
-        lost = [one for one in ours if one.ends > now]
-        for one in ours:
-            del self._under_way[one.attempt]
-        for one in lost:
-            self._note_lost(one)
+        ours = [state for state in self._under_way.values() if state.replica in replicas]
+        lost = [state for state in ours if state.ends > now]
+        for state in ours:
+            del self._under_way[state.attempt]
+        for state in lost:
+            self._note_lost(state)
         for replica in replicas:
             cache = self._live.pop(replica)
             self._lost_tokens += cache.stats()["pages_cached"] * cache.page_size
             self._note_gone(replica, cache)
             self._router.remove(replica)
-        for one in lost:
-            if one.num_lost < MAX_LOST:
+        for state in lost:
+            if state.num_lost < MAX_LOST:
                 self._moved += 1
-                self._send(one)
+                self._send(state)
             else:
-                self._note_failed(one)
+                self._note_failed(state)
 
     def _fail(self, replica: int, start: int | None) -> None:
         """`start`: the one that this was planned at; None: whichever."""
@@ -305,8 +469,8 @@ class _ClusterReplay:
 
     def _start(self, replica: int) -> None:
         self._starts[replica] += 1
-        at = self._clock.now + self._cluster.start_s
-        self._plan(at, partial(self._add, replica, self._starts[replica]))
+        due = self._clock.now + self._cluster.start_s
+        self._plan(due, partial(self._add, replica, self._starts[replica]))
 
     def _scale(self) -> None:
         rule, now = self._cluster.autoscaling, self._clock.now

@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
+
+from radixserve.replay.caches import CacheSpec
+from radixserve.replay.closed_loop import (
+    bound_closed_loop,
+    infer_closed_loop,
+    replay_closed_loop,
+)
+from radixserve.replay.direct import replay_direct
+from radixserve.replay.paths import PathTable
+from radixserve.replay.replicas import Cluster, ClusterResult, replay_replicas
+from radixserve.replay.scheduled import Serving
+from radixserve.replay.study import Watch, unwatched
+from radixserve.replay.trace import Trace
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,8 +41,8 @@ class Finding:
         if self.rows:
             gap = 2 if len(self.heads) < 10 else 1
             table = Table(box=None, padding=(0, gap, 0, 0), header_style="dim")
-            for at, head in enumerate(self.heads):
-                table.add_column(head, justify="right" if at else "left", no_wrap=True)
+            for column, head in enumerate(self.heads):
+                table.add_column(head, justify="right" if column else "left", no_wrap=True)
             for row in self.rows:
                 table.add_row(*row)
             console.print(table)
@@ -87,12 +101,12 @@ def findings(document: dict[str, Any]) -> Iterator[Finding]:
         size = answers["bytes_per_token"]
         yield _pivot(
             f"what the next GiB is worth: tokens more reused, at {size:,} bytes a token",
-            [(one, _span(one), format_tokens(max(0.0, one["tokens_per_gib"]))) for one in gains],
+            [(row, _span(row), format_tokens(max(0.0, row["tokens_per_gib"]))) for row in gains],
         )
     if losses := answers["page_loss"]:
         yield _pivot(
             "what a page or block size loses, points of hit rate against page 1",
-            [(one, (one["cache_tokens"],), f"{100 * one['rate']:+.2f}") for one in losses],
+            [(row, (row["cache_tokens"],), f"{100 * row['rate']:+.2f}") for row in losses],
         )
     elif any(run["page_size"] != 1 for run in document["runs"]):
         yield Finding("what pages lose: add page size 1 to see it")
@@ -105,14 +119,14 @@ def _span(gain: dict[str, Any]) -> tuple[int, ...]:
 
 def _rates(document: dict[str, Any]) -> Finding:
     runs = document["runs"]
-    limits = [{"label": "clairvoyant bound", "page_size": 1, **one} for one in document["bounds"]]
+    limits = [{"label": "clairvoyant bound", "page_size": 1, **run} for run in document["bounds"]]
     cells = [
         (
-            one,
-            (one["cache_tokens"],),
-            f"{100 * one['hit_rate']:.2f}{'*' if one.get('too_large_requests') else ''}",
+            run,
+            (run["cache_tokens"],),
+            f"{100 * run['hit_rate']:.2f}{'*' if run.get('too_large_requests') else ''}",
         )
-        for one in (*runs, *limits)
+        for run in (*runs, *limits)
     ]
     note = "* some requests do not fit into this cache; they count as not reused"
     return _pivot(
@@ -174,11 +188,173 @@ def _pivot(
     document, sizes, text) of each cell."""
     columns = sorted({sizes for _, sizes, _ in cells})
     rows: dict[tuple[str, int], dict[tuple[int, ...], str]] = {}
-    for one, sizes, text in cells:
-        rows.setdefault((one["label"], one["page_size"]), {})[sizes] = text
+    for run, sizes, text in cells:
+        rows.setdefault((run["label"], run["page_size"]), {})[sizes] = text
     table = [
         (label, str(page_size), *(row.get(column, "") for column in columns))
         for (label, page_size), row in rows.items()
     ]
     heads = (" to ".join(map(format_tokens, sizes)) for sizes in columns)
     return Finding(title, ("cache", "page", *heads), table, lines)
+
+
+def replay_closed_loops(
+    trace: Trace,
+    paths: PathTable,
+    specs: Sequence[CacheSpec],
+    servings: Sequence[Serving],
+    *,
+    lease_s: float | None = None,
+    watch: Watch = unwatched,
+) -> list[dict[str, Any]]:
+    """A row for each cache and way of serving, and the bound of each size. Priced admission takes
+    the eviction order "expected-return" in place of "lru"."""
+    rows = []
+    for spec, serving in product(specs, servings):
+        is_priced = serving.admission == "priced" and (spec.index, spec.policy) == ("radix", "lru")
+        used = replace(spec, policy="expected-return") if is_priced else spec
+        loop = infer_closed_loop(trace, serving)
+        with watch(f"{serving.order}, {serving.admission}", len(trace)) as step:
+            result = replay_closed_loop(
+                trace, loop, used, serving, lease_s=lease_s, on_request=step
+            )
+        bound = bound_closed_loop(trace, paths, loop, spec.cache_tokens, serving)
+        rows.append(
+            {
+                **result.document(),
+                "bound_computed_tokens": bound.computed_tokens,
+                "bound_makespan_s": bound.makespan_s,
+            }
+        )
+    return rows
+
+
+def loop_finding(document: dict[str, Any]) -> Finding:
+    """The rows of `replay_closed_loops` as a table."""
+    heads = ["cache", "tokens", "order", "admission", "hit %", "computed", "makespan"]
+    heads += ["first token", "session", "p50", "p95", "p99", "worst", "fair"]
+    rows = []
+    for row in document["closed_loops"]:
+        names = ["makespan_s", "ttft_mean_s", "session_mean_s", "session_p50_s"]
+        names += ["session_p95_s", "session_p99_s", "session_worst_s"]
+        rows.append(
+            (
+                row["cache"],
+                format_tokens(row["cache_tokens"]),
+                row["order"],
+                row["admission"],
+                f"{100 * row['hit_rate']:.2f}",
+                format_tokens(row["computed_tokens"]),
+                *(f"{row[name]:.4g}" for name in names),
+                f"{row['fairness']:.2f}",
+            )
+        )
+    bounds = {
+        row["cache_tokens"]: f"{format_tokens(row['cache_tokens'])} tokens, in hindsight: at least "
+        f"{format_tokens(row['bound_computed_tokens'])} computed, {row['bound_makespan_s']:.4g} s"
+        for row in document["closed_loops"]
+    }
+    lines = [
+        "times in modelled seconds; a session's are from its first request to its last answer",
+        *bounds.values(),
+    ]
+    title = f"{document['trace']}, {document['requests']:,} requests in closed loops"
+    return Finding(title, heads, rows, lines)
+
+
+def replay_clusters(
+    trace: Trace,
+    specs: Sequence[CacheSpec],
+    clusters: Sequence[Cluster],
+    *,
+    watch: Watch = unwatched,
+) -> list[dict[str, Any]]:
+    """A row for each cluster with each cache, beside one cache of the size of all, which is never
+    lost; with autoscaling of as many as there were on average."""
+    rows: list[dict[str, Any]] = []
+    whole: dict[int, float] = {}  # hit rate of one cache, by its size
+    for spec, cluster in product(specs, clusters):
+        with watch(f"{cluster.router}, {cluster.num_replicas} replicas", len(trace)) as step:
+            result = replay_replicas(trace, spec, cluster, on_request=step)
+        number = cluster.num_replicas
+        if cluster.autoscaling is not None:
+            number = max(1, round(result.mean_replicas))
+        size = spec.cache_tokens * number
+        if size not in whole:
+            whole_spec = replace(spec, cache_tokens=size)
+            with watch(f"one cache, {size:,} tokens", len(trace)) as step:
+                whole[size] = replay_direct(trace, whole_spec, on_request=step).hit_rate
+        rows.append(
+            {
+                "cache_tokens": spec.cache_tokens,
+                "replicas": cluster.num_replicas,
+                "router": cluster.router,
+                "event_delay_s": cluster.event_delay_s,
+                "hit_rate": result.hit_rate,
+                "one_cache_hit_rate": whole[size],
+                "max_load": result.max_load,
+                "too_large_requests": result.num_too_large,
+                "seconds": result.seconds,
+            }
+        )
+        if not cluster.is_fixed:
+            rows[-1] |= _changes(result)
+    return rows
+
+
+def _changes(result: ClusterResult) -> dict[str, Any]:
+    """What only failures and autoscaling change."""
+    return {
+        "mean_replicas": result.mean_replicas,
+        "failures": result.num_failures,
+        "moved_requests": result.num_moved,
+        "failed_requests": result.num_failed,
+        "recomputed_tokens": result.recomputed_tokens,
+        "lost_tokens": result.lost_tokens,
+        "ttft_p95_s": result.ttft_p95_s,
+    }
+
+
+def cluster_finding(document: dict[str, Any]) -> Finding:
+    heads = ("router", "replicas", "tokens each", "hit %", "one cache %", "ratio", "max/mean load")
+    rows = [
+        (
+            row["router"],
+            str(row["replicas"]),
+            format_tokens(row["cache_tokens"]),
+            f"{100 * row['hit_rate']:.2f}",
+            f"{100 * row['one_cache_hit_rate']:.2f}",
+            f"{row['hit_rate'] / max(row['one_cache_hit_rate'], 1e-9):.3f}",
+            f"{row['max_load']:.2f}",
+        )
+        for row in document["replicas"]
+    ]
+    lines = ["load: modelled seconds of prefill and decode over the whole trace"]
+    title = f"{document['trace']}, {document['requests']:,} requests"
+    return Finding(title, heads, rows, lines)
+
+
+def changes_finding(document: dict[str, Any]) -> Finding | None:
+    """What failures and autoscaling did; None where replicas were fixed."""
+    heads = ("router", "replicas", "mean", "failures", "moved", "failed", "again", "lost", "TTFT")
+    rows = [
+        (
+            row["router"],
+            str(row["replicas"]),
+            f"{row['mean_replicas']:.2f}",
+            *(str(row[name]) for name in ("failures", "moved_requests", "failed_requests")),
+            *(format_tokens(row[name]) for name in ("recomputed_tokens", "lost_tokens")),
+            f"{row['ttft_p95_s']:.2f} s",
+        )
+        for row in document["replicas"]
+        if "mean_replicas" in row
+    ]
+    lines = [
+        "replicas, mean: at the beginning, over the trace; TTFT: modelled, 95 % are less",
+        "moved: requests lost their replica and went on elsewhere; failed: they lost three, or "
+        "waited too long",
+        "again: tokens that these had computed and computed again, taken off the hits above; "
+        "lost: tokens cached in lost replicas",
+        "load above: over an equal part of the work that came while the replica was there",
+    ]
+    return Finding("replicas come and go", heads, rows, lines) if rows else None

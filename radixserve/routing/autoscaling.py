@@ -62,15 +62,15 @@ class Autoscaling(StrictFields):
             return cls(**given)
         if not isinstance(given, str):
             raise InvalidRequest(f"{name} must be such as max_replicas=4, got {shown(given)}")
-        found: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         for item in filter(None, map(str.strip, given.split(","))):
             field, _, value = item.partition("=")
-            check_choice(name, field, tuple(one.name for one in fields(cls)))
+            check_choice(name, field, tuple(known.name for known in fields(cls)))
             try:
-                found[field] = int(value) if field.endswith("_replicas") else float(value)
+                settings[field] = int(value) if field.endswith("_replicas") else float(value)
             except ValueError:
                 raise InvalidRequest(f"{name}: {field} must be a number, got {value!r}") from None
-        return cls(**found)
+        return cls(**settings)
 
     def target(self, max_running_requests: int) -> float:
         """Requests that a replica is to have on average."""

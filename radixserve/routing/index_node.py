@@ -1,10 +1,13 @@
-"""`IndexNode`: an edge of the token index, and the replicas that hold it."""
+"""The records of the token index: its nodes, a replica, an open prompt, the end of a walk."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from radixserve.cache.events import EventCursor
 from radixserve.cache.tokens import TOKEN_BYTES
+
+NEVER = float("-inf")
 
 
 class Reserved:
@@ -78,3 +81,31 @@ class Root(IndexNode):
 
 
 NO_CHILDREN: dict[bytes, IndexNode] = {}  # by first token; shared by all leaves, stays empty
+
+
+class Reservation(NamedTuple):
+    """An open prompt, which counts as cached on its replica until the replica's events arrive."""
+
+    number: int
+    node: IndexNode
+
+
+class Matched(NamedTuple):
+    """Where a walk down a prompt ended."""
+
+    node: IndexNode
+    pos: int  # bytes
+    spread: int = 0  # leading tokens with fewer holders than their share of all work needs
+    continued: IndexNode | None = None  # where the conversation ends that the prompt continues
+
+
+class HoldingReplica:
+    """A replica: its position in the stream of events, and the ends of its nodes."""
+
+    __slots__ = ("cursor", "ends", "evicted_at", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.cursor = EventCursor()
+        self.ends: dict[int, IndexNode] = {}  # by the replica's node ids
+        self.evicted_at = NEVER  # last use of the tokens that it evicted last

@@ -27,9 +27,16 @@ from radixserve.cache.events import (
     Truncated,
 )
 from radixserve.cache.tokens import TOKEN_BYTES
-from radixserve.routing.index_node import NO_CHILDREN, IndexNode, Reserved, Root
-from radixserve.routing.matching import common_bytes, write_lengths
-from radixserve.routing.records import NEVER, HoldingReplica, Matched, Reservation
+from radixserve.routing.index_node import (
+    NEVER,
+    NO_CHILDREN,
+    HoldingReplica,
+    IndexNode,
+    Matched,
+    Reservation,
+    Reserved,
+    Root,
+)
 
 WORK_HALF_LIFE_S = 3600.0
 NO_NEED = (float("inf"), 0.0)
@@ -65,7 +72,7 @@ class TokenIndex:
         return number
 
     def remove(self, replica: str) -> None:
-        """What it holds is not found any more. O(1)."""
+        """Remove a replica: its tokens are no longer found. O(1)."""
         holder = self._holders.pop(replica)
         self._live &= ~(1 << holder.number)
         self._removed.append((holder.number, iter(holder.ends.values())))
@@ -74,7 +81,7 @@ class TokenIndex:
         return self._holders[replica].number
 
     def needs_snapshot(self, replica: str) -> bool:
-        """Its events count from the next snapshot on: some are missing, or none has come."""
+        """Ignore a replica's events until the next snapshot, as some or all are missing."""
         return self._holders[replica].cursor.is_lost
 
     def next_event(self, replica: str) -> int:
@@ -172,16 +179,16 @@ class TokenIndex:
         self.num_tokens += len(tokens) // TOKEN_BYTES
         return leaf
 
-    def _split(self, node: IndexNode, at: int) -> IndexNode:
+    def _split(self, node: IndexNode, cut: int) -> IndexNode:
         """Cut an edge after `at` bytes; `node` stays the lower part. Returns the upper one."""
         parent, edge, reserved = node.parent, node.tokens, node.reserved
         assert parent is not None
-        upper = IndexNode(parent, edge[:at], node.holders, node.used_at)
+        upper = IndexNode(parent, edge[:cut], node.holders, node.used_at)
         upper.reserved = reserved
         upper.work_s = node.work_s
         parent.children[edge[:TOKEN_BYTES]] = upper
-        node.parent, node.tokens = upper, edge[at:]
-        upper.children = {edge[at : at + TOKEN_BYTES]: node}
+        node.parent, node.tokens = upper, edge[cut:]
+        upper.children = {edge[cut : cut + TOKEN_BYTES]: node}
         self.num_edges += 1
         return upper
 
@@ -331,15 +338,15 @@ class TokenIndex:
 
         `matched`: of the same tokens, where the index has not changed since. As `match`.
         """
-        at, pos, *_ = matched or Matched(self._root(namespace), 0)
-        node = end = self._store(at, tokens[pos:], 0)
-        one = Reserved({number: 1})
+        parent, pos, *_ = matched or Matched(self._root(namespace), 0)
+        node = end = self._store(parent, tokens[pos:], 0)
+        first_reservation = Reserved({number: 1})
         now = self.now
         while node.parent is not None:
             node.work_s = node.work_s * 0.5 ** ((now - node.used_at) / WORK_HALF_LIFE_S) + work_s
             node.used_at = now
             reserved = node.reserved
-            node.reserved = one if reserved is None else reserved.with_one(number)
+            node.reserved = first_reservation if reserved is None else reserved.with_one(number)
             node = node.parent
         return Reservation(number, end)
 
@@ -360,17 +367,17 @@ class TokenIndex:
 
     def held(self, replica: str, namespace: str) -> list[tuple[int, ...]]:
         """The longest token paths that a replica holds, sorted. O(what it holds); for audits."""
-        found, bit = [], 1 << self._holders[replica].number
+        paths, bit = [], 1 << self._holders[replica].number
         root = self._roots.get(namespace)
         stack: list[tuple[IndexNode, bytes]] = [] if root is None else [(root, b"")]
         while stack:
             node, above = stack.pop()
             path = above + node.tokens
-            below = [one for one in node.children.values() if one.holders & bit]
-            stack += [(one, path) for one in below]
+            below = [child for child in node.children.values() if child.holders & bit]
+            stack += [(child, path) for child in below]
             if path and not below:
-                found.append(tuple(np.frombuffer(path, np.int32).tolist()))
-        return sorted(found)
+                paths.append(tuple(np.frombuffer(path, np.int32).tolist()))
+        return sorted(paths)
 
     def check(self) -> None:
         """AssertionError unless all invariants hold. O(everything)."""
@@ -396,3 +403,23 @@ class TokenIndex:
         for name, holder in self._holders.items():
             for end in holder.ends.values():
                 assert end.holders >> holder.number & 1, f"{name} ends where it holds nothing"
+
+
+def write_lengths(lengths: IntArray, mask: int, length: int) -> None:
+    """Set the entries of the bits of `mask`."""
+    if mask.bit_count() > 8:
+        data = np.frombuffer(mask.to_bytes(-(-len(lengths) // 8), "little"), np.uint8)
+        lengths[np.unpackbits(data, count=len(lengths), bitorder="little").view(np.bool_)] = length
+        return
+    while mask:
+        low = mask & -mask
+        lengths[low.bit_length() - 1] = length
+        mask ^= low
+
+
+def common_bytes(edge: bytes, tokens: bytes, pos: int) -> int:
+    """Bytes of the whole tokens that `edge` and `tokens` from byte `pos` have in common."""
+    count = min(len(edge), len(tokens) - pos) // TOKEN_BYTES
+    differs = np.frombuffer(edge, np.int32, count) != np.frombuffer(tokens, np.int32, count, pos)
+    first = int(differs.argmax()) if count else 0
+    return (first if count and differs[first] else count) * TOKEN_BYTES

@@ -12,7 +12,7 @@ In seconds, the smallest wins.
   prompt is continued, and how soon, is learned. So new conversations go where few are open.
 - wait: half of the prefill that is queued there, as order of arrival is not that of service.
 - displaced: prefill of what the new tokens push out. The older the tokens that a replica evicts,
-  the less they are worth; prompts that nobody has go to where they push out least, and all caches
+  the less they are worth; prompts without a cached prefix go where they evict least, and all caches
   together evict in nearly the order of one.
 """
 
@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 
 from radixserve.cache.events import EventBatch, EventSnapshot
 from radixserve.cache.tokens import TOKEN_BYTES
-from radixserve.routing.index_node import Conversation, IndexNode
-from radixserve.routing.records import NEVER, Reservation
+from radixserve.routing.index_node import NEVER, Conversation, IndexNode, Reservation
 from radixserve.routing.token_index import WORK_HALF_LIFE_S, TokenIndex
 
 Floats = NDArray[np.float64]
@@ -51,7 +50,7 @@ class StepCosts(NamedTuple):
     kv_token_s: float = 50e-9  # and of each token before it
 
 
-class _Open(NamedTuple):
+class RoutedRequest(NamedTuple):
     """A request under way."""
 
     replica: str
@@ -72,7 +71,7 @@ class TreeRouter:
         self.index = TokenIndex()
         self._clock = clock
         self._names: dict[int, str] = {}  # by number
-        self._open: dict[str, _Open] = {}  # by request id
+        self._routed: dict[str, RoutedRequest] = {}  # by request id
         self._starting: set[str] = set()  # of these, without a first token
         self._homes: dict[str, str] = {}  # by session
         self._mean_output = 128.0  # tokens
@@ -111,10 +110,12 @@ class TreeRouter:
         self._names[number] = replica
 
     def remove(self, replica: str) -> None:
-        """What it has and what it was to compute is forgotten at once."""
-        for request_id in [key for key, one in self._open.items() if one.replica == replica]:
+        """Forget the tokens and open requests of a lost replica at once."""
+        for request_id in [
+            key for key, request in self._routed.items() if request.replica == replica
+        ]:
             self._starting.discard(request_id)
-            self.index.release(self._open.pop(request_id).reservation)
+            self.index.release(self._routed.pop(request_id).reservation)
         self._homes = {key: home for key, home in self._homes.items() if home != replica}
         number = self.index.number(replica)
         self.index.remove(replica)
@@ -130,9 +131,9 @@ class TreeRouter:
     def restart(self, replica: str, snapshot: EventSnapshot) -> bool:
         """See `TokenIndex.restart`."""
         self.index.now = self._clock()
-        found = self.index.restart(replica, snapshot)
+        is_new = self.index.restart(replica, snapshot)
         self._evicted_at[self.index.number(replica)] = self.index.evicted_at(replica)
-        return found
+        return is_new
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -162,9 +163,9 @@ class TreeRouter:
         home = self._homes.get(session)
         if home is not None:
             spread = 0
-            at = self.index.number(home)
-            kept, self._lengths[:] = self._lengths[at], 0
-            self._lengths[at] = kept
+            number = self.index.number(home)
+            kept, self._lengths[:] = self._lengths[number], 0
+            self._lengths[number] = kept
         missing = num_prompt - self._lengths
         prefill = missing * self._prefill_s
         num_output = min(self._mean_output, max_output)
@@ -185,7 +186,9 @@ class TreeRouter:
         self._expect(reservation, now)
         name = self._names[number]
         prefill_s = float(prefill[number])
-        self._open[request_id] = _Open(name, reservation, num_prompt, num_output, prefill_s)
+        self._routed[request_id] = RoutedRequest(
+            name, reservation, num_prompt, num_output, prefill_s
+        )
         self._starting.add(request_id)
         if session:
             self._homes[session] = name
@@ -195,10 +198,10 @@ class TreeRouter:
         elapsed = now - self._decayed_at
         if elapsed > 0.0:
             self._work_s *= 0.5 ** (elapsed / WORK_HALF_LIFE_S)
-            self._expected_s *= self._still_open(elapsed)
+            self._expected_s *= self._still_running(elapsed)
             self._decayed_at = now
 
-    def _still_open(self, elapsed: float) -> float:
+    def _still_running(self, elapsed: float) -> float:
         """Part of what a conversation was expected to bring that still is after so long."""
         return float(0.5 ** (elapsed / (_OPEN_GAPS * max(self._mean_gap_s, 1e-3))))
 
@@ -210,7 +213,7 @@ class TreeRouter:
             number, expected_s, used_at = continued.conversation
             continued.conversation = None
             elapsed = now - used_at
-            expected_s = min(expected_s * self._still_open(elapsed), self._expected_s[number])
+            expected_s = min(expected_s * self._still_running(elapsed), self._expected_s[number])
             self._expected_s[number] -= expected_s
             self._mean_gap_s += _EMA * (elapsed - self._mean_gap_s)
         load = self._work_s + self._expected_s
@@ -237,27 +240,27 @@ class TreeRouter:
         return np.minimum(mean / np.maximum(ages, 1e-9), _MAX_DISPLACED)
 
     def start(self, request_id: str) -> None:
-        """Its first token has come. Idempotent."""
+        """Note a request's first token. Idempotent."""
         if request_id in self._starting:
             self._starting.remove(request_id)
-            one = self._open[request_id]
-            self._queued_s[one.reservation.number] -= one.prefill_s
+            request = self._routed[request_id]
+            self._queued_s[request.reservation.number] -= request.prefill_s
 
     def end(self, request_id: str, num_output: int | None = None) -> None:
         """It has ended, with so many tokens where known. Idempotent.
 
-        Events of what it stored should have been taken.
+        The events of its stored tokens should have been applied.
         """
         self.start(request_id)
-        one = self._open.pop(request_id, None)
-        if one is None:
+        request = self._routed.pop(request_id, None)
+        if request is None:
             return
-        number = one.reservation.number
+        number = request.reservation.number
         if num_output is not None:
             self._mean_output += _EMA * (num_output - self._mean_output)
-            token_s = self._row_s[number] + one.num_prompt * self._kv_s[number]
-            self._work_s[number] += (num_output - one.num_output) * token_s
-        self.index.release(one.reservation)
+            token_s = self._row_s[number] + request.num_prompt * self._kv_s[number]
+            self._work_s[number] += (num_output - request.num_output) * token_s
+        self.index.release(request.reservation)
 
     def best(self, tokens: bytes, namespace: str = "") -> str | None:
         """Where most of `tokens` (int32) is cached; None without replicas."""
@@ -268,8 +271,8 @@ class TreeRouter:
 
     def of_request(self, request_id: str) -> str | None:
         """Where a request under way is."""
-        one = self._open.get(request_id)
-        return None if one is None else one.replica
+        request = self._routed.get(request_id)
+        return None if request is None else request.replica
 
     def of_session(self, session: str) -> str | None:
         return self._homes.get(session)

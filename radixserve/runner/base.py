@@ -9,22 +9,25 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from radixserve.attention.base import AttentionBackend
+from radixserve.attention.choice import has_kv_dtypes
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import LanguageModel, ModelInfo
 from radixserve.models.parallel import TPGroup
 from radixserve.models.registry import load_model
 from radixserve.models.source import find_model
-from radixserve.runner.device import check_dtype, describe_device
+from radixserve.runner.device import check_dtype, choose_kv_dtype, describe_device
 from radixserve.runner.kv_pool import KVPool
 from radixserve.schedule import ModelRunnerOutput, SchedulerOutput, WindowLayers
+from radixserve.store.run_file import KVLayout
+from radixserve_kernels.cpu_library import code_fingerprint
 
 logger = logging.getLogger("radixserve")
 
@@ -37,6 +40,7 @@ class MemoryPlan:
     pool_bytes: int
     pool_tokens: int
     kv_bytes_per_token: int
+    kv_dtype: str  # of stored K and V, "int8"
     states_bytes: int = 0  # of recurrent layers
     window_tokens: int = 0  # tokens whose K and V of layers with windows have room; 0: pool_tokens
 
@@ -51,6 +55,9 @@ class ResolvedConfig:
     graph_sizes: tuple[int, ...]  # rows of the captured decode steps
     overlap: bool  # whether the next step is prepared while one runs
     piecewise_tokens: int = 0  # steps of up to so many tokens are graphs but for their attention
+    inexact: str = (
+        ""  # why a token's bits may depend on what is cached or runs beside it; "": never
+    )
 
     def __str__(self) -> str:
         parts = [self.device, self.dtype, f"{self.attention_backend} attention"]
@@ -61,6 +68,14 @@ class ResolvedConfig:
         if self.overlap:
             parts.append("overlap")
         return ", ".join(parts)
+
+
+class StorablePool(NamedTuple):
+    """A KV pool whose K/V may be kept in a store."""
+
+    pool: KVPool
+    layout: KVLayout  # of a token
+    settings: dict[str, object]  # JSON values: what decides the bits of K/V beside the weights
 
 
 class ModelRunner(ABC):
@@ -77,27 +92,30 @@ class ModelRunner(ABC):
     overlap_depth: int  # steps that may be in flight when the next one is launched: 0 or 1
     backend_name: str
     resolved_config: ResolvedConfig
-    # Called in `launch` or `collect` when the host is about to wait for the device, or to compute
-    # without Python's lock: other threads may run.
-    before_wait: Callable[[], None] | None = None
 
     @abstractmethod
     def launch(self, schedule: SchedulerOutput) -> Any:
-        """Queue a step, or compute it; returns what `collect` takes.
+        """Queue a step, or lay it out; returns what `collect` takes.
 
-        Raises ValueError on a row whose pages do not fit it; nothing of the step was computed then.
+        Raises ValueError on a row whose pages do not fit it, EngineDead when no step can be
+        computed any more. Nothing of the step was computed then.
         """
 
     @abstractmethod
     def collect(self, pending: Any) -> ModelRunnerOutput:
-        """Wait for a launched step, in the order of the launches; each once."""
+        """Wait for a launched step, or compute it, in the order of the launches; each once.
+
+        Raises EngineDead when no step can be computed any more.
+        """
 
     @abstractmethod
     def memory_plan(self) -> MemoryPlan: ...
 
-    def note_wait(self) -> None:
-        if self.before_wait is not None:
-            self.before_wait()
+    def storable_pool(self) -> StorablePool:
+        """The pool, for a kv_store. Raises InvalidRequest where its K/V cannot be stored."""
+        raise InvalidRequest(
+            "kv_store cannot be used with tensor_parallel_size > 1: each rank has some of the heads"
+        )
 
     def close(self) -> None:
         """End the processes that the runner started. Can be called again."""
@@ -115,7 +133,12 @@ class SingleDeviceRunner(ModelRunner):
     backend: AttentionBackend  # of steps that no graph serves
 
     def __init__(self, parts: LoadedModel, config: EngineConfig) -> None:
-        self.model_path, self.info = parts.model_path, parts.model.info
+        self.model_path, info = parts.model_path, parts.model.info
+        kv_dtype = choose_kv_dtype(
+            *(config.kv_dtype, info.dtype, parts.device, parts.backend_name),
+            can_widen=has_kv_dtypes(parts.backend_name),
+        )
+        self.info = info if kv_dtype is None else replace(info, kv_dtype=kv_dtype)
         self.model, self._device, self._config = parts.model, parts.device, config
 
     def memory_plan(self) -> MemoryPlan:
@@ -124,12 +147,37 @@ class SingleDeviceRunner(ModelRunner):
             pool_bytes=self.pool.num_bytes,
             pool_tokens=self.num_pages * self.pool.page_size,
             kv_bytes_per_token=self.info.kv_bytes_per_token,
+            kv_dtype=str(self.info.stored_kv_dtype).removeprefix("torch."),
             states_bytes=self.num_states * self.info.state_bytes,
             window_tokens=self.pool.num_window_pages * self.pool.page_size,
         )
 
+    def storable_pool(self) -> StorablePool:
+        config, info = self._config, self.info
+        reason = ""
+        if self.num_states:
+            reason = f"{info.architecture}: its recurrent states are not stored"
+        elif self.windows is not None:
+            reason = "window pages: set swa_full_tokens_ratio to 1"
+        if reason:
+            raise InvalidRequest(f"kv_store cannot be used with {reason}")
+        settings = {
+            "architecture": info.architecture,
+            "num_parameters": info.num_parameters,
+            "weight_forms": [list(form) for form in info.weight_forms],
+            "model_impl": "native" if info.is_native else "transformers",
+            "weight_dtype": config.weight_dtype,
+            "activation_bits": config.activation_bits,
+            "attention_backend": self.backend_name,
+            "device": self._device.type,
+            "exact": not self.resolved_config.inexact,
+            "kernels": code_fingerprint() if self.backend_name == "cpu" else "",
+            "torch": torch.__version__,
+        }
+        return StorablePool(self.pool, self.pool.layout, settings)
+
     def _describe(self, graph_sizes: tuple[int, ...] = (), piecewise_tokens: int = 0) -> None:
-        """Set the descriptive attributes once pool and backend are there, and log them."""
+        """Set the descriptive attributes after pool and backend are made, and log them."""
         self.num_pages, self.backend_name = self.pool.num_pages, self.backend.name
         self.resolved_config = ResolvedConfig(
             device=describe_device(self._device),
@@ -138,19 +186,30 @@ class SingleDeviceRunner(ModelRunner):
             graph_sizes=graph_sizes,
             overlap=self._config.overlap and self.overlap_depth > 0,
             piecewise_tokens=piecewise_tokens,
+            inexact=self._inexact_reason(),
         )
         logger.info(
-            "%s, %d parameters, on %s; %d pages of %d tokens (%d MiB)",
+            "%s, %d parameters, on %s; %d pages of %d tokens in %s (%d MiB)",
             self.info.architecture,
             self.info.num_parameters,
             self.resolved_config,
             self.num_pages,
             self.pool.page_size,
+            str(self.info.stored_kv_dtype).removeprefix("torch."),
             self.pool.num_bytes >> 20,
         )
         if self.num_states:
             states_bytes = self.num_states * self.info.state_bytes
             logger.info("%d recurrent states (%d MiB)", self.num_states, states_bytes >> 20)
+
+    def _inexact_reason(self) -> str:
+        """See `ResolvedConfig.inexact`. On the CPU; CudaModelRunner has its own."""
+        if self.backend_name != "cpu":
+            return "PyTorch's products sum in another order for another number of rows"
+        if self.info.inexact:
+            return self.info.inexact
+        is_exact = self._config.is_exact_on("cpu") or self.info.is_quantized
+        return "" if is_exact else "exact=False was given"
 
 
 @dataclass(frozen=True, slots=True)

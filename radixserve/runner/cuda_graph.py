@@ -68,7 +68,7 @@ class DecodeGraphs:
         return tuple(graph.num_rows for graph in self._graphs)
 
     def pick(self, batch: InputBatch) -> DecodeGraph | None:
-        """The smallest for these rows; None where they are no plain decode step or do not fit."""
+        """The smallest for these rows; None if they are not a plain decode step or do not fit."""
         if batch.num_tokens != batch.num_rows:
             return None
         for graph in self._graphs:

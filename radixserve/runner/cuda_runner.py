@@ -26,7 +26,7 @@ from radixserve.runner.cuda_graph import DecodeGraphs, capture_decode_steps, cap
 from radixserve.runner.device import choose_device
 from radixserve.runner.device_batch import BatchUploader, PageTable
 from radixserve.runner.device_sampler import DeviceSampler, PendingSample
-from radixserve.runner.grammar_masks import StepMasks
+from radixserve.runner.grammar_bitmask import GrammarBitmaskFuture
 from radixserve.runner.input_batch import prepare_inputs
 from radixserve.runner.kv_pool import KVPool, PoolSize, divide_pool
 from radixserve.runner.piecewise_graph import GRAPH_BYTES, PiecewiseGraphs, capture_tokens
@@ -40,7 +40,7 @@ from radixserve.runner.profile_run import (
     reset_peak,
 )
 from radixserve.runner.recurrent_states import RecurrentStates, choose_device_sizes, given_sizes
-from radixserve.runner.sample_plan import SamplePlan, begin_device_masks, plan_samples
+from radixserve.runner.sample_plan import SamplePlan, begin_device_bitmask, plan_device_samples
 from radixserve.runner.system_memory import keep_freed_memory
 from radixserve.runner.transfers import DeviceQueue
 from radixserve.runner.window_table import DeviceWindows
@@ -103,8 +103,10 @@ class CudaModelRunner(SingleDeviceRunner):
         to_load = config
         if device.type == "cpu":
             keep_freed_memory()
-            if config.attention_backend == "auto":
-                to_load = replace(config, attention_backend="triton")
+        if config.attention_backend == "auto" and (
+            device.type == "cpu" or config.is_exact_on("cuda")
+        ):
+            to_load = replace(config, attention_backend="triton")
         parts = load_on_device(model_path, to_load, device, tp_group)
         super().__init__(parts, config)
         self._tp_group, self._samples = tp_group, tp_group is None or tp_group.rank == 0
@@ -131,7 +133,7 @@ class CudaModelRunner(SingleDeviceRunner):
         with self._queue.active(), self._checked():
             self._sample_deferred(None)
             if self._uploader.windows is not None and schedule.windows is not None:
-                self._uploader.windows.update(schedule.windows)  # the next rows tell the device
+                self._uploader.windows.update(schedule.windows)  # the next rows do it
             if schedule.rows:
                 return self._launch(schedule, began)
             if len(schedule.cow_copies):
@@ -151,7 +153,6 @@ class CudaModelRunner(SingleDeviceRunner):
                 raise pending.error
         if pending.sample is None:
             return ModelRunnerOutput((None,) * pending.num_outputs, pending.seconds)
-        self.note_wait()
         began = time.perf_counter()
         with self._queue.active(), self._checked():
             pending.sample.transfer.event.wait()
@@ -184,11 +185,11 @@ class CudaModelRunner(SingleDeviceRunner):
         assert self._is_known[future[1]].all(), "a token was sampled on the host"
         plan = None
         if self._samples:
-            plan = plan_samples(inputs, self.info.vocab_size)
+            plan = plan_device_samples(inputs, self.info.vocab_size)
         extra = {} if plan is None else self._sampler.plan(plan, schedule.rows)
         masks = None
         if plan is not None and plan.has_grammar and not plan.awaits_tokens:
-            masks = begin_device_masks(plan, self.info.vocab_size)
+            masks = begin_device_bitmask(plan, self.info.vocab_size)
         if len(schedule.cow_copies):
             extra["copies"] = np.ascontiguousarray(schedule.cow_copies, np.int32)
         if states is not None:
@@ -246,7 +247,7 @@ class CudaModelRunner(SingleDeviceRunner):
             assert pending.deferred is not None
             began = time.perf_counter()
             try:
-                masks = begin_device_masks(pending.deferred.plan, self.info.vocab_size, previous)
+                masks = begin_device_bitmask(pending.deferred.plan, self.info.vocab_size, previous)
                 pending.sample = self._queue_sampling(pending.deferred, masks)
             except Exception as error:  # of that step, not of the one that is collected now
                 pending.error = error
@@ -254,7 +255,9 @@ class CudaModelRunner(SingleDeviceRunner):
             pending.deferred = None
             pending.seconds["sample"] += time.perf_counter() - began
 
-    def _queue_sampling(self, deferred: DeferredSample, masks: StepMasks | None) -> PendingSample:
+    def _queue_sampling(
+        self, deferred: DeferredSample, masks: GrammarBitmaskFuture | None
+    ) -> PendingSample:
         plan = deferred.plan
         sample = self._sampler.launch(
             *(deferred.logits, plan, deferred.device_tensors, self._tokens),
@@ -265,7 +268,7 @@ class CudaModelRunner(SingleDeviceRunner):
         if self._tp_group is not None:
             self._tp_group.broadcast(self._tokens[: plan.num_outputs])
         self._is_known = np.zeros(plan.num_outputs, bool)
-        self._is_known[plan.outputs] = True
+        self._is_known[plan.sampled_outputs] = True
         return sample
 
     # -- start: profile run, pool, graphs ---------------------------------------------------------
@@ -372,6 +375,7 @@ class CudaModelRunner(SingleDeviceRunner):
         self.__dict__.pop("backend", None)
 
     def _make_backend(self, name: str) -> AttentionBackend:
+        more = {} if self.info.kv_dtype is None else {"dtype": self.info.dtype}
         return make_backend(
             name,
             self.pool.kv,
@@ -379,7 +383,20 @@ class CudaModelRunner(SingleDeviceRunner):
             windows=self.pool.windows,
             variants=self.info.attention_variants,
             shares=self._shares,
+            is_exact=self._config.is_exact_on("cuda"),
+            **more,
         )
+
+    def _inexact_reason(self) -> str:
+        if not self._config.is_exact_on("cuda"):
+            return "kernels of a device take other block sizes for other numbers of rows"
+        if self.backend_name != "triton":
+            return f"{self.backend_name} takes other block sizes for other numbers of rows"
+        if not self.info.is_native:
+            return "PyTorch's products sum in another order for another number of rows"
+        if self._tp_group is not None and self._device.type == "cuda":
+            return "NCCL sums in another order for another number of rows"
+        return ""
 
     @property
     def _shares(self) -> bool:

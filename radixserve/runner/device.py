@@ -6,9 +6,11 @@ import torch
 
 from radixserve.errors import InvalidRequest
 
+_KV_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
+
 
 def choose_device(asked: str, attention_backend: str = "auto") -> torch.device:
-    """The device that EngineConfig.device stands for, with its number on CUDA.
+    """Resolve EngineConfig.device to a device, with its number on CUDA.
 
     "auto" is the first CUDA device, else the CPU; and the CPU for the backend that needs it. Raises
     InvalidRequest, naming the reason and what works, for one that is not there.
@@ -47,6 +49,29 @@ def check_dtype(asked: str, device: torch.device) -> None:
             'dtype="float16" needs a CUDA device, and the device is the CPU; '
             '"float32" and "bfloat16" work there'
         )
+
+
+def choose_kv_dtype(
+    asked: str, dtype: torch.dtype, device: torch.device, backend_name: str, *, can_widen: bool
+) -> torch.dtype | None:
+    """The dtype of stored K and V for EngineConfig.kv_dtype and a model of `dtype`; None: `dtype`.
+
+    can_widen: whether the attention backend of that name reads K and V of another dtype than the
+    queries'. Raises InvalidRequest, with what can be used, where that is asked for and cannot be.
+    """
+    if asked == "auto" or asked == str(dtype).removeprefix("torch."):
+        return None
+    reason = ""
+    if device.type != "cpu":
+        reason = f"the device is {device.type}"
+    elif not can_widen:
+        reason = f'attention_backend="{backend_name}" has none'
+    if reason:
+        raise InvalidRequest(
+            f'kv_dtype="{asked}" needs kernels that widen K and V, which the backends "cpu" and '
+            f'"torch" have on the CPU: {reason}; "auto" can be used'
+        )
+    return _KV_DTYPES[asked]
 
 
 def describe_device(device: torch.device) -> str:

@@ -46,7 +46,7 @@ class PageTable:
         self.pages = torch.zeros((num_rows + 1, max_pages), dtype=torch.int32, device=device)
 
     def update(self, batch: InputBatch) -> TableUpdate:
-        """The entries to write before the step, as `ScheduledRequest.first_new_page` has it.
+        """The entries to write before the step, as `ScheduledRows.first_new_pages` has it.
 
         O(rows + pages that changed). Raises ValueError if a row has more pages than fit.
         """
@@ -54,7 +54,7 @@ class PageTable:
         assert host.row_slots is not None
         assert host.first_new_page is not None
         if (most := int(num_pages.max())) > self.max_pages:
-            name = batch.requests[int(num_pages.argmax())].request_id
+            name = batch.rows.request_ids[int(num_pages.argmax())]
             raise ValueError(f"request {name!r} has {most} pages, at most {self.max_pages} fit")
         table_rows = np.where(host.row_slots < 0, self.num_rows, host.row_slots)
         begin = table_rows * self.max_pages
@@ -62,9 +62,9 @@ class PageTable:
         several = np.flatnonzero(first < num_pages - 1)
         slots = pages = np.empty(0, np.int64)
         if len(several):
-            new = [host.page_tables[at][first[at] : -1] for at in several.tolist()]
+            new = [host.page_tables[row][first[row] : -1] for row in several.tolist()]
             pages = np.concatenate(new, dtype=np.int64)
-            bounds = indptr(np.array([len(one) for one in new], np.int64))
+            bounds = indptr(np.array([len(page_ids) for page_ids in new], np.int64))
             shift = begin[several] + first[several] - bounds[:-1]
             slots = np.arange(len(pages)) + np.repeat(shift, np.diff(bounds))
         return TableUpdate(

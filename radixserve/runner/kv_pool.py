@@ -25,6 +25,8 @@ from radixserve.config import (
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo
 from radixserve.runner.system_memory import free_memory, map_on_demand
+from radixserve.store.run_file import ByteArray, KVLayout
+from radixserve_kernels.stored_kv import stored_width
 from radixserve_kernels.torch_ops import copy_slots
 
 # The ends of a chunk and of a window inside a page, and a copied page prefix.
@@ -40,7 +42,8 @@ class PoolSize(NamedTuple):
 
 
 class KVPool:
-    """kv [L, 2, num_pages, P, Hkv, D], zeros: a slot that was never written holds no NaN.
+    """kv [L, 2, num_pages, P, Hkv, W], zeros: a slot that was never written holds no NaN. W: the
+    `stored_width` of a head in the dtype of stored K and V.
 
     With window pages `windows` has the layers that see a window of positions, kv all others.
     """
@@ -51,13 +54,14 @@ class KVPool:
         self.num_pages, self.num_window_pages = size
         self.page_size = page_size
         layers = info.window_layers if self.num_window_pages else ()
-        token = (page_size, info.num_kv_heads, info.head_dim)
+        dtype, self._head_dim = info.stored_kv_dtype, info.head_dim
+        token = (page_size, info.num_kv_heads, stored_width(info.head_dim, dtype))
         shape = (info.kv_layers - len(layers), 2, self.num_pages, *token)
-        self.kv = _zeros(shape, info.dtype, device)
+        self.kv = _zeros(shape, dtype, device)
         self.windows: WindowKV | None = None
         if layers:
             shape = (len(layers), 2, self.num_window_pages + 1, *token)
-            self.windows = WindowKV(_zeros(shape, info.dtype, device), layers)
+            self.windows = WindowKV(_zeros(shape, dtype, device), layers)
 
     @property
     def num_bytes(self) -> int:
@@ -77,7 +81,30 @@ class KVPool:
         offset = np.arange(len(of_copy)) - np.repeat(np.cumsum(num_tokens) - num_tokens, num_tokens)
         slots = [pages[of_copy] * self.page_size + offset for pages in (source, destination)]
         read, write = (torch.from_numpy(slot).to(self.kv.device) for slot in slots)
-        copy_slots(self.kv.flatten(2, 3), read, write)  # [L, 2, num_slots, Hkv, D]
+        copy_slots(self.kv.flatten(2, 3), read, write)  # [L, 2, num_slots, Hkv, W]
+
+    @property
+    def layout(self) -> KVLayout:
+        """What `kv` has of a token."""
+        num_layers, num_kv_heads, width = self.kv.shape[0], *self.kv.shape[-2:]
+        name = str(self.kv.dtype).removeprefix("torch.")
+        itemsize, scale = self.kv.element_size(), width - self._head_dim
+        return KVLayout(num_layers, num_kv_heads, self._head_dim, name, itemsize, scale * itemsize)
+
+    def read(self, slots: IntArray) -> ByteArray:
+        """A copy of the K/V in some slots of `kv`: [layers, 2, slots, bytes of a row]."""
+        rows = self.kv.flatten(2, 3).index_select(2, torch.from_numpy(slots).to(self.kv.device))
+        num_layers, _, count = rows.shape[:3]
+        flat = rows.cpu().view(num_layers, 2, count, -1).view(torch.uint8)
+        return np.asarray(flat.numpy())
+
+    def write(self, slots: IntArray, kv: ByteArray) -> None:
+        """Set the K/V in some slots of `kv`; shape as of `read`."""
+        rows = self.kv.flatten(2, 3)  # [L, 2, num_slots, Hkv, W]
+        copy = torch.from_numpy(np.ascontiguousarray(kv)).view(rows.dtype)
+        shape = (rows.shape[0], 2, len(slots), *rows.shape[3:])
+        index = torch.from_numpy(slots).to(rows.device)
+        rows.index_copy_(2, index, copy.view(shape).to(rows.device))
 
     def copy_window_prefixes(self, copies: Iterable[tuple[int, int, int]]) -> None:
         """The same of window pages, but one after the other."""

@@ -1,4 +1,4 @@
-"""What a request's parameters do to its logits before temperature, filters and sample.
+"""Changes of the logits by a request's parameters, before temperature, filters and the sample.
 
 In this order: logits_processors, logit_bias, penalties, then what may not be sampled: all but
 allowed_token_ids, the last tokens of bad_words, end tokens that min_tokens still forbids, and what
@@ -9,7 +9,7 @@ applied with tensor operations, here and on a device.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,22 +17,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixserve.request import LogitsProcessor, SamplingParams
-from radixserve.runner.grammar_masks import GrammarMasks
+from radixserve.request import LogitsProcessor
 from radixserve.schedule import SampleOutput, SampleSpec
 
 IndexArray = NDArray[np.int64]
 
 
 def process_logits(
-    logits: Tensor, specs: Sequence[SampleSpec], masks: GrammarMasks | None = None
+    logits: Tensor,
+    tensors: Mapping[str, Tensor],
+    penalties: Callable[[Tensor], Tensor],
+    previous: Tensor | None = None,
 ) -> Tensor:
-    """All changes but those of logits_processors: [S, V] float32 -> [S, V]; a copy if there are
-    any."""
-    arrays = bias_arrays(specs) | ban_arrays(specs)
-    tensors = {name: torch.from_numpy(array).to(logits.device) for name, array in arrays.items()}
-    changed = forbid(apply_penalties(add_bias(logits, tensors), specs), tensors)
-    return changed if masks is None else masks.apply(changed)
+    """Bias, penalties and bans: logits [S, V] float32 -> [S, V]; a copy if there are any.
+
+    tensors: what `bias_arrays` and `ban_arrays` made, where the logits are. previous [n]: the
+    tokens that the step in flight samples, by output.
+    """
+    return forbid(penalties(add_bias(logits, tensors)), tensors, previous)
 
 
 # -- logits_processors ----------------------------------------------------------------------------
@@ -53,11 +55,10 @@ def run_processors(
         try:
             for processor in spec.params.logits_processors:
                 given = (prompt, output) if _takes_prompt(processor) else (output,)
-                found = processor(*(ids.tolist() for ids in given), own)
-                own = _as_logits(found, logits[row])
+                own = _as_logits(processor(*(ids.tolist() for ids in given), own), logits[row])
         except Exception as cause:
             message = f"a function of logits_processors failed: {cause!r}"
-            failed[row] = SampleOutput(-1, None, (), message, cause=cause)
+            failed[row] = SampleOutput(-1, error=message, cause=cause)
             continue
         changed[row] = own
     return changed, failed
@@ -76,14 +77,15 @@ def _takes_prompt(processor: LogitsProcessor) -> bool:
     except (TypeError, ValueError):  # it has no signature
         return False
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(one.kind in kinds and one.default is one.empty for one in arguments) == 3
+    needed = [each for each in arguments if each.kind in kinds and each.default is each.empty]
+    return len(needed) == 3
 
 
 # -- logit_bias, allowed_token_ids, bad_words, min_tokens -----------------------------------------
 
 
 def bias_arrays(specs: Sequence[SampleSpec]) -> dict[str, NDArray[Any]]:
-    """The rows' logit_bias: row, token id and number of each; nothing where there is none."""
+    """The rows' logit_bias: row, token id and number of each; empty arrays without any."""
     rows = [row for row, spec in enumerate(specs) if spec.params.logit_bias]
     if not rows:
         return {}
@@ -95,12 +97,12 @@ def bias_arrays(specs: Sequence[SampleSpec]) -> dict[str, NDArray[Any]]:
     }
 
 
-def add_bias(logits: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+def add_bias(logits: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     """Logits [S, V] with what `bias_arrays` adds."""
     if "bias" not in tensors:
         return logits
-    places = tensors["bias_rows"], tensors["bias_ids"]
-    return logits.index_put(places, tensors["bias"].to(logits.dtype), accumulate=True)
+    cells = tensors["bias_rows"], tensors["bias_ids"]
+    return logits.index_put(cells, tensors["bias"].to(logits.dtype), accumulate=True)
 
 
 class _ConditionalBan(NamedTuple):
@@ -123,16 +125,16 @@ def ban_arrays(
     if allowed:
         ids = [specs[row].params.allowed_array for row in allowed]
         arrays["allowed_rows"] = np.array(allowed, np.int64)
-        arrays["allowed_places"] = np.repeat(np.arange(len(allowed)), [len(one) for one in ids])
+        arrays["allowed_index"] = np.repeat(np.arange(len(allowed)), list(map(len, ids)))
         arrays["allowed_ids"] = np.concatenate(ids)
     banned: list[tuple[int, int]] = []
     conditional: list[_ConditionalBan] = []
     for row, spec in enumerate(specs):
-        if spec.matcher is None:  # else its mask says so
+        if spec.matcher is None:  # else its mask forbids it
             banned += [(row, token_id) for token_id in spec.banned_ids]
         if spec.bad_words_ids:
-            found, conditional_pairs = _bad_words(spec)
-            banned += [(row, token_id) for token_id in found]
+            last_ids, conditional_pairs = _bad_words(spec)
+            banned += [(row, token_id) for token_id in last_ids]
             conditional += [_ConditionalBan(row, *pair) for pair in conditional_pairs]
     if banned:
         arrays["banned_rows"], arrays["banned_ids"] = _columns(banned)
@@ -147,25 +149,25 @@ def ban_arrays(
     return arrays
 
 
-def forbid(logits: Tensor, tensors: dict[str, Tensor], previous: Tensor | None = None) -> Tensor:
+def forbid(logits: Tensor, tensors: Mapping[str, Tensor], previous: Tensor | None = None) -> Tensor:
     """Logits [S, V] with what `ban_arrays` forbids at -inf. previous [n]: the tokens that the step
     before samples, by output."""
     if "allowed_ids" in tensors:
         rows = tensors["allowed_rows"]
         some = logits.index_select(0, rows)
         is_banned = torch.ones_like(some, dtype=torch.bool)
-        is_banned[tensors["allowed_places"], tensors["allowed_ids"]] = False
+        is_banned[tensors["allowed_index"], tensors["allowed_ids"]] = False
         logits = logits.index_copy(0, rows, some.masked_fill(is_banned, -torch.inf))
     if "banned_ids" in tensors:
-        places = tensors["banned_rows"], tensors["banned_ids"]
-        logits = logits.index_put(places, logits.new_full((), -torch.inf))
+        cells = tensors["banned_rows"], tensors["banned_ids"]
+        logits = logits.index_put(cells, logits.new_full((), -torch.inf))
     if "conditional_ids" in tensors:
         assert previous is not None
         sampled = previous.index_select(0, tensors["conditional_outputs"])
         zeros = torch.zeros_like(sampled, dtype=logits.dtype)
         change = zeros.masked_fill(sampled == tensors["conditional_needed"], -torch.inf)
-        places = tensors["conditional_rows"], tensors["conditional_ids"]
-        logits = logits.index_put(places, change, accumulate=True)
+        cells = tensors["conditional_rows"], tensors["conditional_ids"]
+        logits = logits.index_put(cells, change, accumulate=True)
     return logits
 
 
@@ -187,55 +189,3 @@ def _bad_words(spec: SampleSpec) -> tuple[list[int], list[tuple[int, int]]]:
 
 def _columns(pairs: Sequence[tuple[int, ...]]) -> tuple[IndexArray, ...]:
     return tuple(np.ascontiguousarray(column) for column in np.array(pairs, np.int64).T)
-
-
-# -- penalties ------------------------------------------------------------------------------------
-
-
-def apply_penalties(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
-    """Repetition over prompt and output, presence and frequency over the output, as in vLLM.
-
-    logits [S, V]; returns them untouched where no row has a penalty, else a copy.
-    """
-    rows = [row for row, spec in enumerate(specs) if spec.params.has_penalty]
-    if not rows:
-        return logits
-    params = [specs[row].params for row in rows]
-    vocab_size = logits.shape[1]
-    everything = [specs[row].token_ids for row in rows]
-    outputs = [specs[row].token_ids[specs[row].num_prompt :] for row in rows]
-    flat = logits.flatten().clone()
-
-    cells, _, of_row = _flat_indices(rows, everything, vocab_size)
-    index = torch.from_numpy(cells).to(logits.device)
-    penalty = column(params, lambda p: p.repetition_penalty, logits)[of_row]
-    seen = flat[index]
-    flat[index] = torch.where(seen > 0, seen / penalty, seen * penalty)
-
-    cells, counts, of_row = _flat_indices(rows, outputs, vocab_size)
-    index = torch.from_numpy(cells).to(logits.device)
-    times = torch.from_numpy(counts).to(logits)
-    flat[index] -= column(params, lambda p: p.frequency_penalty, logits)[of_row] * times
-    flat[index] -= column(params, lambda p: p.presence_penalty, logits)[of_row]
-    return flat.view_as(logits)
-
-
-def _flat_indices(
-    rows: Sequence[int], tokens: Sequence[NDArray[np.int32]], vocab_size: int
-) -> tuple[IndexArray, IndexArray, IndexArray]:
-    """The distinct (row, token) cells of flattened [S, V] logits that `tokens` of `rows` name.
-
-    Returns flat indices, how often each is named, and which entry of `rows` it belongs to.
-    """
-    lengths = [len(ids) for ids in tokens]
-    base = np.repeat(np.arange(len(rows), dtype=np.int64) * vocab_size, lengths)
-    local, counts = np.unique(base + np.concatenate(tokens), return_counts=True)
-    of_row = local // vocab_size
-    return local + (np.asarray(rows) - np.arange(len(rows)))[of_row] * vocab_size, counts, of_row
-
-
-def column(
-    params: Sequence[SamplingParams], get: Callable[[SamplingParams], float], like: Tensor
-) -> Tensor:
-    """[S] a parameter of each row, in the dtype and on the device of `like`."""
-    return torch.tensor([get(p) for p in params], dtype=like.dtype, device=like.device)

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from radixserve.attention.base import AttentionBackend, ForwardBatch
+from radixserve.attention.base import AttentionBackend, ForwardBatch, LayerKV
 from radixserve.models.base import LayeredModel
 from radixserve.runner.cuda_graph import GraphCapturer
 
@@ -61,7 +61,7 @@ class PiecewiseGraphs:
         self._window_layers = backend.window_layers
         self._window_slots = torch.full_like(self._positions, -1)  # of those layers
         heads = backend.num_heads, backend.head_dim
-        self._queries = torch.zeros((most, *heads), dtype=backend.kv.dtype, device=device)
+        self._queries = torch.zeros((most, *heads), dtype=backend.dtype, device=device)
         self._attended = torch.zeros_like(self._queries).flatten(1)
         capturer = GraphCapturer(device) if device.type == "cuda" else None
         # From the largest down: the smaller ones reuse its memory.
@@ -119,5 +119,5 @@ class PiecewiseGraphs:
         slot_mapping = self._slot_mapping
         if number in self._window_layers:
             slot_mapping = self._window_slots
-        index = self._positions[:size], slot_mapping[:size]
-        model.project(number, after.x, *index, self._slots[number], self._queries[:size])
+        kv = LayerKV(*self._slots[number], slot_mapping[:size])
+        model.project(number, after.x, self._positions[:size], kv, self._queries[:size])

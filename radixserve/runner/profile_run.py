@@ -14,7 +14,7 @@ import torch
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo
 from radixserve.request import SamplingParams
-from radixserve.schedule import SampleSpec, ScheduledRequest, SchedulerOutput
+from radixserve.schedule import SampleSpec, ScheduledRequest, ScheduledRows, SchedulerOutput
 
 MAX_TOKENS = 1 << 23  # of a pool whose size was not set; a small model on a large card ends here
 _SAMPLED = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)
@@ -48,7 +48,7 @@ def available_bytes(use: MemoryUse, share: float) -> int:
 def fitting_pages(
     use: MemoryUse, share: float, page_bytes: int, page_size: int, states_bytes: int = 0
 ) -> int:
-    """Pages in `share` of the card's memory, beside what is needed otherwise and the states of
+    """Pages in `share` of the card's memory, beside other needs and the states of
     recurrent layers.
 
     Raises InvalidRequest if not one fits.
@@ -68,7 +68,7 @@ def fitting_pages(
 
 
 def max_pages(device: torch.device, info: ModelInfo, page_size: int) -> int:
-    """More than ever fit on a CUDA device, with or without window pages."""
+    """An upper bound of the pages that fit on a CUDA device, with or without window pages."""
     total = int(torch.cuda.get_device_properties(device).total_memory)
     least = info.kv_bytes_per_token - info.window_bytes_per_token
     return max(1, total // (least * page_size)) if least else 2**31 - 1
@@ -119,7 +119,7 @@ def profile_schedules(
     max_running_requests recurrent states.
     """
     num_chunks = min(-(-chunked_prefill_size // longest), max_running_requests)
-    chunks = [min(longest, chunked_prefill_size - at * longest) for at in range(num_chunks)]
+    chunks = [min(longest, chunked_prefill_size - number * longest) for number in range(num_chunks)]
     ones = [1] * (max_running_requests - num_chunks)
     first = _schedule(0, chunks + ones, page_size, _SAMPLED, scores=True)
     spare_page = num_profile_pages(chunked_prefill_size, max_running_requests, page_size) - 1
@@ -145,24 +145,26 @@ def _schedule(
     scores: bool = False,
 ) -> SchedulerOutput:
     rows, first = [], 0
-    for at, length in enumerate(lengths):
+    for row, length in enumerate(lengths):
         num_pages = -(-length // page_size)
         rows.append(
             ScheduledRequest(
-                request_id=f"profile {at}",
+                request_id=f"profile {row}",
                 token_ids=np.zeros(length, np.int32),
                 start=0,
                 page_ids=np.arange(first, first + num_pages, dtype=np.int32),
-                sample=SampleSpec(params, at, 1, np.zeros(1, np.int32), ()),
+                sample=SampleSpec(params, row, 1, np.zeros(1, np.int32), ()),
                 logprob_targets=np.zeros(length - 1, np.int32) if scores and length > 1 else None,
-                req_pool_idx=at,
-                state_id=at,
+                req_pool_idx=row,
+                state_id=row,
             )
         )
         first += num_pages
     num_decodes = lengths.count(1)
     copies = np.empty((0, 3), np.int32)
-    return SchedulerOutput(step, tuple(rows), copies, sum(lengths) - num_decodes, num_decodes)
+    return SchedulerOutput(
+        step, ScheduledRows.of(rows), copies, sum(lengths) - num_decodes, num_decodes
+    )
 
 
 def _gib(num_bytes: int) -> str:

@@ -19,13 +19,13 @@ from radixserve.attention.base import (
     RecurrentRows,
     RecurrentTokens,
 )
-from radixserve.config import EngineConfig, parse_bytes
+from radixserve.config import EngineConfig, choose_checkpoint_interval, parse_bytes
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo
 from radixserve.runner.kv_pool import choose_num_pages
 from radixserve.runner.profile_run import MAX_TOKENS, MemoryUse, available_bytes, fitting_pages
 from radixserve.runner.system_memory import free_memory
-from radixserve.schedule import ScheduledRequest
+from radixserve.schedule import ScheduledRows
 
 FREE_MEMORY_DIVISOR = 8  # the default takes at most this fraction of the free memory: 1 / 8
 POOL_DIVISOR = 3  # or of kv_cache_memory: 1 / 3, as pages have twice of the free memory
@@ -35,7 +35,7 @@ StateCopies = Sequence[tuple[int, int]]  # see `SchedulerOutput.state_copies`
 
 
 class StepStates(NamedTuple):
-    """What a step does with states."""
+    """The state reads, writes and copies of one step."""
 
     arrays: dict[str, IdArray]  # [n] int64 each: the fields of RecurrentTokens and the copies
     rows: tuple[RecurrentRow, ...]
@@ -49,13 +49,13 @@ class RecurrentStates:
     """
 
     def __init__(self, info: ModelInfo, num_states: int, device: torch.device) -> None:
-        """Raises InvalidRequest if there is no memory for them."""
+        """Raises InvalidRequest if they do not fit into memory."""
         self.num_states = num_states
         self._owed: list[tuple[int, int]] = []  # copies of planned steps that have not begun
         try:
             self.tensors = [
-                torch.zeros((num_states, *one.shape), dtype=one.dtype, device=device)
-                for one in info.states
+                torch.zeros((num_states, *state.shape), dtype=state.dtype, device=device)
+                for state in info.states
             ]
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise InvalidRequest(
@@ -68,26 +68,25 @@ class RecurrentStates:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """(source, destination), one after the other. A device gets them in an upload of its own;
-        `plan` takes those of a step."""
+        """Copy states (source, destination), one after the other, in an upload of their own. `plan`
+        takes the copies of a step with rows."""
         if (self._owed or copies) and self.tensors:
             device, arrays = self.tensors[0].device, _at_once([*self._owed, *copies])
             self._copy(*(torch.from_numpy(ids).to(device) for ids in arrays))
             self._owed.clear()
 
-    def plan(self, rows: Sequence[ScheduledRequest], copies: StateCopies = ()) -> StepStates | None:
-        """Of a step's rows, whose tokens lie end to end, and the copies to be made before; where it
-        never begins, `begin` of the next one makes them. None where the model has no states."""
+    def plan(self, rows: ScheduledRows, copies: StateCopies = ()) -> StepStates | None:
+        """Lay out the states of a step's rows, and the copies to make before them. If the step
+        never begins, the next `begin` makes the copies. None if the model has no states."""
         if not self.tensors:
             return None
         lists: dict[str, list[int]] = {name: [] for name in RecurrentTokens._fields}
         longer: list[RecurrentRow] = []
         first = 0
-        for row in rows:
-            num_tokens = len(row.token_ids)
+        for num_tokens, start, row in zip(rows.num_tokens, rows.starts, rows.states, strict=True):
             if num_tokens == 1:
                 number = len(lists["state_ids"])
-                if not row.start:
+                if not start:
                     lists["new_rows"].append(number)
                 for _, state_id in row.checkpoints:
                     lists["kept_rows"].append(number)
@@ -97,7 +96,8 @@ class RecurrentStates:
                 written = row.state_id if row.written_state_id < 0 else row.written_state_id
                 lists["written_ids"].append(written)
             else:
-                longer.append(RecurrentRow(row.state_id, row.start == 0, _pieces(row, first)))
+                pieces = _pieces(start, start + num_tokens, row.checkpoints, first)
+                longer.append(RecurrentRow(row.state_id, start == 0, pieces))
             first += num_tokens
         if not longer:
             lists["places"] = []
@@ -110,7 +110,8 @@ class RecurrentStates:
         return StepStates(arrays, tuple(longer))
 
     def begin(self, step: StepStates, tensors: Mapping[str, Tensor]) -> RecurrentRows:
-        """Make the step's copies; what its layers read. tensors: its arrays, on the device."""
+        """Make the step's copies and return what its layers read. tensors: its arrays, on the
+        device."""
         if "copied_from" in step.arrays:
             self._copy(tensors["copied_from"], tensors["copied_to"])
             self._owed.clear()
@@ -122,14 +123,17 @@ class RecurrentStates:
             tensor.index_copy_(0, destinations, tensor.index_select(0, sources))
 
 
-def _pieces(row: ScheduledRequest, first: int) -> tuple[RecurrentPiece, ...]:
-    """The row's tokens, the first of them at place `first`, up to each state that is kept."""
-    shift, at, pieces = first - row.start, first, []
-    for length, state_id in row.checkpoints:
-        pieces.append(RecurrentPiece(at, length + shift, state_id))
-        at = length + shift
-    if at < (end := row.end + shift):
-        pieces.append(RecurrentPiece(at, end, -1))
+def _pieces(
+    start: int, end: int, checkpoints: Sequence[tuple[int, int]], first: int
+) -> tuple[RecurrentPiece, ...]:
+    """A row's tokens [start, end), cut after each state that is kept. first: the index of the first
+    of them among the step's tokens."""
+    shift, begin, pieces = first - start, first, []
+    for length, state_id in checkpoints:
+        pieces.append(RecurrentPiece(begin, length + shift, state_id))
+        begin = length + shift
+    if begin < end + shift:
+        pieces.append(RecurrentPiece(begin, end + shift, -1))
     return tuple(pieces)
 
 
@@ -146,8 +150,8 @@ def choose_num_states(
     config: EngineConfig, info: ModelInfo, device_bytes: int | None = None
 ) -> int:
     """States as many as asked for, or one for each request that may run, three kept ones for each,
-    and one for every `checkpoint_interval` tokens of the pool, at most a share of the memory that
-    is free now or of `kv_cache_memory`, in which they are; 0 where the model has none.
+    and one for every interval between checkpoints of the pool's tokens, at most a share of the
+    memory that is free now or of `kv_cache_memory`, in which they are; 0 where the model has none.
 
     device_bytes: what a device has left for states and, without num_pages, for pages. Raises
     InvalidRequest if they do not fit, or the requests that may run would not have one each.
@@ -178,7 +182,8 @@ def choose_num_states(
         num_tokens = min(device_bytes // info.kv_bytes_per_token, MAX_TOKENS)
     else:
         num_tokens = choose_num_pages(config, info) * config.page_size
-    wanted = 4 * config.max_running_requests + num_tokens // config.checkpoint_interval
+    interval = choose_checkpoint_interval(config.checkpoint_interval, info.state_tokens)
+    wanted = 4 * config.max_running_requests + num_tokens // interval
     return min(wanted, fitting)
 
 

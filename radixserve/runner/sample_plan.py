@@ -1,16 +1,17 @@
-"""A step's rows to sample and to score, sorted on the host before anything is queued.
+"""A step's rows to sample and to score, sorted on the host before the forward pass ends.
 
-Kernels on the device sample most rows, those with penalties from token counts that lie there.
-Beams need several tokens, a caller's logits_processors run on the host and jump_forward appends
-more tokens than one: these go through sampler.py when the step is collected.
+Both runners sample by a `SamplePlan`. Rows that a device samples have their parameters in it as
+arrays to upload. Beams need several tokens, a caller's logits_processors run on the host, and
+jump_forward appends more tokens than one: a device leaves these rows to the host.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import compress
+from operator import attrgetter, not_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,23 +19,48 @@ from numpy.typing import NDArray
 
 from radixserve.arrays import IntArray
 from radixserve.attention.base import IndexArray
-from radixserve.runner.grammar_masks import StepMasks
+from radixserve.request import SamplingParams
+from radixserve.runner.grammar_bitmask import GrammarBitmaskFuture
 from radixserve.runner.input_batch import InputBatch
 from radixserve.runner.logits_processing import ban_arrays, bias_arrays
-from radixserve.runner.random_stream import uniform_numbers
-from radixserve.runner.sampler import are_greedy_only
-from radixserve.schedule import SampleOutput, SampleSpec, ScheduledRequest
+from radixserve.runner.penalties import penalty_arrays
+from radixserve.schedule import SampleOutput, SampleSpec, ScheduledRows
 
 _NONE: IndexArray = np.empty(0, np.int64)
+_IS_GREEDY_ONLY = attrgetter("is_greedy_only")
+_TAKES_BEST, _BANNED_IDS = attrgetter("params.takes_best"), attrgetter("banned_ids")
+_NUM_CANDIDATES, _MATCHER = attrgetter("num_candidates"), attrgetter("matcher")
+_ON_HOST = attrgetter("on_host")
 
 
-class SampledRow(NamedTuple):
-    """A row of the logits to sample a token from."""
+def are_greedy_only(specs: Sequence[SampleSpec]) -> bool:
+    """Whether every row takes its best logit and requests nothing else. Called in every step:
+    no Python code runs per row."""
+    if all(map(_IS_GREEDY_ONLY, specs)):
+        return True
+    if not all(map(_TAKES_BEST, specs)) or any(map(_BANNED_IDS, specs)):
+        return False
+    return not any(map(_NUM_CANDIDATES, specs)) and not any(map(_MATCHER, specs))
 
-    output: int  # index into ModelRunnerOutput.outputs
-    logit: int  # row of the logits
-    request: ScheduledRequest
-    spec: SampleSpec
+
+class SampledRows(NamedTuple):
+    """Rows that a token is sampled for, in output order, as columns [n]."""
+
+    outputs: list[int]  # indices into ModelRunnerOutput.outputs: the row's number in the step
+    logits: list[int]  # rows of the logits
+    specs: list[SampleSpec]
+    future_indices: list[int]  # as ScheduledRows has them; -1 where all tokens are known
+
+    def select(self, is_selected: Sequence[bool]) -> SampledRows:
+        return SampledRows(
+            list(compress(self.outputs, is_selected)),
+            list(compress(self.logits, is_selected)),
+            list(compress(self.specs, is_selected)),
+            list(compress(self.future_indices, is_selected)),
+        )
+
+
+_NO_ROWS = SampledRows([], [], [], [])
 
 
 class Scoring(NamedTuple):
@@ -47,164 +73,216 @@ class Scoring(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class RowParameters:
+    """What n rows that are sampled together ask for besides the best token."""
+
+    wants_logprobs: IndexArray = field(default_factory=lambda: _NONE)  # [m] rows that do
+    num_top_logprobs: IndexArray = field(default_factory=lambda: _NONE)  # [m] how many of the best
+    logprob_ids: tuple[tuple[int, ...], ...] = ()  # [m] or none: the tokens that are reported
+    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)  # for `sampler.sample_logits`
+
+    @property
+    def num_logprob_columns(self) -> int:
+        """Tensors that `sampler.token_logprobs` returns."""
+        if not len(self.wants_logprobs):
+            return 0
+        return 1 + 2 * bool(self.num_top_logprobs.any()) + bool(self.logprob_ids)
+
+
+_BEST_TOKEN = RowParameters()
+
+
+@dataclass(frozen=True, slots=True)
 class SamplePlan:
-    """Sampling plan of one step. The n rows sampled on the device are in output order."""
+    """Sampling plan of one step."""
 
     num_outputs: int
-    num_sampled: int  # n
-    outputs: IndexArray  # [n] their outputs
-    has_gaps: bool  # whether these are not just 0, 1 ... n - 1 of n
+    num_sampled: int  # n: rows sampled where the logits are
+    rows: SampledRows  # those; without columns in a plan of greedy decodes alone
+    is_greedy: bool  # the best logit of each decides, and nothing else is asked for
+    has_gaps: bool  # whether their outputs are not just 0, 1 ... n - 1 of n
     is_whole: bool  # whether these are rows 0, 1 ... of the logits
-    wants_logprobs: IndexArray  # [m] rows that do
-    num_top_logprobs: IndexArray  # [m] how many of the best tokens each wants
-    rows: tuple[SampledRow, ...]  # [n]; none where all are plainly greedy
-    penalized: tuple[SampledRow, ...]  # those with penalties
-    has_grammar: bool  # whether one of these has one
-    host_sampled: tuple[SampledRow, ...]  # beams, rows with logits_processors or jump_forward
-    scored: tuple[Scoring, ...]
-    arrays: dict[str, NDArray[Any]]  # to upload; the names are DeviceSampler's
+    host_rows: SampledRows = _NO_ROWS  # rows that a device leaves to the host
+    scored: tuple[Scoring, ...] = ()
+    has_grammar: bool = False  # whether one of `rows` has one
+    penalized: tuple[int, ...] = ()  # of `rows` those with penalties
+    parameters: RowParameters = _BEST_TOKEN  # of `rows`
+    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)  # to upload, those of
+    # `parameters` included
+
+    @property
+    def sampled_outputs(self) -> IndexArray:
+        """[n] the outputs of the rows sampled where the logits are."""
+        if self.has_gaps:
+            return np.array(self.rows.outputs, np.int64)
+        return np.arange(self.num_sampled)
 
     @property
     def awaits_tokens(self) -> bool:
         """Whether a mask depends on a token that the step in flight samples."""
         return self.has_grammar and any(
-            row.spec.num_placeholders and row.spec.matcher is not None for row in self.rows
+            spec.num_placeholders and spec.matcher is not None for spec in self.rows.specs
         )
 
 
-def plan_samples(inputs: InputBatch, vocab_size: int) -> SamplePlan:
+def plan_samples(inputs: InputBatch) -> SamplePlan:
     """Sort the rows of a step. O(rows) of Python, but for steps of greedy rows alone."""
-    rows, specs = inputs.requests, inputs.columns.sample
-    is_decode = inputs.num_tokens == inputs.num_rows and all(specs)  # None: nothing is sampled
-    if is_decode and are_greedy_only(specs):
-        return _greedy_step(len(rows))
+    rows = inputs.rows
+    specs = [spec for spec in rows.samples if spec is not None]
+    is_greedy = are_greedy_only(specs)
+    num_rows = len(rows.samples)
+    if is_greedy and inputs.num_tokens == inputs.num_rows and len(specs) == num_rows:
+        return _greedy_decodes(num_rows)
     first, counts = inputs.logit_ranges()
-    sampled = [
-        SampledRow(at, logit, row, row.sample)
-        for at, (logit, row) in enumerate(zip((first + counts - 1).tolist(), rows, strict=True))
-        if row.sample is not None
-    ]
-    is_simple = are_greedy_only([one.spec for one in sampled])
-    host_sampled: tuple[SampledRow, ...] = ()
-    if not is_simple:
-        on_host = [one.spec.on_host for one in sampled]
-        host_sampled = tuple(itertools.compress(sampled, on_host))
-        sampled = [one for one, is_there in zip(sampled, on_host, strict=True) if not is_there]
-    scored = tuple(
-        Scoring(at, int(first[at]), row.logprob_targets, row.num_top_logprobs)
-        for at, row in enumerate(rows)
-        if row.logprob_targets is not None
+    is_sampled = [spec is not None for spec in rows.samples]
+    sampled = SampledRows(
+        outputs=list(compress(range(num_rows), is_sampled)),
+        logits=list(compress((first + counts - 1).tolist(), is_sampled)),
+        specs=specs,
+        future_indices=list(compress(rows.future_indices or [-1] * num_rows, is_sampled)),
     )
-    plan = _greedy_plan(len(rows), sampled, host_sampled, scored)
-    return plan if is_simple else _with_parameters(plan, sampled, vocab_size)
+    scored = tuple(
+        Scoring(row, int(first[row]), *targets) for row, targets in sorted(rows.targets.items())
+    )
+    return _plan_of(num_rows, sampled, scored, is_greedy=is_greedy)
 
 
-def _greedy_plan(
-    num_outputs: int,
-    rows: Sequence[SampledRow],
-    host_sampled: tuple[SampledRow, ...],
-    scored: tuple[Scoring, ...],
+def plan_device_samples(inputs: InputBatch, vocab_size: int) -> SamplePlan:
+    """`plan_samples` for a device: without the rows of the host, with all arrays to upload."""
+    plan = plan_samples(inputs)
+    if not plan.is_greedy:
+        on_host = list(map(_ON_HOST, plan.rows.specs))
+        host_rows, rows = plan.rows.select(on_host), plan.rows.select(list(map(not_, on_host)))
+        plan = _plan_of(plan.num_outputs, rows, plan.scored, is_greedy=False)
+        parameters = row_parameters(rows.specs, vocab_size, rows.future_indices)
+        penalized = tuple(row for row, spec in enumerate(rows.specs) if spec.params.has_penalty)
+        plan = replace(plan, host_rows=host_rows, parameters=parameters, penalized=penalized)
+    arrays = dict(plan.parameters.arrays)
+    if plan.has_gaps:
+        arrays["outputs"] = plan.sampled_outputs
+    if not plan.is_whole:
+        arrays["sampled_rows"] = np.array(plan.rows.logits, np.int64)
+    if plan.scored:
+        targets = [scoring.targets for scoring in plan.scored]
+        arrays["targets"] = np.concatenate(targets, dtype=np.int64)
+    if plan.penalized:
+        arrays |= _penalty_slots(plan, inputs.rows)
+    return replace(plan, arrays=arrays) if arrays else plan
+
+
+def _plan_of(
+    num_outputs: int, rows: SampledRows, scored: tuple[Scoring, ...], *, is_greedy: bool
 ) -> SamplePlan:
-    """Plan for greedy rows on the device."""
-    outputs = np.array([row.output for row in rows], np.int64)
-    logits = np.array([row.logit for row in rows], np.int64)
-    order = np.arange(len(rows))
-    has_gaps = len(rows) != num_outputs or bool((outputs != order).any())
-    is_whole = bool((logits == order).all())
-    arrays: dict[str, NDArray[Any]] = {}
-    if has_gaps:
-        arrays["outputs"] = outputs
-    if not is_whole:
-        arrays["sampled_rows"] = logits
-    if scored:
-        arrays["targets"] = np.concatenate([one.targets for one in scored], dtype=np.int64)
+    in_order = list(range(len(rows.specs)))
     return SamplePlan(
         num_outputs=num_outputs,
-        num_sampled=len(rows),
-        outputs=outputs,
-        has_gaps=has_gaps,
-        is_whole=is_whole,
-        wants_logprobs=_NONE,
-        num_top_logprobs=_NONE,
-        penalized=(),
-        has_grammar=False,
-        rows=tuple(rows),
-        host_sampled=host_sampled,
+        num_sampled=len(in_order),
+        rows=rows,
+        is_greedy=is_greedy,
+        has_gaps=len(in_order) != num_outputs or rows.outputs != in_order,
+        is_whole=rows.logits == in_order,
         scored=scored,
-        arrays=arrays,
+        has_grammar=not is_greedy and any(map(_MATCHER, rows.specs)),
     )
 
 
 @functools.lru_cache(maxsize=512)
-def _greedy_step(num_rows: int) -> SamplePlan:
-    """Plan for so many greedy decode rows, which it does not list."""
-    plan = _greedy_plan(0, (), (), ())
-    return replace(plan, num_outputs=num_rows, num_sampled=num_rows, outputs=np.arange(num_rows))
+def _greedy_decodes(num_rows: int) -> SamplePlan:
+    """Plan for so many greedy decode rows, whose columns it does not have."""
+    plan = _plan_of(0, _NO_ROWS, (), is_greedy=True)
+    return replace(plan, num_outputs=num_rows, num_sampled=num_rows)
 
 
-def _with_parameters(plan: SamplePlan, rows: Sequence[SampledRow], vocab_size: int) -> SamplePlan:
-    """`plan` with all sampling parameters besides the best token."""
-    specs, arrays = [row.spec for row in rows], dict(plan.arrays)
+def row_parameters(
+    specs: Sequence[SampleSpec], vocab_size: int, future_indices: Sequence[int] = ()
+) -> RowParameters:
+    """All sampling parameters of rows besides their penalties on the host. future_indices: of rows
+    that may follow a token of the step in flight."""
+    arrays: dict[str, NDArray[Any]] = {}
     params = [spec.params for spec in specs]
-    if not all(one.is_greedy for one in params):
-        arrays |= _parameters(specs)
-    tops = [(at, one.logprobs) for at, one in enumerate(params) if one.logprobs is not None]
+    if not all(p.is_greedy for p in params):
+        arrays |= _distribution_arrays(specs)
+    tops = [(row, p.logprobs) for row, p in enumerate(params) if p.logprobs is not None]
     wants_logprobs, num_top = np.array(tops, np.int64).reshape(-1, 2).T
     if tops:
         arrays["logprob_rows"] = np.ascontiguousarray(wants_logprobs)
+    logprob_ids = _logprob_ids([params[row] for row, _ in tops])
+    if logprob_ids:
+        arrays["logprob_ids"] = _padded(logprob_ids)
     arrays |= bias_arrays(specs)
-    arrays |= ban_arrays(specs, [row.request.future_index for row in rows])
-    penalized = [at for at, one in enumerate(params) if one.has_penalty]
-    if penalized:
-        arrays |= _penalties([rows[at] for at in penalized])
-        arrays["penalized_rows"] = np.array(penalized, np.int64)
-    return replace(
-        plan,
-        wants_logprobs=wants_logprobs,
-        num_top_logprobs=np.minimum(num_top, vocab_size),
-        penalized=tuple(rows[at] for at in penalized),
-        has_grammar=any(spec.matcher is not None for spec in specs),
-        arrays=arrays,
-    )
+    arrays |= ban_arrays(specs, future_indices)
+    return RowParameters(wants_logprobs, np.minimum(num_top, vocab_size), logprob_ids, arrays)
 
 
-def _parameters(specs: Sequence[SampleSpec]) -> dict[str, NDArray[Any]]:
+def _logprob_ids(params: Sequence[SamplingParams]) -> tuple[tuple[int, ...], ...]:
+    """The tokens that each row wants reported; nothing where no row names any."""
+    if all(p.logprob_token_ids is None for p in params):
+        return ()
+    return tuple(tuple(p.logprob_token_ids or ()) for p in params)
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> IndexArray:
+    """[m, longest] with zeros behind shorter rows."""
+    padded = np.zeros((len(rows), max(map(len, rows))), np.int64)
+    for row, ids in enumerate(rows):
+        padded[row, : len(ids)] = ids
+    return padded
+
+
+def _distribution_arrays(specs: Sequence[SampleSpec]) -> dict[str, NDArray[Any]]:
     """[n] each. Where the temperature is 0 nothing else counts: such rows may lack a history."""
     params = [spec.params for spec in specs]
-    temperature = np.array([one.temperature for one in params])
+    temperature = np.array([p.temperature for p in params])
     sampled = np.flatnonzero(temperature)
     uniform = np.full(len(specs), 0.5)
-    uniform[sampled] = uniform_numbers([specs[at] for at in sampled.tolist()])
-    top_k = np.clip(np.array([one.top_k for one in params], np.float64), 0, 2**31 - 1)
+    uniform[sampled] = uniform_numbers([specs[row] for row in sampled.tolist()])
+    top_k = np.clip(np.array([p.top_k for p in params], np.float64), 0, 2**31 - 1)
     return {
         "temperature": temperature.astype(np.float32),
         "top_k": top_k.astype(np.int32),
-        "top_p": np.array([one.top_p for one in params], np.float64),
-        "min_p": np.array([one.min_p for one in params], np.float32),
+        "top_p": np.array([p.top_p for p in params], np.float64),
+        "min_p": np.array([p.min_p for p in params], np.float32),
         "uniform": uniform,
     }
 
 
-def _penalties(rows: Sequence[SampledRow]) -> dict[str, NDArray[Any]]:
+def _penalty_slots(plan: SamplePlan, rows: ScheduledRows) -> dict[str, NDArray[Any]]:
     """[m] each, of the rows with penalties."""
-    params = [row.spec.params for row in rows]
+    slots = [rows.req_pool_indices[plan.rows.outputs[row]] for row in plan.penalized]
     return {
-        "penalty_slots": np.array([row.request.req_pool_idx for row in rows], np.int64),
-        "repetition": np.array([one.repetition_penalty for one in params], np.float32),
-        "frequency": np.array([one.frequency_penalty for one in params], np.float32),
-        "presence": np.array([one.presence_penalty for one in params], np.float32),
+        "penalized_rows": np.array(plan.penalized, np.int64),
+        "penalty_slots": np.array(slots, np.int64),
+        **penalty_arrays([plan.rows.specs[row].params for row in plan.penalized]),
     }
 
 
-def begin_device_masks(
+def begin_device_bitmask(
     plan: SamplePlan, vocab_size: int, previous: Sequence[SampleOutput | None] | None = None
-) -> StepMasks:
+) -> GrammarBitmaskFuture:
     """The masks of the rows sampled on the device. previous: the outputs of the step before, where
     a row follows a token of that."""
     last_tokens: dict[int, int] = {}
-    for at, row in enumerate(plan.rows):
-        if row.spec.num_placeholders and previous is not None:
-            output = previous[row.request.future_index]
+    rows = plan.rows
+    for row, (spec, future_index) in enumerate(zip(rows.specs, rows.future_indices, strict=True)):
+        if spec.num_placeholders and previous is not None:
+            output = previous[future_index]
             if output is not None and output.error is None:
-                last_tokens[at] = output.token_id
-    return StepMasks([row.spec for row in plan.rows], vocab_size, last_tokens)
+                last_tokens[row] = output.token_id
+    return GrammarBitmaskFuture(rows.specs, vocab_size, last_tokens)
+
+
+def uniform_numbers(specs: Sequence[SampleSpec]) -> NDArray[np.float64]:
+    """[S] numbers in (0, 1), each a pure function of its row's seed and index.
+
+    Two rounds of splitmix64's finalizer (Steele, Lea and Flood 2014), as a counter-based generator.
+    """
+    seeds = np.array([spec.seed & (2**64 - 1) for spec in specs], np.uint64)
+    index = np.array([spec.num_sampled for spec in specs], np.uint64)
+    bits = _mix(_mix(seeds) + (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+    return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -77,7 +77,7 @@ def _free_of_system() -> int:
 
 def cgroup_free_bytes(folder: Path = CONTROL_GROUPS) -> list[int]:
     """Bytes left by Linux's control groups, version 2 and 1; cached files count as free."""
-    found = []
+    free_bytes = []
     for limit, used, kept in (
         ("memory.max", "memory.current", ("active_file", "inactive_file")),
         (
@@ -92,5 +92,5 @@ def cgroup_free_bytes(folder: Path = CONTROL_GROUPS) -> list[int]:
             files = sum(int(count) for name, count in map(str.split, lines) if name in kept)
         except (OSError, ValueError):  # there is none, or it is without a limit
             continue
-        found.append(max(0, most - now + files))
-    return found
+        free_bytes.append(max(0, most - now + files))
+    return free_bytes

@@ -237,9 +237,9 @@ class D2HBuffer:
         self._free.append(pending.buffer)
 
     def _take(self, num_bytes: int) -> Tensor:
-        for at, buffer in enumerate(self._free):
+        for index, buffer in enumerate(self._free):
             if len(buffer) >= num_bytes:
-                return self._free.pop(at)
+                return self._free.pop(index)
         self._free.clear()  # too small for the steps that come now
         return self._queue.host_buffer(max(_MIN_D2H_BYTES, 2 * num_bytes))
 

@@ -1,6 +1,6 @@
-"""`WindowTable`: which window page each page of the pool has, as the scheduler has told it.
+"""`WindowTable` maps each page of the pool to its window page, from the scheduler's updates.
 
-`DeviceWindows`: the same on a device, which is told with each step what has changed.
+`DeviceWindows` is the same table on a device: each launch uploads what changed since the last one.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _LEAST_CHANGES = 16  # are uploaded: few array sizes, so that the buffer's layou
 
 
 class WindowTable:
-    """A page without a window page has the one after the last, which holds zeros: no query sees
-    what is there, but kernels read whole blocks."""
+    """A page without a window page maps to the page after the last one, which holds zeros: kernels
+    read whole blocks, but no query sees these keys."""
 
     def __init__(self, size: PoolSize, page_size: int) -> None:
         self._page_size, self.no_page = page_size, size.num_window_pages
@@ -64,14 +64,14 @@ class DeviceWindows:
         self._copies: list[tuple[int, int, int]] = []
 
     def update(self, updates: WindowUpdates) -> None:
-        """What changes before the step that comes now."""
+        """The updates before the next step."""
         if len(updates.pages):
             self._host.update(updates.pages)
             self._changed.append(updates.pages[:, 0])
         self._copies += updates.copies
 
     def changes(self) -> dict[str, NDArray[Any]]:
-        """What the device is to be told, for `apply`."""
+        """Pending updates to upload, for `apply`."""
         arrays: dict[str, NDArray[Any]] = {}
         if self._changed:
             pages = self._changed[0]
@@ -106,10 +106,10 @@ def independent_runs(copies: Sequence[tuple[int, int, int]]) -> Iterable[slice]:
     """Runs of copies, in order, such that those of a run can be made at once: no page is written
     twice or both written and read."""
     first, read, written = 0, set[int](), set[int]()
-    for at, (source, destination, _) in enumerate(copies):
+    for index, (source, destination, _) in enumerate(copies):
         if source in written or destination in written or destination in read:
-            yield slice(first, at)
-            first, read, written = at, set(), set()
+            yield slice(first, index)
+            first, read, written = index, set(), set()
         read.add(source)
         written.add(destination)
     if first < len(copies):

@@ -18,7 +18,7 @@ from radixserve.cache import CacheSequence
 from radixserve.errors import OutOfPages
 from radixserve.int_buffer import IntBuffer
 from radixserve.schedule import SampleOutput
-from radixserve.scheduler.in_batch_sharing import wake_waiters
+from radixserve.scheduler.admission import wake_waiters
 from radixserve.scheduler.request_state import BeamSearch, RequestState
 from radixserve.scheduler.running_requests import RunningRequests
 from radixserve.scheduler.waiting_queue import WaitingQueue
@@ -71,22 +71,24 @@ class BeamSearches:
         return samples
 
     def park_sampled(self, search: BeamSearch) -> None:
-        """Stop those that wait for the other beams of their search."""
+        """Park the beams that wait for the other beams of their search."""
         for state in search.beams:
             if state.arrival in search.samples and state in self._running:
                 self._running.remove(state)
                 self.parked[state.arrival] = state
 
     def unpark(self, state: RequestState) -> None:
-        """Release its pages. Its sample is kept: it waits only for its search."""
+        """Release the pages of a parked beam. Its sample is kept."""
         assert state.sequence is not None
         state.sequence.release()
         state.sequence = None
         del self.parked[state.arrival]
 
     def unpark_out_of_turn(self) -> None:
-        """Release the pages of parked beams while others of their search wait for some: their turn
-        comes again after those have sampled. O(parked beams, and those of their searches)."""
+        """Release the pages of parked beams while other beams of their search wait for pages.
+
+        O(parked beams and the beams of their searches).
+        """
         searches = {id(state.search): state.search for state in self.parked.values()}
         short = {
             key
@@ -98,36 +100,38 @@ class BeamSearches:
                 self.unpark(state)
 
     def victim(self, state: RequestState) -> RequestState | None:
-        """The parked one that `state` may take pages from: the lowest in priority of those below it
-        and those of its own search."""
+        """The parked beam that `state` may take pages from: of those below it in priority and those
+        of its own search, the lowest."""
         search = state.search
         others = [
-            one
-            for one in self.parked.values()
-            if one.priority_key > state.priority_key
-            or (search is not None and one.search is search)
+            other
+            for other in self.parked.values()
+            if other.priority_key > state.priority_key
+            or (search is not None and other.search is search)
         ]
-        return max(others, key=lambda one: one.priority_key, default=None)
+        return max(others, key=lambda other: other.priority_key, default=None)
 
     # -- from beams to their children ---------------------------------------------------------
 
     def replace(self, search: BeamSearch, children: Sequence[Child]) -> None:
         """A beam's first child keeps its request and its pages, further ones share these by a fork.
 
-        As many run as did, and more where there is room; the others wait like preempted ones.
+        As many children run as beams ran, and more where there is room; the others wait like
+        preempted requests.
         """
         leader, parents = search.leader, search.beams
         num_running = sum(state in self._running for state in parents)
         wanted = len(children) - num_running
         room = self._num_startable(leader, wanted) if wanted > 0 else 0
         continued = {child.parent for child in children}
-        spare = [state for at, state in enumerate(parents) if at not in continued]
+        spare = [state for index, state in enumerate(parents) if index not in continued]
         for state in spare:
             room += state in self._running
             self._stop(state)
         if leader in spare or leader not in parents:
-            # The request that stands for the search is used again first; it may have been no beam.
-            spare = [*(state for state in spare if state is not leader), leader]
+            # The leader's request is used again first; it need not have been a beam.
+            spare = [state for state in spare if state is not leader]
+            spare.append(leader)
         search.beams = self._continue(search, children, spare, room)
         for state in spare:
             if state is not leader:
@@ -184,18 +188,18 @@ class BeamSearches:
         else:
             del self.parked[state.arrival]
         if state.waiters:
-            self._waiting.note_woken(wake_waiters(state))
+            self._waiting.mark_unblocked(wake_waiters(state))
 
     def _new_beam(self, search: BeamSearch, others: list[RequestState]) -> RequestState:
         leader, taken = search.leader, {state.arrival for state in others}
         arrivals = range(leader.arrival + 1, leader.arrival + search.width)
-        arrival = next(one for one in arrivals if one not in taken)
+        arrival = next(number for number in arrivals if number not in taken)
         request_id = f"#{leader.request.request_id}#{arrival - leader.arrival}"
         while request_id in self._requests:  # a name that a caller has chosen
             request_id += "#"
         request = replace(leader.request, request_id=request_id)
         state = RequestState(
-            request, arrival, leader.prefix_watch, leader.times.queued, leader.session
+            request, arrival, leader.prefix_watch, leader.queued_at, leader.session
         )
         state.become_beam(search)
         self._requests[request_id] = state
@@ -203,7 +207,7 @@ class BeamSearches:
 
 
 def _fork(parent: RequestState) -> CacheSequence | None:
-    """A second sequence over what `parent` computed; None when there is no page for it."""
+    """A second sequence over the tokens that `parent` computed; None when no page is free."""
     if parent.sequence is None:
         return None
     try:

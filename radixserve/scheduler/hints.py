@@ -1,26 +1,210 @@
-"""`Hints`: pins, retains and demotions that callers ask for, on the cache's own sessions.
+"""Sessions, hints, and prefixes shared among namespaces: how callers steer the cache.
 
-A retain is a session that retains until a fixed time and claims a prefix: its pages are evicted
-after everything else. A pin is the same and besides holds the prefix locked. Both are bounded by
-their owner's budget and by a share of the pool. Where nothing else lets a request go on, the oldest
-pin is unlocked and stays a retain.
+A retain is a session with a fixed end that claims a prefix: the prefix's pages are evicted after
+all others. A pin is a retain that also locks the prefix. The owner's budget and a share of the pool
+bound both. If a request cannot run otherwise, the oldest pin is unlocked and becomes a retain.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
+import numpy as np
 from sortedcontainers import SortedDict
 
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, CacheSession, PrefixCache
+from radixserve.checks import check_str
+from radixserve.errors import InvalidRequest, OutOfPages
 from radixserve.hint import Hint, HintAnswer, HintLimits, join_answers
-from radixserve.scheduler.cross_namespace_prefixes import CrossNamespacePrefixes, begins_with
-from radixserve.scheduler.sessions import Sessions
+from radixserve.scheduler.returns import ReturnTimes
+
+
+class Sessions:
+    """The open sessions by name. A closed session's name can be opened again."""
+
+    def __init__(self, cache: PrefixCache, returns: ReturnTimes | None = None) -> None:
+        self._cache = cache
+        self._returns = returns
+        self._open: dict[str, CacheSession] = {}
+        self._claimed: dict[str, IntArray] = {}  # a read-only array that a session claimed whole
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, name: str, lease_s: float | None = None) -> CacheSession:
+        """The open session of that name, created if missing.
+
+        `lease_s` (seconds; None: the cache's default) counts when it is made. Raises InvalidRequest
+        for an empty name or a lease that the cache refuses.
+        """
+        if not check_str("session", name):
+            raise InvalidRequest("a session's name must not be empty")
+        session = self._open.get(name)
+        if session is None:
+            session = self._open[name] = self._cache.open_session(name, lease_s=lease_s)
+        return session
+
+    def get(self, name: str) -> CacheSession:
+        """The session that a request names: the open one, or a new one."""
+        return self._open.get(name) or self.open(name)
+
+    def find(self, name: str) -> CacheSession | None:
+        """The open session of that name."""
+        return self._open.get(name)
+
+    def claim(self, name: str, tokens: IntArray, namespace: str) -> int:
+        """Let the session of that name claim the cached whole pages of `tokens`.
+
+        Returns the number of cached tokens. Computes nothing. O(tokens); O(1) if the session has
+        claimed all of the same read-only array before.
+        """
+        cache = self._cache
+        if self._claimed.get(name) is tokens:
+            return len(tokens)
+        cached_len = cache.lookup(tokens, namespace, allow_full=True).cached_len
+        whole = cached_len - cached_len % cache.page_size  # no page prefix has to be copied
+        if whole:
+            session = self.get(name)
+            cache.acquire(tokens[:whole], namespace, allow_full=True, session=session).release()
+            if cached_len == len(tokens) and not tokens.flags.writeable:
+                self._claimed[name] = tokens
+        return cached_len
+
+    def close(self, name: str) -> None:
+        """Close a session: pages that no open session claims are evicted first. An unknown name
+        does nothing. Queued requests lose the session, even if its name is opened again; running
+        requests keep it."""
+        self._claimed.pop(name, None)
+        session = self._open.pop(name, None)
+        if session is not None:
+            session.close()
+            if self._returns is not None:
+                self._returns.note_closed(name)
+
+
+MAX_SHARED = 256
+NO_PERMISSION = "the key has no permission to share"
+
+
+class _Shared(NamedTuple):
+    namespace: str
+    tokens: IntArray  # whole pages
+    end: float | None  # on the cache's clock; None: until `remove`
+
+
+class CrossNamespacePrefixes:
+    """Prefixes of a namespace whose K/V requests of other namespaces may copy.
+
+    Namespaces stay separate: a request copies the prefix's K/V into its own pages instead of
+    computing it. A prefix can be copied while its own namespace has it cached. Prefixes are in
+    order of decreasing length, so the first match is the longest.
+    """
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+        self._shared: list[_Shared] = []
+        self.copied_tokens = 0  # since the start
+
+    def __len__(self) -> int:
+        return len(self._shared)
+
+    def add(self, hint: Hint, tokens: IntArray, num_cached: int, reason: str) -> HintAnswer:
+        """Share cached whole pages. reason: why `tokens` are not all of the hint's; "" if they
+        are."""
+        if not hint.may_share:
+            return HintAnswer("share", "rejected", num_cached, reason=NO_PERMISSION)
+        self._expire()
+        self._drop(hint.namespace, tokens)
+        if len(self._shared) >= MAX_SHARED:
+            reason = f"{MAX_SHARED} prefixes are shared already"
+            return HintAnswer("share", "rejected", num_cached, reason=reason)
+        end = None if hint.seconds is None else self._cache.time() + hint.seconds
+        self._shared.append(_Shared(hint.namespace, tokens.copy(), end))
+        self._shared.sort(key=lambda shared: -len(shared.tokens))
+        answer = "clipped" if reason else "accepted"
+        return HintAnswer("share", answer, num_cached, len(tokens), hint.seconds, reason)
+
+    def remove(self, hint: Hint, tokens: IntArray) -> HintAnswer:
+        """Stop sharing `tokens` and every shared prefix of them."""
+        if not hint.may_share:
+            return HintAnswer("share", "rejected", reason=NO_PERMISSION)
+        before = len(self._shared)
+        mine = [shared for shared in self._shared if shared.namespace == hint.namespace]
+        for shared in mine:
+            if begins_with(tokens, shared.tokens):
+                self._drop(shared.namespace, shared.tokens)
+        if len(self._shared) == before:
+            return HintAnswer("share", "missing", reason="it is not shared")
+        return HintAnswer("share", "accepted", len(tokens), len(tokens), 0.0)
+
+    def forget(self, namespace: str | None) -> None:
+        """Forget the prefixes of a namespace that was reset; None: of all namespaces."""
+        self._shared = [
+            shared for shared in self._shared if namespace not in (None, shared.namespace)
+        ]
+
+    def copy_into(self, sequence: CacheSequence, tokens: IntArray) -> int:
+        """Copy the longest shared prefix of `tokens` into a new sequence, where it is longer than
+        the prefix cached in the sequence's own namespace. Returns the number of tokens copied, at
+        most all but the last.
+
+        O(shared prefixes x tokens) comparisons, O(1) without shared prefixes.
+        """
+        if not self._shared:
+            return 0
+        self._expire()
+        cache, size = self._cache, self._cache.page_size
+        for shared in self._shared:
+            length = min(len(shared.tokens), (len(tokens) - 1) // size * size)
+            if length <= sequence.length:
+                continue
+            prefix = shared.tokens[:length]
+            if shared.namespace == sequence.namespace or not begins_with(tokens, prefix):
+                continue
+            source = cache.acquire(prefix, shared.namespace, allow_full=True)
+            try:
+                copied = 0
+                if source.cached_len == length:
+                    copied = sequence.copy_from(source)
+            except OutOfPages:
+                copied = 0
+            if copied:
+                self.copied_tokens += copied
+                return copied
+            source.release()
+        return 0
+
+    def _expire(self) -> None:
+        now = self._cache.time()
+        self._shared = [shared for shared in self._shared if shared.end is None or shared.end > now]
+
+    def _drop(self, namespace: str, tokens: IntArray) -> None:
+        self._shared = [
+            shared
+            for shared in self._shared
+            if shared.namespace != namespace or not np.array_equal(shared.tokens, tokens)
+        ]
+
+    def check(self) -> None:
+        """Raise AssertionError at the first broken invariant."""
+        lens = [len(shared.tokens) for shared in self._shared]
+        assert lens == sorted(lens, reverse=True), "shared prefixes are out of order"
+        size = self._cache.page_size
+        assert not any(length % size or not length for length in lens), "a part of a page is shared"
+
+
+def begins_with(tokens: IntArray, prefix: IntArray) -> bool:
+    size = len(prefix)
+    if len(tokens) < size or tokens[size - 1] != prefix[-1]:
+        return False
+    return bool(np.array_equal(tokens[:size], prefix))
+
 
 MAX_KEPT = 4096  # pins and retains at a time
 MAX_KEPT_OF_OWNER = 1024
-_TRIES = 3  # to fit one into the budgets: cut once, unless others hold what was cut
+_TRIES = 3  # to fit a hint into the budgets: one cut suffices unless other hints hold the cut part
 _NO_WHOLE_PAGES = "after whole pages, requests can go on from none of it"
 _NOT_KEPT = 'what is evicted follows no hint here: cache="radix" is needed'
 
@@ -33,9 +217,9 @@ class GrantedHint:
     def __init__(self, number: int, hint: Hint, tokens: IntArray, end: float) -> None:
         self.number = number
         self.hint = hint
-        self.tokens = tokens  # what it covers, in whole pages
+        self.tokens = tokens  # the covered prefix, whole pages
         self.end = end  # on the cache's clock
-        self.session: CacheSession | None = None  # while it holds something
+        self.session: CacheSession | None = None  # while it claims pages
         self.sequence: CacheSequence | None = None  # the lock of a pin
 
     @property
@@ -50,7 +234,7 @@ class GrantedHint:
 
 
 class Hints:
-    """All that was granted, oldest first. Only the scheduler calls it."""
+    """The granted pins and retains, oldest first, and the shared prefixes."""
 
     def __init__(self, cache: PrefixCache, sessions: Sessions, limits: HintLimits) -> None:
         self._cache = cache
@@ -58,7 +242,7 @@ class Hints:
         self.shared = CrossNamespacePrefixes(cache)
         self._limits = limits
         self._kept: dict[int, GrantedHint] = {}  # by number
-        self._by_end: SortedDict = SortedDict()  # (end, number) -> GrantedHint
+        self.by_end: SortedDict = SortedDict()  # (end, number) -> GrantedHint
         self._by_owner: dict[str, dict[int, GrantedHint]] = {}
         self._pins: dict[int, GrantedHint] = {}
         self._num_granted = 0
@@ -68,8 +252,9 @@ class Hints:
         return len(self._kept)
 
     def stats(self) -> dict[str, int]:
-        """hints: pins and retains now; broken_pins: unlocked before their time for a request, since
-        the start; shared_prefixes: open to other namespaces; shared_tokens: copied from these."""
+        """hints: pins and retains now. broken_pins: pins that were unlocked early for a request,
+        since the start. shared_prefixes: prefixes that other namespaces may copy. shared_tokens:
+        tokens copied from them."""
         self.expire()
         return {
             "hints": len(self),
@@ -79,19 +264,20 @@ class Hints:
         }
 
     def held(self, owner: str) -> dict[str, int]:
-        """What an owner's pins and retains are and hold. O(nodes that they hold)."""
+        """The numbers of an owner's pins and retains, and of the tokens that they hold. O(nodes
+        that they hold)."""
         self.expire()
         mine = self._by_owner.get(owner, {}).values()
-        sessions = [one.session for one in mine if one.session is not None]
+        sessions = [granted.session for granted in mine if granted.session is not None]
         return {
-            "pins": sum(one.is_pin for one in mine),
-            "retains": sum(not one.is_pin for one in mine),
+            "pins": sum(granted.is_pin for granted in mine),
+            "retains": sum(not granted.is_pin for granted in mine),
             "held_tokens": self._cache.held_tokens(sessions) if sessions else 0,
         }
 
     def apply(self, hint: Hint) -> HintAnswer:
-        """Carry out anything but prefetch. O(prefix) and, for a pin or retain, O(what its owner
-        holds already)."""
+        """Apply a hint other than prefetch. O(prefix), and for a pin or retain also O(nodes that
+        its owner holds)."""
         if not self._cache.keeps_sessions:
             return HintAnswer(hint.verb, "rejected", reason=_NOT_KEPT)
         self.expire()
@@ -102,48 +288,52 @@ class Hints:
             return HintAnswer(hint.verb, "missing", reason="no session of that name is open")
         if hint.verb == "share":
             return HintAnswer(hint.verb, "rejected", reason="share takes a prefix, not a session")
-        found = [
+        prefixes = [
             (replace(hint, namespace=namespace, token_ids=tokens), tokens)
             for namespace, tokens in self._cache.session_prefixes(session)
         ]
         if hint.verb == "demote":
-            for one, tokens in found:
-                self._end_below(one, tokens, ("pin", "retain"))
+            for prefix_hint, tokens in prefixes:
+                self._end_below(prefix_hint, tokens, ("pin", "retain"))
             num_held = self._cache.held_tokens([session])
             covered = self._cache.demote_session(session)
             self._sessions.close(hint.session)
             return HintAnswer(hint.verb, "accepted", num_held, covered)
-        if not found:
+        if not prefixes:
             return HintAnswer(hint.verb, "missing", reason="the session has nothing in the cache")
-        answers = [self._apply_to(one, tokens) for one, tokens in found]
+        answers = [self._apply_to(prefix_hint, tokens) for prefix_hint, tokens in prefixes]
         return join_answers(hint.verb, answers)
 
     def _apply_to(self, hint: Hint, tokens: IntArray) -> HintAnswer:
-        """`tokens`: those of the hint."""
+        """`apply` a hint to a prefix, `tokens`."""
         if hint.verb == "demote":
             return self._demote(hint, tokens)
         if hint.seconds == 0.0:
             return self._release(hint, tokens)
         tokens = tokens[: hint.max_tokens]
-        found, size = self._cached_len(hint, tokens), self._cache.page_size
-        whole = self._usable_pages(hint, tokens[:found])
+        num_cached, size = self._cached_len(hint, tokens), self._cache.page_size
+        whole = self._usable_pages(hint, tokens[:num_cached])
         if not whole:
-            reason = "nothing of it is cached" if not found else "less than a page of it is cached"
-            if found >= size:
+            reason = (
+                "nothing of it is cached" if not num_cached else "less than a page of it is cached"
+            )
+            if num_cached >= size:
                 reason = _NO_WHOLE_PAGES
-            return HintAnswer(hint.verb, "missing", found, reason=reason)
+            return HintAnswer(hint.verb, "missing", num_cached, reason=reason)
         reason = ""
         if whole < len(tokens) - len(tokens) % size:
-            reason = f"only {found} of {len(tokens)} tokens are cached"
-            if whole < found - found % size:
-                reason = f"after whole pages, requests can go on from {whole} of {found} tokens"
+            reason = f"only {num_cached} of {len(tokens)} tokens are cached"
+            if whole < num_cached - num_cached % size:
+                reason = (
+                    f"after whole pages, requests can go on from {whole} of {num_cached} tokens"
+                )
         if hint.verb == "share":
-            return self.shared.add(hint, tokens[:whole], found, reason)
-        return self._keep(hint, tokens[:whole], found, reason)
+            return self.shared.add(hint, tokens[:whole], num_cached, reason)
+        return self._keep(hint, tokens[:whole], num_cached, reason)
 
     def _usable_pages(self, hint: Hint, tokens: IntArray) -> int:
-        """How many of `tokens`, which are cached, are in whole pages that requests can go on from:
-        fewer where K/V of layers with windows, or states, are missing at the last one's end."""
+        """The number of cached `tokens` after which requests can continue, whole pages: fewer than
+        all if the K/V of layers with windows, or a state, is missing at their end."""
         whole, size = len(tokens), self._cache.page_size
         while whole := whole - whole % size:
             usable = self._cached_len(hint, tokens[:whole])
@@ -160,7 +350,7 @@ class Hints:
 
     # -- pin and retain -----------------------------------------------------------------------
 
-    def _keep(self, hint: Hint, tokens: IntArray, found: int, reason: str) -> HintAnswer:
+    def _keep(self, hint: Hint, tokens: IntArray, num_cached: int, reason: str) -> HintAnswer:
         limits, wanted, now = self._limits, hint.seconds, self._cache.time()
         seconds = min(limits.seconds if wanted is None else wanted, limits.max_seconds)
         if wanted is not None and seconds < wanted:
@@ -168,12 +358,12 @@ class Hints:
         self._num_granted += 1
         kept = GrantedHint(self._num_granted, hint, tokens.copy(), now + seconds)
         if not seconds:
-            return HintAnswer(hint.verb, "rejected", found, reason="max_hint_seconds is 0")
+            return HintAnswer(hint.verb, "rejected", num_cached, reason="max_hint_seconds is 0")
         self._supersede(kept)
         num_own = len(self._by_owner.get(hint.owner, ()))
         if len(self._kept) >= MAX_KEPT or num_own >= MAX_KEPT_OF_OWNER:
             return HintAnswer(
-                hint.verb, "rejected", found, reason=f"{num_own} hints are held already"
+                hint.verb, "rejected", num_cached, reason=f"{num_own} hints are held already"
             )
         for _ in range(_TRIES):
             over = self._claim(kept)
@@ -184,17 +374,17 @@ class Hints:
             fitting = kept.tokens[: max(0, len(kept.tokens) - over)]
             kept.tokens = fitting[: self._usable_pages(hint, fitting)]
             if not len(kept.tokens):
-                return HintAnswer(hint.verb, "rejected", found, reason=reason)
+                return HintAnswer(hint.verb, "rejected", num_cached, reason=reason)
         else:
-            return HintAnswer(hint.verb, "rejected", found, reason=reason)
+            return HintAnswer(hint.verb, "rejected", num_cached, reason=reason)
         if hint.verb == "pin":
             assert kept.session is not None
             kept.sequence = self._cache.pin(kept.tokens, hint.namespace, session=kept.session)
             self._pins[kept.number] = kept
-        self._kept[kept.number] = self._by_end[kept.end, kept.number] = kept
+        self._kept[kept.number] = self.by_end[kept.end, kept.number] = kept
         self._by_owner.setdefault(hint.owner, {})[kept.number] = kept
         answer = "clipped" if reason else "accepted"
-        return HintAnswer(hint.verb, answer, found, len(kept.tokens), seconds, reason)
+        return HintAnswer(hint.verb, answer, num_cached, len(kept.tokens), seconds, reason)
 
     def _claim(self, kept: GrantedHint) -> int:
         """Let a new retaining session claim the prefix. Returns the tokens beyond the budgets."""
@@ -206,13 +396,13 @@ class Hints:
         over = (cache.num_retained - most) * cache.page_size
         if hint.budget_tokens is not None:
             others = self._by_owner.get(hint.owner, {}).values()
-            sessions = [one.session for one in others if one.session is not None]
+            sessions = [granted.session for granted in others if granted.session is not None]
             over = max(over, cache.held_tokens([*sessions, session]) - hint.budget_tokens)
         return max(0, over)
 
     def _supersede(self, kept: GrantedHint) -> None:
-        """End what the owner asked for before and the new hint covers: the same prefix, or a
-        shorter one for no longer and no stronger."""
+        """End the owner's older hints that the new one covers: those of the same prefix, and those
+        of a shorter prefix that end no later and do not lock more."""
         for old in self._of_owner(kept.hint):
             if not begins_with(kept.tokens, old.tokens):
                 continue
@@ -222,8 +412,8 @@ class Hints:
                 self._end(old)
 
     def _release(self, hint: Hint, tokens: IntArray) -> HintAnswer:
-        """seconds=0: end what the owner asked for by that verb, for the prefix and what goes on
-        from it."""
+        """Apply seconds=0: end the owner's hints of that verb for the prefix and for its
+        continuations."""
         if hint.verb == "share":
             return self.shared.remove(hint, tokens)
         ended = self._end_below(hint, tokens, (hint.verb,))
@@ -232,7 +422,8 @@ class Hints:
         return HintAnswer(hint.verb, "accepted", ended, ended, 0.0)
 
     def _end_below(self, hint: Hint, tokens: IntArray, verbs: tuple[str, ...]) -> int:
-        """The most tokens of those that were ended."""
+        """End the owner's hints of these verbs whose prefix begins with `tokens`. Returns the most
+        tokens that one of them covered."""
         most = 0
         for old in self._of_owner(hint):
             if old.hint.verb in verbs and begins_with(old.asked, tokens):
@@ -241,33 +432,33 @@ class Hints:
         return most
 
     def _of_owner(self, hint: Hint) -> list[GrantedHint]:
-        """What the hint's owner was granted in its namespace."""
+        """The granted hints of the hint's owner in its namespace."""
         mine = self._by_owner.get(hint.owner, {}).values()
-        return [one for one in mine if one.hint.namespace == hint.namespace]
+        return [granted for granted in mine if granted.hint.namespace == hint.namespace]
 
     def _demote(self, hint: Hint, tokens: IntArray) -> HintAnswer:
-        found = self._cached_len(hint, tokens)
-        if not found:
+        num_cached = self._cached_len(hint, tokens)
+        if not num_cached:
             return HintAnswer(hint.verb, "missing", reason="nothing of it is cached")
         self._end_below(hint, tokens, ("pin", "retain"))
         covered = self._cache.demote(tokens, hint.namespace)
         if not covered:
             reason = "open sessions keep it, or other prefixes go on from it"
-            return HintAnswer(hint.verb, "rejected", found, reason=reason)
-        return HintAnswer(hint.verb, "accepted", found, covered)
+            return HintAnswer(hint.verb, "rejected", num_cached, reason=reason)
+        return HintAnswer(hint.verb, "accepted", num_cached, covered)
 
     # -- the end ------------------------------------------------------------------------------
 
     def expire(self) -> None:
-        """End those whose time is over. O(1) where there are none."""
-        if not self._by_end:
+        """End the pins and retains that have expired. O(1) when none has."""
+        if not self.by_end:
             return
         now = self._cache.time()
-        while self._by_end and self._by_end.keys()[0][0] <= now:
-            self._end(self._by_end.peekitem(0)[1])
+        while self.by_end and self.by_end.keys()[0][0] <= now:
+            self._end(self.by_end.peekitem(0)[1])
 
     def break_pin(self) -> bool:
-        """Unlock the oldest pin, which stays a retain; False where there is none."""
+        """Unlock the oldest pin, which stays a retain. False without a pin."""
         for number, kept in self._pins.items():
             assert kept.sequence is not None
             kept.sequence.release()
@@ -278,14 +469,14 @@ class Hints:
         return False
 
     def forget(self, namespace: str | None) -> None:
-        """A namespace was reset, or all."""
+        """End the hints of a namespace that was reset; None: of all namespaces."""
         for kept in list(self._kept.values()):
             if namespace in (None, kept.hint.namespace):
                 self._end(kept)
         self.shared.forget(namespace)
 
     def _end(self, kept: GrantedHint) -> None:
-        del self._kept[kept.number], self._by_end[kept.end, kept.number]
+        del self._kept[kept.number], self.by_end[kept.end, kept.number]
         self._pins.pop(kept.number, None)
         of_owner = self._by_owner[kept.hint.owner]
         del of_owner[kept.number]
@@ -294,7 +485,8 @@ class Hints:
         self._end_claim(kept)
 
     def _end_claim(self, kept: GrantedHint) -> None:
-        """Unlock before the session is closed: what only it reached is evicted first from then."""
+        """Close the session, then unlock the prefix: pages without another session are then
+        evicted first."""
         sequence, session = kept.sequence, kept.session
         kept.sequence = kept.session = None
         if session is not None:
@@ -309,16 +501,20 @@ class Hints:
         return f"{own}{share} is full"
 
     def check(self, num_open: int) -> None:
-        """AssertionError unless what is granted, its order and its locks agree. O(hints).
-        `num_open`: sessions of the cache."""
+        """Raise AssertionError unless the hints, their order and their locks agree. O(hints).
+
+        `num_open`: open sessions of the cache.
+        """
         kept = self._kept
         assert len(self._sessions) + len(kept) <= num_open, "a closed session is kept"
-        assert {(one.end, n) for n, one in kept.items()} == set(self._by_end), "hints' ends"
+        assert {(granted.end, n) for n, granted in kept.items()} == set(self.by_end), "hints' ends"
         owned = [n for some in self._by_owner.values() for n in some]
         assert sorted(owned) == sorted(kept), "hints of owners"
-        assert set(self._pins) == {n for n, one in kept.items() if one.is_pin}, "pins"
-        for one in kept.values():
-            is_open = one.session is not None and one.session.is_open
-            assert is_open, f"hint {one.number} is closed"
-            assert one.sequence is None or not one.sequence.is_released, "a pin is not locked"
+        assert set(self._pins) == {n for n, granted in kept.items() if granted.is_pin}, "pins"
+        for granted in kept.values():
+            is_open = granted.session is not None and granted.session.is_open
+            assert is_open, f"hint {granted.number} is closed"
+            assert granted.sequence is None or not granted.sequence.is_released, (
+                "a pin is not locked"
+            )
         self.shared.check()

@@ -7,8 +7,8 @@ from radixserve.cache import CacheSequence, CacheSession, Lookup, PrefixWatch
 from radixserve.int_buffer import IntBuffer
 from radixserve.output import Finish, Metrics, PromptScore, RequestOutput, Usage
 from radixserve.request import Request
-from radixserve.schedule import SampleOutput, SampleSpec, new_tuple
-from radixserve.structured_output import Matcher
+from radixserve.schedule import SampleOutput, SampleSpec
+from radixserve.structured_outputs import Matcher
 
 
 class BeamSearch:
@@ -22,18 +22,6 @@ class BeamSearch:
         self.width = leader.request.beams.width
         self.beams = [leader]  # best first
         self.samples: dict[int, SampleOutput] = {}  # of this step, by the beam's arrival
-
-
-class QueueEntry:
-    """What the waiting queue keeps of a request, however often it is queued."""
-
-    __slots__ = ("bypass_baseline", "order_key", "overtaken", "page_need")
-
-    def __init__(self) -> None:
-        self.order_key: tuple[int, ...] = ()  # set by the queue's policy
-        self.page_need: int | None = None  # as it is counted in the queue; None: not counted
-        self.overtaken = 0  # admissions of later requests while it waited, up to its last entry
-        self.bypass_baseline = 0  # later admissions when it was queued last
 
 
 class TargetScores:
@@ -52,44 +40,31 @@ class TargetScores:
             self.of_prompt += map(PromptScore, sample.scores, tops)
 
 
-class Times:
-    """Seconds on the scheduler's clock; None: not yet."""
-
-    __slots__ = ("admitted", "first_token", "queued")
-
-    def __init__(self, queued: float) -> None:
-        self.queued = queued
-        self.admitted: float | None = None
-        self.first_token: float | None = None
-
-    def metrics(self, now: float) -> Metrics:
-        start, admitted, first_token = self.queued, self.admitted, self.first_token
-        return Metrics(
-            queue_s=None if admitted is None else admitted - start,
-            ttft_s=None if first_token is None else first_token - start,
-            total_s=now - start,
-        )
-
-
 class RequestState:
     """Waiting while `sequence` is None, running otherwise."""
 
     __slots__ = (
+        "admitted_at",
+        "admitted_before_enqueue",
         "arrival",
         "awaited_len",
         "cached_on_arrival",
+        "first_token_at",
         "greedy_only_spec",
-        "is_in_page_table",
         "length_limit",
         "lookup",
         "matcher",
+        "num_loaded",
         "num_prompt",
         "num_prompt_done",
         "num_reused",
+        "order_key",
+        "overtaken",
+        "page_need",
         "prefix_watch",
         "priority_key",
         "producer",
-        "queue_entry",
+        "queued_at",
         "req_pool_idx",
         "request",
         "request_id",
@@ -97,7 +72,6 @@ class RequestState:
         "search",
         "sequence",
         "session",
-        "times",
         "tokens",
         "waiters",
     )
@@ -123,20 +97,27 @@ class RequestState:
         self.session = session  # cache session of its sequences, while that is open
         self.sequence: CacheSequence | None = None
         self.req_pool_idx = -1  # slot in the page table while running
-        self.is_in_page_table = False  # whether an earlier row wrote that slot
         self.producer: RequestState | None = None  # the producer of tokens it waits for
         self.awaited_len = 0  # number of committed tokens of the producer that it waits for
         self.waiters: list[RequestState] = []  # requests that wait for this one, while it runs
         self.search: BeamSearch | None = None  # the search of which this is a beam
-        self.queue_entry = QueueEntry()
         self.lookup: Lookup | None = None  # at the first admission
         self.cached_on_arrival = prefix_watch.cached_len
+        self.num_loaded = 0  # prompt tokens that were loaded from a store for it
         self.num_reused = 0  # prompt tokens that this request never computed
         self.scores = None if request.logprob_targets is None else TargetScores()
         self.matcher: Matcher | None = None  # of its answer, from the first sample on
         self.greedy_only_spec: SampleSpec | None = None  # of a request that needs no other one
         self.num_prompt_done = 0  # prompt tokens whose K/V was available to it
-        self.times = Times(now)
+        # Seconds on the scheduler's clock; None: not yet.
+        self.queued_at = now
+        self.admitted_at: float | None = None
+        self.first_token_at: float | None = None
+        # Of the waiting queue, however often the request is queued.
+        self.order_key: tuple[int, ...] = ()  # set by the queue's policy
+        self.page_need: int | None = None  # as it is counted in the queue; None: not counted
+        self.overtaken = 0  # admissions of later requests while it waited, up to its last entry
+        self.admitted_before_enqueue = 0  # admissions of later requests when it was queued last
 
     @property
     def num_output(self) -> int:
@@ -148,15 +129,15 @@ class RequestState:
 
     @property
     def is_decoding(self) -> bool:
-        """Only its last token is still to be computed, and another one sampled."""
+        """Whether only its last token is still to be computed, and another one to be sampled."""
         sequence = self.sequence
-        if sequence is None or sequence.committed_len != len(self.tokens) - 1:
+        if sequence is None or sequence.committed_len != self.tokens.size - 1:
             return False
-        return self.is_scored
+        return self.scores is None or self.is_scored
 
     @property
     def is_ending(self) -> bool:
-        """Its last row is in flight: the output ends the request, whichever token it is."""
+        """Whether its last row is in flight: any sampled token ends the request."""
         num_known = self.tokens.size
         if self.sequence is None or self.sequence.length < num_known:
             return False
@@ -165,8 +146,10 @@ class RequestState:
         return num_known + 1 >= self.length_limit
 
     def append(self, token_id: int, *, is_complete: bool) -> str | None:
-        """Take a sampled token; why the request ends with it, None where it goes on. is_complete:
-        its grammar allows nothing after it."""
+        """Append a sampled token. Returns the finish reason, None when the request continues.
+
+        is_complete: the request's grammar allows no token after this one.
+        """
         self.tokens.append(token_id)
         if is_complete:
             return "stop"
@@ -176,20 +159,22 @@ class RequestState:
         return "length" if self.tokens.size >= self.length_limit else None
 
     def append_forced(self, sample: SampleOutput) -> tuple[SampleOutput, str | None]:
-        """Take a sampled token and those forced after it, up to the end; returns `sample` without
-        the others, and why the request ends."""
+        """Append a sampled token and the tokens forced after it, up to the end of the request.
+
+        Returns `sample` with only the appended ones, and the finish reason.
+        """
         forced = sample.forced_ids
         reason = self.append(sample.token_id, is_complete=False)
-        for at, token_id in enumerate(forced):
+        for index, token_id in enumerate(forced):
             if reason is not None:
-                return sample._replace(forced_ids=forced[:at]), reason
-            is_last = at == len(forced) - 1
+                return sample._replace(forced_ids=forced[:index]), reason
+            is_last = index == len(forced) - 1
             reason = self.append(token_id, is_complete=sample.is_complete and is_last)
         return sample, reason
 
     @property
     def is_scored(self) -> bool:
-        """Whether nothing is left to be scored before tokens are sampled."""
+        """Whether all targets have been scored, so that tokens may be sampled."""
         targets, scores = self.request.logprob_targets, self.scores
         if targets is None or scores is None:
             return True
@@ -209,7 +194,7 @@ class RequestState:
     def admit(self, sequence: CacheSequence, lookup: Lookup, now: float) -> None:
         cached = min(sequence.cached_len, self.num_prompt)
         if self.lookup is None:
-            self.lookup, self.times.admitted, self.num_reused = lookup, now, cached
+            self.lookup, self.admitted_at, self.num_reused = lookup, now, cached
         else:
             self.num_reused = min(self.num_reused, cached)
         self.num_prompt_done = max(self.num_prompt_done, cached)
@@ -219,10 +204,18 @@ class RequestState:
         """Join `search`, which has computed the prompt already."""
         leader, self.search = search.leader, search
         self.num_reused = self.num_prompt_done = self.num_prompt
-        self.lookup, self.times.admitted = leader.lookup, leader.times.admitted
+        self.lookup, self.admitted_at = leader.lookup, leader.admitted_at
 
     def note_committed(self, length: int) -> None:
         self.num_prompt_done = max(self.num_prompt_done, min(length, self.num_prompt))
+
+    def metrics(self, now: float) -> Metrics:
+        start, admitted, first_token = self.queued_at, self.admitted_at, self.first_token_at
+        return Metrics(
+            queue_s=None if admitted is None else admitted - start,
+            ttft_s=None if first_token is None else first_token - start,
+            total_s=now - start,
+        )
 
     def usage(self) -> Usage:
         return Usage(
@@ -230,16 +223,22 @@ class RequestState:
             cached_tokens=self.num_reused,
             computed_tokens=self.num_prompt_done - self.num_reused,
             completion_tokens=self.num_output,
+            missing_state_tokens=self._missing_state_tokens(),
+            loaded_tokens=min(self.num_loaded, self.num_reused),
         )
 
+    def _missing_state_tokens(self) -> int:
+        computed, lookup = self.num_prompt_done - self.num_reused, self.lookup
+        return 0 if lookup is None else min(lookup.missing_state_tokens, computed)
+
     def output(self, sample: SampleOutput | None, finish: Finish | None) -> RequestOutput:
-        """One step's output: the token that was sampled, if any, and the end, if it ended."""
+        """One step's output: the sampled token, if any, and `finish` at the end."""
         if sample is None:
             return RequestOutput(self.request_id, (), (), (), finish)
         if sample.logprob is None:
             token_ids: tuple[int, ...] = (sample.token_id,)
             if sample.forced_ids:
                 token_ids += sample.forced_ids
-            return new_tuple(RequestOutput, (self.request_id, token_ids, (), (), finish, (), ()))
+            return RequestOutput(self.request_id, token_ids, (), (), finish)
         top = dict(sample.top_logprobs)
         return RequestOutput(self.request_id, (sample.token_id,), (sample.logprob,), (top,), finish)

@@ -48,9 +48,11 @@ class RunningRequests:
     ) -> RequestState | None:
         """The lowest in priority below `state` that may be preempted."""
         others = [
-            one for one in self if one.priority_key > state.priority_key and not is_spared(one)
+            other
+            for other in self
+            if other.priority_key > state.priority_key and not is_spared(other)
         ]
-        return max(others, key=lambda one: one.priority_key, default=None)
+        return max(others, key=lambda other: other.priority_key, default=None)
 
     def add(self, state: RequestState) -> None:
         """Assign a slot; the runner's page table has no row of it yet."""
@@ -58,7 +60,8 @@ class RunningRequests:
         self._is_sorted &= last is None or last.priority_key < state.priority_key
         self._states[state.arrival] = state
         state.req_pool_idx = self._free_slots.pop()
-        state.is_in_page_table = False
+        if state.sequence is not None:
+            state.sequence.restart_page_table()
 
     def remove(self, state: RequestState) -> None:
         self.free_slot(state)

@@ -15,30 +15,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from radixserve.cache import PrefixCache
+from radixserve.cache import CacheSequence, PrefixCache, SnapshotView
+from radixserve.cache.stats import RecentCounts
 from radixserve.errors import InvalidRequest, OutOfPages, request_failed
 from radixserve.hint import HintLimits
 from radixserve.output import Finish, RequestOutput
 from radixserve.request import Request
-from radixserve.schedule import ModelRunnerOutput, SampleOutput, ScheduledRequest, SchedulerOutput
-from radixserve.scheduler import audit, request_snapshots
-from radixserve.scheduler.admission import Admission
-from radixserve.scheduler.batch_builder import BatchBuilder
+from radixserve.schedule import ModelRunnerOutput, SampleOutput, SchedulerOutput
+from radixserve.scheduler.admission import Admission, PageBudget, wake_waiters
+from radixserve.scheduler.batch import Batch, plan_ahead
 from radixserve.scheduler.beam_searches import BeamSearches, Child
-from radixserve.scheduler.commit_rows import commit_rows
-from radixserve.scheduler.hints import Hints
-from radixserve.scheduler.in_batch_sharing import wake_waiters
-from radixserve.scheduler.in_flight_step import InFlightStep, plan_ahead
-from radixserve.scheduler.page_budget import PageBudget
+from radixserve.scheduler.hints import Hints, Sessions
+from radixserve.scheduler.pricing import PricedAdmission
 from radixserve.scheduler.request_state import BeamSearch, RequestState
 from radixserve.scheduler.running_requests import RunningRequests
-from radixserve.scheduler.sessions import Sessions
-from radixserve.scheduler.stats import RecentTokens, SchedulerStats
+from radixserve.scheduler.stats import (
+    SchedulerStats,
+    check_queues,
+    snapshot_requests,
+)
 from radixserve.scheduler.waiting_queue import WaitingQueue
 
 
 class Scheduler:
-    """One step is `schedule()`, the runner's work, `update()`; `add` and `abort` come between."""
+    """A step is `schedule`, the runner's work, `update`. `add` and `abort` come between steps."""
 
     def __init__(
         self,
@@ -48,40 +48,51 @@ class Scheduler:
         chunked_prefill_size: int = 512,
         max_running_requests: int = 64,
         max_overtake: int = 64,
+        max_wait_s: float | None = None,
+        admission: str = "greedy",
         hint_limits: HintLimits | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._cache = cache
+        self._has_states, self._has_windows = cache.num_states > 0, cache.window_size > 0
         self._chunked_prefill_size = chunked_prefill_size
         self._clock = clock
         self._requests: dict[str, RequestState] = {}
-        self.snapshot_requests = request_snapshots.RequestSnapshots(self._requests, clock).take
-        self._waiting = WaitingQueue(cache, policy, max_overtake)
+        self._waiting = WaitingQueue(cache, policy, max_overtake, max_wait_s, clock)
         self._running = RunningRequests(max_running_requests)
-        self.page_tables = self._running.page_tables
         self._page_budget = PageBudget(cache, self._running, self._waiting, max_running_requests)
-        self._sessions = sessions = Sessions(cache)
-        self.open_session, self.close_session = sessions.open, sessions.close
-        self.claim = sessions.claim
-        self._hints = Hints(cache, sessions, hint_limits or HintLimits())
-        self.hint, self.forget_hints = self._hints.apply, self._hints.forget
-        self.held_by_hints = self._hints.held
-        parts = cache, self._waiting, self._running, self._page_budget, self._hints.shared
-        self._admission = Admission(*parts, max_running_requests, clock)
-        queues = self._requests, self._running, self._waiting
-        self._beams = BeamSearches(*queues, self._requeue, self._page_budget.num_startable)
-        self._in_flight: list[InFlightStep] = []  # at most two, the older one first
+        self._pricing: PricedAdmission | None = None  # "greedy": none
+        if admission == "priced" and cache.tracks_returns:
+            self._pricing = PricedAdmission(cache, self._running, clock)
+        self.sessions = Sessions(cache, None if self._pricing is None else self._pricing.returns)
+        self.hints = Hints(cache, self.sessions, hint_limits or HintLimits())
+        self._admission = Admission(
+            cache,
+            self._waiting,
+            self._running,
+            self._page_budget,
+            self.hints.shared,
+            max_running_requests,
+            clock,
+            self._pricing,
+        )
+        self._beams = BeamSearches(
+            self._requests,
+            self._running,
+            self._waiting,
+            self._requeue,
+            self._page_budget.num_startable,
+        )
+        self._in_flight: list[Batch] = []  # at most two, the older one first
         self._num_arrived = 0
+        self._at_end: Callable[[CacheSequence, int], None] | None = None
         self.counts = SchedulerStats()
-        self._recent = RecentTokens(self.counts, clock())
+        self._recent = RecentCounts(self.counts.tokens, clock())  # in the last minute
 
     # -- requests and sessions ----------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        """Queue a request, and open the session that it names, with the cache's own lease, unless
-        it is open. InvalidRequest if the id is in use or the request could never fit."""
-        if request.request_id in self._requests:
-            raise InvalidRequest(f"request id {request.request_id!r} is in use")
+    def check_fits(self, request: Request) -> None:
+        """InvalidRequest if the request could never fit."""
         capacity = self._cache.num_pages * self._cache.page_size
         if not 0 < len(request.token_ids) < request.max_len <= capacity:
             raise InvalidRequest(
@@ -89,12 +100,32 @@ class Scheduler:
                 f"{len(request.token_ids) + 1} and the cache's {capacity} tokens, "
                 f"got {request.max_len}"
             )
-        session = self._sessions.get(request.session) if request.session else None
+
+    def call_at_end(self, function: Callable[[CacheSequence, int], None]) -> None:
+        """Have it called before a running request ends and its pages are released, with its
+        sequence and the prompt tokens that it did not compute."""
+        self._at_end = function
+
+    def add(self, request: Request, *, waited_s: float = 0.0, num_loaded: int = 0) -> None:
+        """Queue a request, and open the session that it names, with the cache's own lease, unless
+        it is open. InvalidRequest if the id is in use or the request could never fit.
+
+        waited_s    how long it has been held back elsewhere, in seconds
+        num_loaded  tokens of its prompt that were loaded meanwhile
+        """
+        if request.request_id in self._requests:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use")
+        self.check_fits(request)
+        session = self.sessions.get(request.session) if request.session else None
         wanted = request.token_ids[: request.score_start + 1]  # see `RequestState.match_tokens`
         prefix_watch = self._cache.watch(wanted, request.params.namespace)
-        state = RequestState(request, self._num_arrived, prefix_watch, self._clock(), session)
+        queued_at = self._clock() - waited_s
+        state = RequestState(request, self._num_arrived, prefix_watch, queued_at, session)
+        state.num_loaded = num_loaded
         self._num_arrived += 1 if request.beams is None else request.beams.width
         self._requests[request.request_id] = state
+        if self._pricing is not None:
+            self._pricing.note_arrival(state)
         if request.beams is not None:
             self._beams.begin(state)
         self._waiting.add(state, is_returning=False)
@@ -122,80 +153,113 @@ class Scheduler:
 
         In a step scheduled after it, rows of other requests continue.
         """
-        step = next(one for one in self._in_flight if one.schedule is schedule)
+        step = next(step for step in self._in_flight if step.schedule is schedule)
         self._in_flight.remove(step)
         return [self._end(state, "error", error) for state in step.active_rows()]
 
     def fail_all(self, error: BaseException) -> list[RequestOutput]:
         """End everything with `error`."""
-        ids, living = list(self._requests), self._requests
-        return [self._end(living[one], "error", error) for one in ids if one in living]
+        requests = self._requests  # the end of a beam ends others
+        return [
+            self._end(requests[request_id], "error", error)
+            for request_id in list(requests)
+            if request_id in requests
+        ]
 
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
 
+    @property
+    def num_held(self) -> int:
+        """Decisions of priced admission to let a request wait, since the start."""
+        return 0 if self._pricing is None else self._pricing.num_held
+
+    def queue_depths(self) -> dict[str, int]:
+        """The numbers of running and waiting requests, and the tokens of the latter:
+        {"running", "waiting", "waiting_tokens"}. Any thread may ask, at any time."""
+        num_running = len(self._running)
+        return {
+            "running": num_running,
+            "waiting": max(0, len(self._requests) - num_running),
+            "waiting_tokens": self._waiting.num_tokens,
+        }
+
     def stats(self) -> dict[str, Any]:
-        """See `SchedulerStats.report`."""
-        num_open, num_running = len(self._requests), len(self._running)
-        depths = {"waiting": num_open - num_running, "waiting_tokens": self._waiting.num_tokens}
-        report = self.counts.report(self._recent.gains(self._clock()))
-        return {**depths, "running": num_running, **report, **self._hints.stats()}
+        """The counters of `SchedulerStats`, `queue_depths` and `Hints.stats`, and "last_minute":
+        what `SchedulerStats.tokens` gained in it, see `RecentCounts.gains`."""
+        return {
+            **self.queue_depths(),
+            **self.counts.counters(),
+            "last_minute": self._recent.gains(self._clock()),
+            **self.hints.stats(),
+        }
+
+    def snapshot(self, view: SnapshotView) -> dict[str, Any]:
+        """See `snapshot_requests`."""
+        return snapshot_requests(self._requests, view, self._clock())
+
+    def page_tables(self, namespace: str | None = None) -> list[dict[str, Any]]:
+        """See `RunningRequests.page_tables`."""
+        return self._running.page_tables(namespace)
 
     def check(self) -> None:
         """Audit the queues; AssertionError names the first broken invariant. O(requests)."""
-        audit.check(self._requests, self._waiting, self._running, self._beams.parked)
-        self._hints.check(self._cache.stats()["sessions"])
+        check_queues(self._requests, self._waiting, self._running, self._beams.parked)
+        self.hints.check(self._cache.stats()["sessions"])
 
     # -- a step -------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput | None:
-        """The next step's work, or None when there is nothing to do.
+        """The next step's work; None when no request is open.
 
-        While a step is in flight: what can be scheduled after it, or None when `update` or `fail`
-        must come first.
+        While a step is in flight: the step that can be scheduled after it, or None when `update` or
+        `fail` must come first.
         """
         if self._in_flight:
             return self._schedule_ahead()
-        self._hints.expire()
+        if self.hints.by_end:
+            self.hints.expire()
         batch = self._new_batch()
         if self._beams.parked and self._admission.has_slots(batch):
             self._beams.unpark_out_of_turn()
-            batch = self._new_batch() if batch.is_empty else batch
+            batch = self._new_batch() if not batch.states else batch
             self._admission.admit(batch)
-        while batch.is_empty and self._beams.parked:  # they hold pages that the others need
+        while not batch.states and self._beams.parked:  # they hold pages that the others need
             self._preempt_parked(max(self._beams.parked.values(), key=lambda s: s.priority_key))
             batch = self._new_batch()
-        while batch.is_empty and self._requests and self._give_up_hints():
+        while not batch.states and self._requests and self._give_up_hints():
             batch = self._new_batch()
-        if batch.is_empty:
+        if not batch.states:
             assert not self._requests, "requests are left but none can continue"
             return None
         return self._dispatch(batch)
 
     def _schedule_ahead(self) -> SchedulerOutput | None:
         assert len(self._in_flight) == 1, "two steps are in flight"
-        batch = BatchBuilder(self.counts.steps, self._chunked_prefill_size)
+        batch = Batch(self.counts.steps, self._chunked_prefill_size)
         if not plan_ahead(self._in_flight[0], batch, self._running, self._cache):
             return None
         self._admission.admit(batch)
-        if batch.is_empty:
+        if not batch.states:
             return None
         self.counts.steps_ahead += 1
         return self._dispatch(batch)
 
-    def _dispatch(self, batch: BatchBuilder) -> SchedulerOutput:
-        if self._cache.num_states:
+    def _dispatch(self, batch: Batch) -> SchedulerOutput:
+        if self._has_states:
             batch.add_states(self._cache)
-        schedule = batch.build(self._cache)
         self.counts.steps += 1
-        self._in_flight.append(InFlightStep(schedule, batch))
-        return schedule
+        self._in_flight.append(batch)
+        if self._pricing is not None:
+            batch.begun_at = self._clock()
+        return batch.build(self._cache if self._has_windows else None)
 
-    def _new_batch(self) -> BatchBuilder:
-        batch = BatchBuilder(self.counts.steps, self._chunked_prefill_size)
+    def _new_batch(self) -> Batch:
+        batch = Batch(self.counts.steps, self._chunked_prefill_size)
         self._plan_running(batch)
-        self._admission.admit(batch)
+        if self._waiting.num_tokens:
+            self._admission.admit(batch)
         return batch
 
     def update(self, schedule: SchedulerOutput, output: ModelRunnerOutput) -> list[RequestOutput]:
@@ -204,31 +268,105 @@ class Scheduler:
         Steps are updated in the order in which they were dispatched.
         """
         assert schedule is self._in_flight[0].schedule
-        self._recent.note(self._clock())
-        step = self._in_flight.pop(0)
-        rows = commit_rows(step, output.outputs, self._cache, self._waiting, self.counts)
+        now = self._clock()
+        if now >= self._recent.due:
+            self._recent.read(now)
+        step, sampled = self._in_flight.pop(0), output.outputs
+        if self._pricing is not None:
+            self._pricing.note_step(schedule, step.begun_at)
+        failed: list[tuple[RequestState, SampleOutput]] = []
+        scored: list[tuple[RequestState, int, SampleOutput]] = []  # with the row's end
+        states, samples, other_rows = self._commit_decodes(step, sampled)
+        for row in other_rows:
+            state, sample = step.states[row], sampled[row]
+            end = schedule.rows.starts[row] + schedule.rows.num_tokens[row]
+            if state.sequence is not step.sequences[row]:  # the request has ended
+                self.counts.discarded_tokens += schedule.rows.num_tokens[row]
+            elif sample is not None and sample.error is not None:
+                failed.append((state, sample))
+            else:
+                self._commit_row(state, schedule.rows.starts[row], end)
+                if sample is not None and row in schedule.rows.targets:
+                    scored.append((state, end, sample))
+                if sample is not None and schedule.rows.samples[row] is not None:
+                    states.append(state)
+                    samples.append(sample)
         outputs: list[RequestOutput] = []
-        for state, one in rows.failed:
+        for state, sample in failed:
             if state.sequence is not None:  # else another row has ended its search
-                error = request_failed(str(one.error), one.cause)
+                error = request_failed(str(sample.error), sample.cause)
                 outputs.append(self._end(state, "error", error))
-        for state, row, one in rows.scored:
-            outputs += self._note_scores(state, row, one)
+        for state, end, sample in scored:
+            outputs += self._note_scores(state, end, sample)
+        return outputs + self._append_samples(states, samples)
+
+    def _commit_decodes(
+        self, step: Batch, sampled: Sequence[SampleOutput | None]
+    ) -> tuple[list[RequestState], list[SampleOutput], list[int]]:
+        """Publish the rows of one generated token, nearly all of most steps, by one call.
+
+        Returns the requests and samples of these rows, and the indices of all others: nothing was
+        done for them.
+        """
+        states: list[RequestState] = []
+        sequences: list[CacheSequence] = []
+        samples: list[SampleOutput] = []
+        other_rows: list[int] = []
+        assert step.schedule is not None
+        num_decode = step.schedule.num_decode_tokens
+        rows = zip(range(num_decode), step.states, step.sequences, sampled, strict=False)
+        for row, state, sequence, sample in rows:
+            if (
+                state.sequence is sequence
+                and sample is not None
+                and sample.error is None
+                and sequence.committed_len >= state.num_prompt
+            ):
+                states.append(state)
+                sequences.append(sequence)
+                samples.append(sample)
+            else:
+                other_rows.append(row)
+        self._cache.commit_next(sequences, [state.tokens.last for state in states])
+        self.counts.decoded_tokens += len(sequences)
+        for state in states:
+            if state.waiters:
+                self._waiting.mark_unblocked(wake_waiters(state))
+        other_rows += range(num_decode, len(step.states))
+        return states, samples, other_rows
+
+    def _commit_row(self, state: RequestState, start: int, end: int) -> None:
+        """Publish the tokens [start, end) of a prompt, or tokens computed after a preemption."""
+        assert state.sequence is not None
+        state.sequence.commit(end)
+        if end - start == 1 and end > state.num_prompt:
+            self.counts.decoded_tokens += 1
+        else:
+            self.counts.count_prefill(start, end - start, state.num_prompt_done)
+            state.note_committed(end)
+        if state.waiters:
+            self._waiting.mark_unblocked(wake_waiters(state))
+
+    def _append_samples(
+        self, states: Sequence[RequestState], samples: Sequence[SampleOutput]
+    ) -> list[RequestOutput]:
+        """Append sampled tokens. A beam's sample is kept until all beams of its search have one."""
+        outputs: list[RequestOutput] = []
         searches: dict[int, BeamSearch] = {}
-        for state, one in zip(rows.states, rows.samples, strict=True):
+        for state, sample in zip(states, samples, strict=True):
             if (search := state.search) is not None:
                 searches[search.leader.arrival] = search
-                samples = self._beams.note_sample(state, one)
-                if samples:
+                beam_samples = self._beams.note_sample(state, sample)
+                if beam_samples:
                     leader_id = search.leader.request_id
-                    outputs.append(RequestOutput(leader_id, (), (), (), None, (), samples))
+                    outputs.append(RequestOutput(leader_id, (), (), (), None, (), beam_samples))
             elif state.sequence is not None:  # else another row has ended its search
-                outputs.append(self._append(state, one))
+                outputs.append(self._append(state, sample))
                 self.counts.generated_tokens += 1
         for search in searches.values():
             assert not self._in_flight, "beams are chosen while a step is in flight"
-            if search.leader.times.first_token is None:
-                search.leader.times.first_token = self._clock()
+            if search.leader.first_token_at is None:
+                search.leader.first_token_at = self._clock()
             self._beams.park_sampled(search)
         return outputs
 
@@ -243,13 +381,14 @@ class Scheduler:
         self._waiting.add(state, is_returning=True)
 
     def _note_scores(
-        self, state: RequestState, row: ScheduledRequest, sampled: SampleOutput
+        self, state: RequestState, end: int, sampled: SampleOutput
     ) -> list[RequestOutput]:
+        """`sampled`: the scores of a row up to the position `end`."""
         assert state.scores is not None
         state.scores.note(sampled, keep=state.request.also_generate)
         if state.request.also_generate:  # reported when the request finishes
             return []
-        finish = self._close(state, "stop") if row.end == state.num_prompt else None
+        finish = self._close(state, "stop") if end == state.num_prompt else None
         return [RequestOutput(state.request_id, (), sampled.scores, (), finish)]
 
     def _append(self, state: RequestState, sampled: SampleOutput) -> RequestOutput:
@@ -258,13 +397,13 @@ class Scheduler:
             self.counts.generated_tokens += len(sampled.forced_ids)
         else:
             reason = state.append(sampled.token_id, is_complete=sampled.is_complete)
-        if state.times.first_token is None:
-            state.times.first_token = self._clock()
+        if state.first_token_at is None:
+            state.first_token_at = self._clock()
         return state.output(sampled, None if reason is None else self._close(state, reason))
 
     # -- running requests ---------------------------------------------------------------------
 
-    def _plan_running(self, batch: BatchBuilder) -> None:
+    def _plan_running(self, batch: Batch) -> None:
         """Decodes first, then prefill chunks, each by priority and arrival.
 
         A request without pages preempts unplanned ones of lower priority, else skips the step. The
@@ -274,19 +413,33 @@ class Scheduler:
         prefills: list[RequestState] = []
         for state in self._running.by_priority():
             (decodes if state.is_decoding else prefills).append(state)
-        for at, state in enumerate((*decodes, *prefills)):
-            if state.sequence is None:  # preempted for one before it
+        num_planned = self._plan_decodes(decodes, batch)
+        for state in decodes[num_planned:]:
+            if state.sequence is not None and self._allocate(state, 1, batch):
+                batch.add(state, 1, is_decode=True)
+        for state in prefills:
+            if state.sequence is None:  # preempted for a request before it
                 continue
-            is_prefill = at >= len(decodes)
-            wanted = 1
-            if is_prefill:
-                wanted = min(batch.token_budget, len(state.tokens) - state.committed)
-            if wanted:
-                count = self._allocate(state, wanted, batch)
-                if count:
-                    batch.add(state, count, is_decode=not is_prefill)
+            wanted = min(batch.token_budget, len(state.tokens) - state.committed)
+            if wanted and (count := self._allocate(state, wanted, batch)):
+                batch.add(state, count, is_decode=False)
 
-    def _allocate(self, state: RequestState, wanted: int, batch: BatchBuilder) -> int:
+    def _plan_decodes(self, decodes: Sequence[RequestState], batch: Batch) -> int:
+        """Plan the decode rows by one call to the cache, up to the first one for which no page is
+        free; returns how many."""
+        if not decodes or self._has_states or self._has_windows:
+            return 0
+        sequences = [state.sequence for state in decodes if state.sequence is not None]
+        count = len(sequences)
+        try:
+            self._cache.append_next(sequences, [state.tokens.last for state in decodes])
+        except OutOfPages:
+            while count and sequences[count - 1].length < decodes[count - 1].tokens.size:
+                count -= 1  # no page was left for it
+        batch.add_decodes(decodes[:count], sequences[:count])
+        return count
+
+    def _allocate(self, state: RequestState, wanted: int, batch: Batch) -> int:
         """Allocate up to `wanted` tokens, preempting if none fits; returns how many."""
         sequence = state.sequence
         assert sequence is not None
@@ -308,21 +461,23 @@ class Scheduler:
                 self._preempt(victim)
 
     def _give_up_hints(self) -> bool:
-        """Nothing can go on: end prefetches, else unlock a pin. False where there is neither."""
-        prefetches = [one for one in self._requests.values() if one.request.is_prefetch]
+        """No request can continue: end prefetches, else unlock a pin. False without either."""
+        prefetches = [state for state in self._requests.values() if state.request.is_prefetch]
         for state in prefetches:
             self._end(state, "abort")
-        return bool(prefetches) or self._hints.break_pin()
+        return bool(prefetches) or self.hints.break_pin()
 
     def _preempt(self, state: RequestState) -> None:
         """Requeue a running request; its computed K/V stays cached until evicted."""
         assert state.sequence is not None
         assert not self._in_flight, "a row in flight would be lost"
+        if self._pricing is not None:
+            self._pricing.note_preempted(state)
         state.sequence.release()
         state.sequence = None
         self._running.remove(state)
         self.counts.preemptions += 1
-        self._waiting.note_woken(wake_waiters(state))
+        self._waiting.mark_unblocked(wake_waiters(state))
         self._requeue(state)
 
     def _preempt_parked(self, state: RequestState) -> None:
@@ -358,12 +513,17 @@ class Scheduler:
         self, state: RequestState, reason: str, error: BaseException | None = None
     ) -> Finish:
         """Take a request out of every queue, free its private pages, and add up its numbers."""
+        if self._pricing is not None:
+            self._pricing.note_end(state, reason)
+        # After an error pages may hold less than was committed: a copied head that no step made.
+        if self._at_end is not None and state.sequence is not None and reason != "error":
+            self._at_end(state.sequence, state.num_reused)
         self._remove(state)
         usage = state.usage()
         is_prefetch, on_arrival = state.request.is_prefetch, state.cached_on_arrival
         self.counts.count_finished(reason, usage, on_arrival, is_prefetch=is_prefetch)
         scores = () if state.scores is None else tuple(state.scores.of_prompt)
-        metrics = state.times.metrics(self._clock())
+        metrics = state.metrics(self._clock())
         return Finish(reason, usage, metrics, state.lookup, error, scores)
 
     def _remove(self, state: RequestState) -> None:
@@ -377,7 +537,7 @@ class Scheduler:
             state.sequence.release()
             state.sequence = None
             self._running.remove(state)
-            self._waiting.note_woken(wake_waiters(state))
+            self._waiting.mark_unblocked(wake_waiters(state))
         else:
             self._beams.unpark(state)
         del self._requests[state.request_id]

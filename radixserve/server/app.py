@@ -2,61 +2,91 @@
 
 from __future__ import annotations
 
+import difflib
+
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from radixserve._version import __version__
 from radixserve.errors import RadixServeError
-from radixserve.server import (
-    cache_routes,
+from radixserve.server.gate.disconnect import ClientGone
+from radixserve.server.gate.middleware import RequestMiddleware, error_response
+from radixserve.server.gate.state import AppState, server_of
+from radixserve.server.routes import (
+    branches,
+    cache,
     chat,
     completions,
-    dashboard_routes,
+    dashboard_page,
+    decisions,
     generate,
     health,
     hints,
     metrics,
     models,
     scores,
-    sessions,
 )
-from radixserve.server.anthropic_messages import routes as anthropic_messages
-from radixserve.server.comparison import Comparison
-from radixserve.server.disconnect import ClientGone
-from radixserve.server.errors import ApiError, as_api_error
-from radixserve.server.middleware import RequestMiddleware, error_response
-from radixserve.server.responses import routes as responses
-from radixserve.server.snapshots import Snapshots
-from radixserve.server.state import Server, server_of
+from radixserve.server.routes.anthropic_messages import routes as anthropic_messages
+from radixserve.server.routes.dashboard_page import Comparison, Snapshots
+from radixserve.server.routes.responses import routes as responses
+from radixserve.server.wire.errors import ApiError, as_api_error
 
+_SUBJECTS = (
+    *(health, models, completions, chat, generate, anthropic_messages, responses),
+    *(scores, decisions, branches, metrics, cache, hints, dashboard_page),
+)
+_MAX_PATH = 100  # characters of a path that is not known which are compared and shown
 _GONE = 499  # the client closed the connection; it never sees this
 
 
-def make_app(server: Server) -> FastAPI:
+def make_app(server: AppState) -> FastAPI:
     app = FastAPI(title="radixserve", version=__version__, docs_url=None, redoc_url=None)
     app.state.server = server
     app.state.snapshots = Snapshots(server)
     app.state.comparison = Comparison()
-    for subject in (health, models, completions, chat, generate, scores, metrics):
-        app.include_router(subject.router)
-    for subject in (anthropic_messages, responses, cache_routes, hints, sessions, dashboard_routes):
+    for subject in _SUBJECTS:
         app.include_router(subject.router)
     kinds = (ApiError, RadixServeError, RequestValidationError, HTTPException, RecursionError)
     for kind in (*kinds, Exception):
         app.add_exception_handler(kind, _failed)
     app.add_exception_handler(ClientGone, _gone)
-    app.add_middleware(RequestMiddleware, server=server)
+    public_paths = health.PATHS | dashboard_page.PATHS
+    app.add_middleware(RequestMiddleware, server=server, public_paths=public_paths)
+    origins = list(server.config.cors_origin)
+    if origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+        )
     return app
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    found = as_api_error(error)
-    if found.code is not None:
-        server_of(request).counters.rejected[found.code] += 1
-    return error_response(found, request.scope)
+    api_error = as_api_error(error)
+    if isinstance(error, HTTPException) and error.status_code in (404, 405):
+        api_error = _no_route(request)
+    if api_error.code is not None:
+        server_of(request).counters.rejected[api_error.code] += 1
+    return error_response(api_error, request.scope)
+
+
+def _no_route(request: Request) -> ApiError:
+    """404 with the most similar paths, or 405 with the methods that the path takes."""
+    included = (route for subject in _SUBJECTS for route in subject.router.routes)
+    routes = [route for route in included if isinstance(route, Route)]
+    path = request.url.path[:_MAX_PATH]
+    taken = [route for route in routes if route.matches(request.scope)[0] != Match.NONE]
+    methods = sorted({method for route in taken for method in route.methods or ()} - {"HEAD"})
+    if methods:
+        message = f"{request.method} is not allowed for {path}: use {' or '.join(methods)}"
+        return ApiError(405, message, headers={"allow": ", ".join(methods)})
+    near = difflib.get_close_matches(path, sorted({route.path for route in routes}), 3)
+    hint = f"; near: {', '.join(near)}" if near else "; /openapi.json lists the routes"
+    return ApiError(404, f"there is no {path}{hint}")
 
 
 async def _gone(_: Request, __: Exception) -> Response:

@@ -3,47 +3,76 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from radixserve.checks import StrictFields, check_choice, check_float, check_int, check_str
+from radixserve.checks import (
+    StrictFields,
+    check_choice,
+    check_float,
+    check_int,
+    check_str,
+    shown,
+    suggestion,
+)
 from radixserve.config import EngineConfig, parse_bytes
 from radixserve.errors import InvalidRequest
 from radixserve.routing.autoscaling import Autoscaling
 
 LOOPBACK = ("localhost", "::1")
-TOOL_CALL_PARSERS = ("auto", "hermes", "llama3", "mistral", "none")
+TOOL_CALL_PARSERS = (
+    *("auto", "none", "generic", "hermes", "llama3", "mistral", "mistral-args", "granite", "kimi"),
+    *("deepseek-v3", "deepseek-v3.1", "qwen3-coder", "glm", "gemma4", "function-gemma", "harmony"),
+)
 REASONING_PARSERS = ("auto", "think", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(StrictFields):
-    """How the server listens, whom it serves, and how much at once.
+    """The server's addresses, keys and limits.
 
     host                address to listen at; without keys only this machine's own
     port                port to listen at; 0 takes a free one and logs it
-    served_model_name   name of the model in requests and answers; default: the model as given
+    served_model_name   name of the model in requests and answers, the first one in answers;
+                        default: the model as given
+    accept_any_model    take requests whatever model they name
     api_key_file        file of keys, one tenant a line; see docs/serving.md
-    allow_unauthenticated_network_access  listen beyond this machine without keys: everybody who
+    allow_unauthenticated_network_access  listen beyond this machine without keys: anyone who
                         reaches the port may use the model and reads and flushes the one cache
-    max_queued_requests  requests that wait for the engine at most; more are answered 429
+    allowed_host        another name by which a server without keys is reached, beside localhost and
+                        host; requests for other names are answered 403
+    cors_origin         origin of web pages that may use the server, such as https://chat.example;
+                        * is any; other pages get 403 without keys
+    max_connections     open connections at most; more are answered 503
+    max_connections_per_address  of these from one address
+    write_timeout       seconds in which a client takes 64 KiB of the answer that waits for it, or
+                        all of it; else its request is aborted and its connection closed
+    max_queued_requests  requests that wait for the engine at most, every sample of a prompt counts;
+                        more are answered 429. Where it is half full, no tenant gets more than
+                        its share
     max_queued_tokens   prompt tokens that wait for the engine at most; more are answered 429
     max_body            bytes of a request's body at most, "32MB" works
     max_prompts         prompts of one request at most
     max_n               n and best_of at most
     shutdown_timeout    seconds that requests in flight have after SIGTERM
-    ready_timeout       seconds without a step, with work to do, until /health/ready says no
-    max_conversations   conversations whose exact token ids are remembered, and sessions that may
-                        be open; 0: none
+    ready_timeout       seconds without a step, with work to do, until /health/ready fails
+    max_conversations   conversations of a tenant whose exact token ids are remembered, and sessions
+                        and branches that it may have open; 0: none
     max_responses       responses of a tenant that previous_response_id may name; 0: none
     max_response_bytes  bytes of these at most, "64MB" works
     session_lease       seconds that a session_id stays open after its last request
     hint_budget_tokens  tokens that the pins and retains of one tenant may hold; default: a quarter
                         of the pool
+    strict_fields       refuse by name what has no effect here: fields that cannot change an answer,
+                        tools of other types than functions. By default they are skipped, and named
+                        in a header of the answer
     keep_billing_header  leave the changing header of coding agents in their system prompts
-    tool_call_parser    style in which the model writes tool calls: hermes, llama3, mistral or none;
-                        auto: as its chat template shows
+    tool_call_parser    style in which the model writes tool calls: hermes, llama3, mistral,
+                        mistral-args, granite, kimi, deepseek-v3, deepseek-v3.1, qwen3-coder, glm,
+                        gemma4, function-gemma, harmony or generic, see docs/tools.md; none: calls
+                        stay text; auto: as its chat template shows
     reasoning_parser    think: what stands in <think></think> is reasoning_content; none; auto:
                         think where the chat template knows these tags
     replicas            engines, each in a process and with a cache of its own; 0: one in this
@@ -51,8 +80,8 @@ class ServerConfig(StrictFields):
                         by load. Needs the extra [cluster]
     autoscaling         replicas are added and taken away by load: fields of Ray Serve's
                         autoscaling_config, such as
-                        "max_replicas=4,min_replicas=1,target_ongoing_requests=32"; replicas are
-                        those at the beginning, min_replicas where not given
+                        "max_replicas=4,target_ongoing_requests=32"; replicas are those at the
+                        beginning, min_replicas where not given
     ray_address         of a running Ray cluster that is to have them, "auto" for the one that Ray
                         finds; default: they are started on this machine
     log_requests        write a line of JSON a request to standard error
@@ -60,9 +89,15 @@ class ServerConfig(StrictFields):
 
     host: str = "127.0.0.1"
     port: int = 8000
-    served_model_name: str | None = None
+    served_model_name: str | Iterable[str] | None = None
+    accept_any_model: bool = False
     api_key_file: str | None = None
     allow_unauthenticated_network_access: bool = False
+    allowed_host: str | Iterable[str] = ()
+    cors_origin: str | Iterable[str] = ()
+    max_connections: int = 4096
+    max_connections_per_address: int = 2048
+    write_timeout: float = 60.0
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1_000_000
     max_body: int | str = "32MB"
@@ -75,6 +110,7 @@ class ServerConfig(StrictFields):
     max_response_bytes: int | str = "64MB"
     session_lease: float = 300.0
     hint_budget_tokens: int | None = None
+    strict_fields: bool = False
     keep_billing_header: bool = False
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
@@ -86,6 +122,8 @@ class ServerConfig(StrictFields):
     def __post_init__(self) -> None:
         self._check_ints(
             port=(0, 65535),
+            max_connections=(1, None),
+            max_connections_per_address=(1, None),
             max_queued_requests=(1, None),
             max_queued_tokens=(1, None),
             max_prompts=(1, None),
@@ -96,7 +134,11 @@ class ServerConfig(StrictFields):
             replicas=(0, 4096),
         )
         self._check_bools(
-            "allow_unauthenticated_network_access", "keep_billing_header", "log_requests"
+            "allow_unauthenticated_network_access",
+            "accept_any_model",
+            "strict_fields",
+            "keep_billing_header",
+            "log_requests",
         )
         if self.autoscaling is not None:
             rule = Autoscaling.read("autoscaling", self.autoscaling)
@@ -108,10 +150,16 @@ class ServerConfig(StrictFields):
         check_choice("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
         for name in ("shutdown_timeout", "ready_timeout", "session_lease"):
             check_float(name, getattr(self, name), 0.0, 1e6)
-        for name in ("host", "served_model_name", "api_key_file", "ray_address"):
+        check_float("write_timeout", self.write_timeout, 0.001, 1e6)
+        if self.served_model_name is not None:
+            names = _read_names("served_model_name", self.served_model_name)
+            object.__setattr__(self, "served_model_name", names or None)
+        for name in ("host", "api_key_file", "ray_address"):
             value = getattr(self, name)
             if value is not None and not check_str(name, value):
                 raise InvalidRequest(f"{name} must not be empty")
+        for name in ("allowed_host", "cors_origin"):
+            object.__setattr__(self, name, _read_names(name, getattr(self, name)))
         for name in ("max_body", "max_response_bytes"):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
         is_open = self.allow_unauthenticated_network_access or self.api_key_file is not None
@@ -122,6 +170,16 @@ class ServerConfig(StrictFields):
             )
 
 
+def _read_names(name: str, value: object) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, Iterable):
+        raise InvalidRequest(f"{name} must be text or a list of texts, got {shown(value)}")
+    names = tuple(names)
+    if not all(isinstance(text, str) and text for text in names):
+        raise InvalidRequest(f"{name} must be text or a list of texts, got {shown(value)}")
+    return names
+
+
 def is_loopback(host: str) -> bool:
     return host in LOOPBACK or host.startswith("127.")
 
@@ -129,18 +187,20 @@ def is_loopback(host: str) -> bool:
 def read_settings(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The fields of ServerConfig and of EngineConfig in a TOML file; names may have dashes.
 
-    Raises InvalidRequest for what is no such name.
+    Raises InvalidRequest for other names.
     """
     try:
-        found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        settings = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"{path} is not TOML: {error}") from None
-    given = {name.replace("-", "_"): value for name, value in found.items()}
+    given = {name.replace("-", "_"): value for name, value in settings.items()}
     ours, theirs = ({f.name for f in fields(kind)} for kind in (ServerConfig, EngineConfig))
     unknown = sorted(set(given) - ours - theirs)
     if unknown:
         allowed = ", ".join(sorted(ours | theirs))
-        raise InvalidRequest(f"{path}: unknown setting {', '.join(unknown)}; allowed: {allowed}")
+        hint = suggestion(unknown[0], ours | theirs)
+        listed = ", ".join(unknown)
+        raise InvalidRequest(f"{path}: unknown setting {listed}{hint}; allowed: {allowed}")
     return (
         {name: value for name, value in given.items() if name in ours},
         {name: value for name, value in given.items() if name in theirs},

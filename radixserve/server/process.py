@@ -15,13 +15,16 @@ from typing import Any
 
 import uvicorn
 
+from radixserve.api.progress import loading_bar
 from radixserve.api.runtime import Runtime
 from radixserve.errors import InvalidRequest
 from radixserve.server.app import make_app
 from radixserve.server.config import ServerConfig
-from radixserve.server.errors import ApiError
-from radixserve.server.state import Server
-from radixserve.server.tenants import Tenants
+from radixserve.server.gate.http_protocol import ConnectionCounts, bounded_protocol
+from radixserve.server.gate.state import AppState
+from radixserve.server.gate.tenant_threads import TenantThreads
+from radixserve.server.gate.tenants import Tenants
+from radixserve.server.wire.errors import ApiError
 
 _log = logging.getLogger("radixserve")
 _BACKLOG = 2048
@@ -68,6 +71,25 @@ def listen(config: ServerConfig) -> socket.socket:
     return sock
 
 
+def uvicorn_config(server: AppState, **options: Any) -> uvicorn.Config:
+    """uvicorn's options for the application; `options` take precedence."""
+    config = server.config
+    counts = ConnectionCounts(config.max_connections, config.max_connections_per_address)
+    return uvicorn.Config(
+        make_app(server),
+        **{
+            "log_config": None,
+            "access_log": False,
+            "lifespan": "off",
+            "server_header": False,
+            "timeout_keep_alive": 75,
+            "http": bounded_protocol(counts, config.write_timeout),
+            "ws": "none",
+            **options,
+        },
+    )
+
+
 class Process:
     """Serves from the first moment on: health while the model is loaded, all else after."""
 
@@ -83,21 +105,13 @@ class Process:
         self._engine = dict(engine)
         self._sock = sock
         self._config = config
-        self.server = Server(config, model, tenants)
-        settings = uvicorn.Config(
-            make_app(self.server),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            server_header=False,
-            timeout_keep_alive=75,
-            http="httptools" if _has("httptools") else "auto",
-            ws="none",
-        )
+        self.server = AppState(config, model, tenants)
+        settings = uvicorn_config(self.server)
         self._uvicorn = _Uvicorn(settings)
         self._stopping: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
+        asyncio.get_running_loop().set_default_executor(TenantThreads())
         self._take_signals()
         loading = asyncio.create_task(self._load())
         serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._sock]))
@@ -114,6 +128,8 @@ class Process:
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
             gc.unfreeze()
+            self.server.json_parser.close()
+            self.server.grammar_threads.close()
             if self.server.is_loaded:
                 await asyncio.to_thread(self.server.runtime.close)
 
@@ -130,7 +146,8 @@ class Process:
     def _make_runtime(self) -> Runtime:
         config = self._config
         if not config.replicas:
-            return Runtime(self._model, **self._engine)
+            with loading_bar(self._model):
+                return Runtime(self._model, **self._engine)
         try:
             from radixserve.cluster.ray_serve import start_replicas
         except ImportError as error:
@@ -146,11 +163,12 @@ class Process:
         )
 
     async def _sweep(self) -> None:
-        """Close sessions whose time is over."""
+        """Close expired sessions."""
         while True:
             await asyncio.sleep(_SWEEP_EVERY_S)
             if self.server.is_loaded:
                 self.server.sessions.close_expired()
+                self.server.branches.close_expired()
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -174,8 +192,8 @@ class Process:
         while server.in_flight and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
         error = ApiError(503, "the server was shut down before the answer ended", code="shutdown")
-        for one in list(server.in_flight):
-            one.end(error)
+        for request in list(server.in_flight):
+            request.end(error)
         for _ in range(100):
             if not server.in_flight:
                 break
@@ -191,11 +209,3 @@ class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _has(module: str) -> bool:
-    try:
-        __import__(module)
-    except ImportError:
-        return False
-    return True

@@ -1,9 +1,9 @@
-"""How a fast tokenizer decodes, and tokens that stand for a byte each (byte fallback).
+"""How a fast tokenizer decodes, and tokens of one byte each (byte fallback).
 
-Where the bytes of a run of such tokens are no text, their decoder makes a replacement mark of every
-byte of the run, also of its whole characters: the text of the first tokens would change with those
-that follow. `valid_ids` gives each run the tokens of the text that its bytes are, U+FFFD where they
-are none, so that every character stays as it is.
+Where a run of such tokens is not valid UTF-8, the tokenizer's decoder replaces every byte of the
+run by U+FFFD, those of whole characters too: later tokens would change the text of earlier ones.
+`valid_ids` replaces each run by the tokens of its text, with U+FFFD only for bytes that are not a
+character, so that text which was decoded once does not change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _APPENDING = frozenset(
 
 
 class ByteFallback:
-    """Which tokens are bytes. O(ids) of Python a call, a look-up each."""
+    """The byte tokens of one vocabulary, by id and by byte."""
 
     def __init__(self, id_of_byte: Sequence[int], hidden_ids: Sequence[int]) -> None:
         """id_of_byte [256]. hidden_ids: special tokens, which may be left out of a text."""
@@ -39,22 +39,28 @@ class ByteFallback:
         added = backend.get_added_tokens_decoder().items()
         return cls(ids, [token_id for token_id, token in added if token.special])
 
+    def byte_of(self, token_id: int) -> bytes | None:
+        """The byte of a byte token; None for other tokens."""
+        byte = self._byte_of_id.get(token_id)
+        return None if byte is None else bytes([byte])
+
     def valid_ids(self, ids: Sequence[int], *, keep_special: bool) -> Sequence[int]:
-        """`ids` with the tokens of valid UTF-8 in every run of bytes; without special tokens where
-        these are not kept, as a run goes on after them."""
+        """`ids` with every run of byte tokens replaced by valid UTF-8.
+
+        Without `keep_special`, special tokens are left out: a run continues after them."""
         if self._byte_of_id.keys().isdisjoint(ids):
             return ids
-        found: list[int] = []
+        valid: list[int] = []
         run = bytearray()
         for token_id in ids:
             byte = self._byte_of_id.get(token_id)
             if byte is not None:
                 run.append(byte)
             elif keep_special or token_id not in self._hidden:
-                found += self._tokens_of(run)
+                valid += self._tokens_of(run)
                 run.clear()
-                found.append(token_id)
-        return [*found, *self._tokens_of(run)]
+                valid.append(token_id)
+        return [*valid, *self._tokens_of(run)]
 
     def _tokens_of(self, run: bytearray) -> list[int]:
         text = run.decode("utf-8", errors="replace")
@@ -62,8 +68,8 @@ class ByteFallback:
 
 
 def decodes_by_appending(tokenizer: Any) -> bool:
-    """Whether the text of some tokens is known to begin with that of the first of them; but for a
-    character that these end in."""
+    """Whether appending tokens only appends text: the decoded text of a list of tokens then begins
+    with the text of its first tokens, but for an incomplete character at their end."""
     steps = list(decoder_steps(tokenizer))
     return bool(steps) and all(
         step["type"] in _APPENDING and not step.get("stop") for step in steps
@@ -71,7 +77,8 @@ def decodes_by_appending(tokenizer: Any) -> bool:
 
 
 def decoder_steps(tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """What a fast tokenizer decodes with, by its own description; nothing where it is not known."""
+    """The steps of a fast tokenizer's decoder, nested ones included: JSON objects, each with a
+    "type". Empty for other tokenizers."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = getattr(backend, "decoder", None)
     pending = [] if decoder is None else [json.loads(decoder.__getstate__())]

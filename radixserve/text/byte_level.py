@@ -1,4 +1,4 @@
-"""Tokens of a byte-level vocabulary as the bytes that they stand for."""
+"""Tokens of a byte-level vocabulary as bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ByteLevel:
         self._backend = backend
         added = backend.get_added_tokens_decoder().items()
         self._hidden = dict.fromkeys((token_id for token_id, token in added if token.special), b"")
-        self._shown: dict[int, bytes] = {}  # all that were asked for
+        self._shown: dict[int, bytes] = {}  # visible tokens read so far
 
     @classmethod
     def of(cls, tokenizer: Any) -> ByteLevel | None:
@@ -28,7 +28,9 @@ class ByteLevel:
         return cls(tokenizer.backend_tokenizer) if kinds == ["ByteLevel"] else None
 
     def hidden(self, keep_special: bool | Collection[int]) -> Mapping[int, bytes]:
-        """The special tokens that a text leaves out, where it keeps all, none or some of them."""
+        """The special tokens to leave out, each mapped to b"".
+
+        `keep_special`: True keeps all of them, False none; otherwise the ids to keep."""
         if isinstance(keep_special, bool):
             return {} if keep_special else self._hidden
         if not keep_special:
@@ -36,13 +38,13 @@ class ByteLevel:
         return {token_id: b"" for token_id in self._hidden if token_id not in keep_special}
 
     def bytes_of(self, token_ids: Sequence[int], hidden: Mapping[int, bytes]) -> bytes:
-        """O(ids), a look-up each."""
-        shown, found = self._shown, []
+        """The bytes of the tokens, joined, without those in `hidden`. One look-up per id."""
+        shown, parts = self._shown, []
         for token_id in token_ids:
             if (own := hidden.get(token_id)) is None and (own := shown.get(token_id)) is None:
                 own = shown[token_id] = self._read(token_id)
-            found.append(own)
-        return b"".join(found)
+            parts.append(own)
+        return b"".join(parts)
 
     def _read(self, token_id: int) -> bytes:
         token: str | None = self._backend.id_to_token(token_id)
@@ -54,12 +56,12 @@ class ByteLevel:
 
 
 def _byte_of() -> dict[str, int]:
-    """The characters by which such vocabularies write bytes: those of Latin 1 that can be seen
-    stand for themselves, the other bytes in order for U+0100 and on."""
+    """The byte of each character of a byte-level vocabulary, by GPT-2's table: printable characters
+    of Latin 1 are their own bytes, the other bytes are U+0100 and following, in order."""
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {
-        chr(0x100 + at): byte for at, byte in enumerate(others)
+        chr(0x100 + index): byte for index, byte in enumerate(others)
     }
 
 
@@ -76,8 +78,7 @@ class ByteLevelDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that is certain now and was not before."""
-        found = self._tokens.bytes_of(token_ids, self._hidden)
-        return self._decoder.decode(found)
+        return self._decoder.decode(self._tokens.bytes_of(token_ids, self._hidden))
 
     def finish(self) -> str:
         """The rest, incomplete characters as U+FFFD."""

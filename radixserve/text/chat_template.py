@@ -1,7 +1,7 @@
 """Chat templates rendered as transformers renders them, by Jinja alone.
 
-Messages of other than JSON's types, and a last message that is to be continued, are given to
-transformers.
+Messages that hold other types than JSON's, and a last message to continue, are rendered by
+transformers itself.
 """
 
 from __future__ import annotations
@@ -69,10 +69,14 @@ def render(
     continue_final_message: bool = False,
     **variables: Any,
 ) -> str:
-    """The text of a conversation. Raises what the template raises, ValueError for no messages."""
+    """The text of a conversation. Raises ValueError without messages, and whatever the template
+    raises."""
     if not messages:
         raise ValueError("a conversation needs at least one message")
-    chat = [{name: value for name, value in one.items() if value is not None} for one in messages]
+    chat = [
+        {name: value for name, value in message.items() if value is not None}
+        for message in messages
+    ]
     if continue_final_message or not _is_plain([chat, tools, variables]):
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -86,10 +90,12 @@ def render(
         )
         text: str = rendered[0][0]
         return text
-    for at, message in enumerate(chat):
-        found = next((message[name] for name in _REASONING if message.get(name) is not None), None)
-        if found is not None:
-            chat[at] = {"thinking": found, **message, "reasoning_content": found}
+    for index, message in enumerate(chat):
+        reasoning = next(
+            (message[name] for name in _REASONING if message.get(name) is not None), None
+        )
+        if reasoning is not None:
+            chat[index] = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     return _compiled(template).render(
         messages=chat,
         tools=tools,

@@ -140,10 +140,10 @@ def add_missing(backend: Backend, special_tokens: Mapping[str, str]) -> None:
 def _object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no object")
-    return found
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} does not hold a JSON object")
+    return value
 
 
 def _is_taken_as_it_is(
@@ -189,7 +189,7 @@ def _is_qwen(described: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
 def _without_offsets(described: Any) -> Any:
     """Without `trim_offsets`, which has no influence on ids."""
     if isinstance(described, list):
-        return [_without_offsets(one) for one in described]
+        return [_without_offsets(item) for item in described]
     if not isinstance(described, dict):
         return described
     return {
@@ -200,7 +200,10 @@ def _without_offsets(described: Any) -> Any:
 def _special_tokens(
     folder: Path, described: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> dict[str, str] | None:
-    """The named ones; None if one of them, or another one, is not in the file as it should be."""
+    """Name -> text of each special token that a template knows by name.
+
+    None where a special token of the settings differs from tokenizer.json, so that transformers
+    would add or change it."""
     named = {name: settings[name] for name in _NAMED if settings.get(name) is not None}
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     added = {token["content"]: token for token in described.get("added_tokens", ())}
@@ -224,7 +227,10 @@ def _special_tokens(
         flags = {name: flag for name, flag in added.get(content, {}).items() if name != "id"}
         if flags.pop("content", None) is None or not flags.pop("special") or any(flags.values()):
             return None
-    return {name: one["content"] if isinstance(one, dict) else one for name, one in named.items()}
+    return {
+        name: token["content"] if isinstance(token, dict) else token
+        for name, token in named.items()
+    }
 
 
 def _template(folder: Path, settings: Mapping[str, Any]) -> Any:

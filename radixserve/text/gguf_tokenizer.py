@@ -15,7 +15,7 @@ from radixserve.gguf_file import GgufFile
 from radixserve.text.fast_tokenizer import FastTokenizer, add_missing
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
-_SPACE = "\u2581"  # stands for a space in SentencePiece's tokens
+_SPACE = "\u2581"  # a space in SentencePiece's tokens
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _SUFFIX = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -44,7 +44,7 @@ class PreTokenizer(NamedTuple):
 
     expressions: tuple[str, ...]  # matches of each are cut out of what the one before left
     takes_whole_words: bool = False  # a piece that is a token is not built from merges
-    adds_bos: bool = False  # unless tokenizer.ggml.add_bos_token says otherwise
+    adds_bos: bool = False  # unless tokenizer.ggml.add_bos_token is set
 
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
@@ -54,7 +54,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
         PreTokenizer((r"\p{N}", _GPT2)),
     ),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"),
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "pixtral"),
         PreTokenizer((_LLAMA3,), takes_whole_words=True, adds_bos=True),
     ),
     **dict.fromkeys(("glm4", "chatglm-bpe"), PreTokenizer((_LLAMA3,), takes_whole_words=True)),
@@ -132,7 +132,10 @@ def _byte_level(fields: dict[str, Any], split: PreTokenizer) -> Any:
     bpe = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split.takes_whole_words))
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            *(pre_tokenizers.Split(Regex(one), "isolated") for one in split.expressions),
+            *(
+                pre_tokenizers.Split(Regex(expression), "isolated")
+                for expression in split.expressions
+            ),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -166,19 +169,19 @@ def _sentencepiece(fields: dict[str, Any]) -> Any:
 
 
 def _merges_of_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every pair of tokens that makes a token, that with the highest score first."""
+    """Every pair of tokens that joins into a token; the highest score of a joined token first."""
     known = {token: token_id for token_id, token in enumerate(tokens)}
     order = sorted(range(len(tokens)), key=lambda token_id: -scores[token_id])
     return [
         (left, right)
         for token in (tokens[token_id] for token_id in order)
-        for left, right in ((token[:at], token[at:]) for at in range(1, len(token)))
+        for left, right in ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         if left in known and right in known
     ]
 
 
 def _special_tokens(fields: dict[str, Any], tokens: list[str]) -> dict[str, str]:
-    """Tokens that stand for the begin and end of text and for padding."""
+    """transformers' names of the begin, end, unknown and padding tokens -> their text."""
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     ids = {ours: fields.get(f"{theirs}_token_id") for theirs, ours in names.items()}
     return {f"{name}_token": tokens[i] for name, i in ids.items() if isinstance(i, int)}

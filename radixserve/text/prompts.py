@@ -1,7 +1,8 @@
-"""Prompts: text, token ids or chat messages, checked and as token ids."""
+"""Prompts as text, token ids or chat messages: checked and turned into token ids."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -11,12 +12,14 @@ from numpy.typing import NDArray
 
 from radixserve.arrays import IntArray, pack_int32
 from radixserve.checks import shown
-from radixserve.errors import InvalidRequest
+from radixserve.errors import InvalidRequest, PromptTooLong
+from radixserve.request import TruncationSide
 from radixserve.text.chat_options import ChatOptions
 from radixserve.text.tokenizer import Tokenizer
 
-Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Message]
+Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Mapping[str, Any]]
+ROLE = re.compile(r"[A-Za-z][\w-]{0,63}")  # of a chat message
+_CONTEXTS_OF_TEXT = 4  # a text that is tokenised has at most
 _KINDS = "a prompt is text, a list of token ids, or a list of chat messages"
 
 
@@ -30,27 +33,55 @@ class PromptReader:
     limit_name: str  # for errors: the setting or size that limits it
 
     def read(
-        self, prompt: Prompt, *, keep_last: int | None = None, options: ChatOptions | None = None
+        self,
+        prompt: Prompt,
+        *,
+        keep_last: int | None = None,
+        truncation_side: TruncationSide = "left",
+        options: ChatOptions | None = None,
     ) -> IntArray:
-        """[n] token ids, 1 <= n < max_seq_len: of the prompt, or its last `keep_last` ones.
+        """[n] token ids, 1 <= n < max_seq_len: of the prompt, or its last `keep_last` ones;
+        with a truncation_side of "right" its first ones.
 
         `options`: of chat messages. Raises InvalidRequest, also where they are given for others.
         """
+        if isinstance(prompt, str):
+            self.check_length(prompt, is_prompt=keep_last is None)
         ids = self._ids(prompt, options)
         if keep_last is not None:
-            ids = ids[-keep_last:]
+            ids = ids[:keep_last] if truncation_side == "right" else ids[-keep_last:]
         if not len(ids):
             raise InvalidRequest("the prompt is empty: at least one token is needed")
         if len(ids) >= self.max_seq_len:
-            raise InvalidRequest(
-                f"the prompt has {len(ids)} tokens; at most {self.max_seq_len - 1} are allowed "
-                f"({self.limit_name}: {self.max_seq_len}, one token is left for the output)"
-            )
+            raise self.too_long(len(ids))
         return self._checked(ids)
 
+    def check_length(self, text: str, *, num_before: int = 0, is_prompt: bool = True) -> None:
+        """Raise InvalidRequest where a text, rendered or not, is certainly too long for a prompt
+        behind `num_before` tokens: before all of it is tokenised, which takes a hundred bytes and
+        more a token. One that is no prompt, or will be cut, may have four contexts."""
+        room = self.max_seq_len if is_prompt else _CONTEXTS_OF_TEXT * self.max_seq_len
+        num_tokens = self._tokenizer().count_beyond(text, max(1, room - num_before))
+        if num_tokens is None:
+            return
+        if is_prompt:
+            raise self.too_long(num_before + num_tokens, about="about ")
+        raise InvalidRequest(
+            f"a text of about {num_tokens} tokens is too long to be tokenised: at most {room}"
+        )
+
+    def too_long(self, num_tokens: int, *, about: str = "") -> PromptTooLong:
+        return PromptTooLong(
+            f"the prompt has {about}{num_tokens} tokens; at most {self.max_seq_len - 1} are "
+            f"allowed ({self.limit_name}: {self.max_seq_len}, one token is left for the output)",
+            num_tokens=num_tokens,
+            max_tokens=self.max_seq_len - 1,
+        )
+
     def read_more(self, tokens: str | Sequence[int] | NDArray[np.integer[Any]]) -> IntArray:
-        """[n] token ids, n >= 0, of text or token ids that follow others. InvalidRequest."""
+        """[n] token ids, n >= 0, of text or token ids that follow others. Raises InvalidRequest."""
         if isinstance(tokens, str):
+            self.check_length(tokens)
             return self._checked(np.asarray(self._tokenizer().encode_more(tokens), np.int64))
         ids = _as_array(tokens)
         if ids is None:
@@ -84,7 +115,7 @@ class PromptReader:
         return ids
 
     def backend_tokenizer(self) -> Any:
-        """See `Tokenizer.backend`. InvalidRequest where there is no tokenizer."""
+        """See `Tokenizer.backend`. InvalidRequest without a tokenizer."""
         return self._tokenizer().backend
 
     def _tokenizer(self) -> Tokenizer:
@@ -97,8 +128,8 @@ def is_token_id(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def is_conversation(prompt: object) -> TypeGuard[Sequence[Message]]:
-    """Whether it is a list of chat messages, which are not checked yet."""
+def is_conversation(prompt: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
+    """Whether it is a list of mappings, taken for chat messages; their content is not checked."""
     if not isinstance(prompt, list | tuple):
         return False
     return bool(prompt) and all(isinstance(part, Mapping) for part in prompt)
@@ -131,6 +162,10 @@ def check_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
             raise InvalidRequest(
                 'a chat message is {"role": ..., "content": ...}; got ' + shown(message)
             )
+        if not ROLE.fullmatch(message["role"]):
+            raise InvalidRequest(
+                f"a role must be 1 to 64 letters, digits, _ and -, got {shown(message['role'])}"
+            )
         if not _is_text(message["content"]) and not message.get("tool_calls"):
             raise InvalidRequest(
                 "a chat message's content must be text or a list of "
@@ -151,7 +186,7 @@ def _is_text(content: object) -> bool:
 
 
 def _as_array(ids: object) -> NDArray[np.integer[Any]] | None:
-    """[n] token ids, not checked against the vocabulary; None if they are none."""
+    """[n] token ids, not checked against the vocabulary; None for anything else."""
     if isinstance(ids, np.ndarray):
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
             raise InvalidRequest(f"token ids must be a flat array of integers, got {ids!r}")
@@ -162,7 +197,7 @@ def _as_array(ids: object) -> NDArray[np.integer[Any]] | None:
     if data is not None:  # a bool packs as 0 or 1
         packed = np.frombuffer(data, np.int32)
         small = np.flatnonzero(packed.view(np.uint32) <= 1)
-        return packed if all(is_token_id(ids[at]) for at in small) else None
+        return packed if all(is_token_id(ids[index]) for index in small) else None
     if not all(map(is_token_id, ids)):
         return None
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import threading
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -16,30 +17,58 @@ from radixserve.gguf_file import SUFFIX, GgufFile
 from radixserve.text.byte_fallback import ByteFallback, decodes_by_appending
 from radixserve.text.byte_level import ByteLevel, ByteLevelDetokenizer
 from radixserve.text.chat_options import ChatOptions, ToolsIgnored, begun_answer
+from radixserve.text.content_marks import (
+    MARK,
+    REASONING_TAGS,
+    ContentMarks,
+    SpecialToken,
+    mark_messages,
+    split_at_marks,
+    unmarked,
+)
+from radixserve.text.template_traits import (
+    KNOWN_ROLES,
+    Message,
+    Render,
+    TemplateTraits,
+    check_rendered,
+    fit_messages,
+)
 
 _REPLACEMENT = "\ufffd"
 _CONTEXT = 5  # prompt tokens decoded along, so that a first word keeps its leading space
+_BYTES_A_TOKEN = 4  # a text with fewer is tokenised as a whole without being counted first
+_SLICE = 16_384  # characters of a long text that are counted at once
+_CUT = 16  # tokens of a slice that the whole text may not have, because it was cut there
 _MAX_OPEN = 3  # tokens that an unfinished character can have: its last one is missing
+_END_TOKENS = ("eos_token", "eot_token", "eom_token")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 class Tokenizer:
-    """A `FastTokenizer` or a transformers tokenizer, for any number of threads."""
+    """A `FastTokenizer` or a transformers tokenizer, for any number of threads.
 
-    def __init__(self, tokenizer: Any) -> None:
+    Special tokens that are written in chat messages are text (see content_marks.py), unless
+    `parses_special` is set.
+    """
+
+    def __init__(self, tokenizer: Any, *, parses_special: bool = False) -> None:
         # Two copies: callers encode while the engine decodes, and a long prompt takes seconds.
         self._tokenizer = tokenizer
         self._decoder: Any = copy.deepcopy(self._tokenizer)
         self._bytes = ByteFallback.of(tokenizer)
         self._byte_level = ByteLevel.of(tokenizer)
         self.decodes_by_appending = decodes_by_appending(tokenizer)
+        self._parses_special = parses_special
         self._templates_with_tools: set[str | None] = set()  # which were tried
+        self._traits: dict[str | None, TemplateTraits] = {}  # by template
         self._encode_lock = threading.Lock()
         self._decode_lock = threading.Lock()
 
     @classmethod
-    def load(cls, path: Path | None) -> Tokenizer | None:
+    def load(cls, path: Path | None, *, parses_special: bool = False) -> Tokenizer | None:
         """The tokenizer of a checkpoint folder or GGUF file; None when it has none."""
+        wrapped = partial(cls, parses_special=parses_special)
         if path is None:
             return None
         if path.suffix == SUFFIX:
@@ -47,17 +76,17 @@ class Tokenizer:
 
             file = GgufFile(path)
             has_tokenizer = "tokenizer.ggml.model" in file.fields
-            return cls(gguf_tokenizer(file)) if has_tokenizer else None
+            return wrapped(gguf_tokenizer(file)) if has_tokenizer else None
         if not any((path / name).exists() for name in _TOKENIZER_FILES):
             return None
         from radixserve.text.fast_tokenizer import load_fast_tokenizer
 
         if (fast := load_fast_tokenizer(path)) is not None:
-            return cls(fast)
+            return wrapped(fast)
         from transformers import AutoTokenizer
 
         try:
-            return cls(AutoTokenizer.from_pretrained(path))
+            return wrapped(AutoTokenizer.from_pretrained(path))
         except Exception as error:  # tokenizers raises Exception itself
             reason = " ".join(str(error).split()) or type(error).__name__
             raise InvalidRequest(f"the tokenizer of {path} cannot be read: {reason}") from error
@@ -68,45 +97,130 @@ class Tokenizer:
 
     @property
     def backend(self) -> Any:
-        """The `tokenizers.Tokenizer` inside, not to be changed. InvalidRequest where the checkpoint
-        brings a tokenizer of another make."""
-        found = getattr(self._tokenizer, "backend_tokenizer", None)
-        if found is None:
+        """The `tokenizers.Tokenizer` inside, not to be changed. InvalidRequest for a tokenizer of
+        another library."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
             kind = type(self._tokenizer).__name__
             raise InvalidRequest(
                 f"structured output needs a fast tokenizer; the model has a {kind}"
             )
-        return found
+        return backend
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, with the special tokens that the tokenizer puts around a prompt."""
-        return self._encode(text, add_special_tokens=True)
+        """Token ids of `text`, with the special tokens that the tokenizer puts around a prompt; a
+        text that begins with the first of them gets no second one."""
+        ids = self._encode(text, add_special_tokens=True)
+        bos = self._tokenizer.special_tokens_map.get("bos_token")
+        if bos is None or not text.startswith(str(bos)) or ids[:1] != ids[1:2]:
+            return ids
+        return ids[1:] if ids[:1] == self.encode_more(str(bos)) else ids
 
     def encode_more(self, text: str) -> list[int]:
         """Token ids of `text` that follows other tokens: without the special tokens of a prompt."""
         return self._encode(text, add_special_tokens=False)
 
+    def count_beyond(self, text: str, limit: int) -> int | None:
+        """About how many tokens a text, rendered or not, has, where these are more than `limit`;
+        None where it may have fewer. Reads only as much of it as is needed, in slices, so that the
+        memory for a text of any length is bounded."""
+        if len(text) <= limit or len(text.encode("utf-8", "replace")) <= limit * _BYTES_A_TOKEN:
+            return None
+        num_tokens = 0
+        for start in range(0, len(text), _SLICE):
+            part = text[start : start + _SLICE]
+            num_tokens += max(0, len(self.encode_more(unmarked(part))) - _CUT)
+            if num_tokens > limit:
+                return num_tokens * len(text) // (start + len(part))
+        return None
+
+    def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode_more` of each."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return [self.encode_more(text) for text in texts]
+        for text in texts:
+            _check_unicode(text)
+        with self._encode_lock:
+            encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [encoding.ids for encoding in encodings]
+
     def encode_chat(
         self, messages: Sequence[dict[str, Any]], options: ChatOptions | None = None
     ) -> list[int]:
-        """Token ids of a conversation up to where the assistant is to speak: after a last message
-        of its own, which is continued, or in a new one."""
+        """Token ids of a conversation up to the generation prompt, or to the end of a last message
+        of the assistant, which is continued."""
         how = options or ChatOptions()
         begun = begun_answer(messages)
         if begun is not None and not begun.strip():
             messages, begun = messages[:-1], None
         self.warn_of_ignored_tools(how)
-        text = self.render_chat(
-            messages,
+        render = partial(
+            self.render_chat,
             template=how.template,
             tools=how.tools,
             variables=how.template_kwargs,
             continue_final_message=begun is not None,
         )
-        return self.encode_more(text)
+        said = fit_messages(messages, self.traits(how.template))
+        text = render(said)
+        self.check_own_roles(said, text, render)
+        return self.encode_rendered(text)
+
+    def check_own_roles(self, messages: Sequence[Message], text: str, render: Render) -> None:
+        """Raise InvalidRequest where a message has a role of the caller's own that the template
+        leaves out of the rendered `text`, or that names a special token."""
+        roles = [message["role"] for message in messages if message["role"] not in KNOWN_ROLES]
+        for role in roles:
+            self.check_role(role)
+        if roles:
+            check_rendered(messages, text, render)
+
+    def check_role(self, role: str) -> None:
+        """Raise InvalidRequest for a role of the caller's own that is the name of a special token:
+        a template that writes roles as it gets them would make that token of it."""
+        if role in KNOWN_ROLES:
+            return
+        if any(role == token.text.strip("<|>[]/\uff5c") for token in self._special_tokens):
+            raise InvalidRequest(f"role {role!r} is the name of a special token")
+
+    def traits(self, template: str | None = None) -> TemplateTraits:
+        """Which messages the chat template renders; found out once."""
+        known = self._traits.get(template)
+        if known is None:
+            text = str(template or self._tokenizer.chat_template or "")
+            known = TemplateTraits.of(text, partial(self.render_chat, template=template))
+            self._traits[template] = known
+        return known
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of what `render_chat` returned, or of a piece of it: special tokens of the
+        template are special, those of the messages are text."""
+        if MARK not in text:
+            return self.encode_more(text)
+        ids: list[int] = []
+        for piece, is_marked in self._marks.pieces(text):
+            more = (
+                partial(self._encode_as_text, is_first=not ids) if is_marked else self.encode_more
+            )
+            ids += more(piece)
+        return ids
+
+    def mark_text(self, text: str) -> str:
+        """A text of the caller's own with its special tokens marked, for `encode_rendered`."""
+        return text if self._parses_special else self._marks.mark_text(text)
+
+    def mark_answer(self, text: str) -> str:
+        """An assistant's text with its special tokens marked, as `render_chat` marks messages."""
+        return text if self._parses_special else self._answer_marks.mark_text(text)
+
+    def encode_answer(self, text: str) -> list[int]:
+        """Token ids of the beginning of an assistant's message."""
+        return self.encode_rendered(self.mark_answer(text))
 
     def warn_of_ignored_tools(self, options: ChatOptions) -> None:
-        """ToolsIgnored, once for each template that renders the same text without the tools."""
+        """Warn with ToolsIgnored where the template renders the same text without the tools; once
+        per template."""
         if not options.tools or options.template in self._templates_with_tools:
             return
         self._templates_with_tools.add(options.template)
@@ -135,7 +249,8 @@ class Tokenizer:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation up to where the assistant is to speak.
+        """The text of a conversation up to the generation prompt, for `encode_rendered`;
+        `unmarked` of content_marks.py makes it readable.
 
         `template`: Jinja, instead of the tokenizer's own; `variables`: more names that it may use.
         Without `add_generation_prompt` the text ends with the last message; with
@@ -147,19 +262,48 @@ class Tokenizer:
                 raise InvalidRequest(
                     "the model's tokenizer has no chat template: give one, or give text"
                 )
+            given = None if tools is None else list(tools)
+            said, variables = list(messages), dict(variables or {})
+            if not self._parses_special:
+                said = mark_messages(self._marks, self._answer_marks, said)
+                given, variables = self._marks.mark(given), self._marks.mark(variables)
             try:
                 text: str = self._tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=None if tools is None else list(tools),
+                    said,
+                    tools=given,
                     chat_template=template,
                     add_generation_prompt=add_generation_prompt and not continue_final_message,
                     continue_final_message=continue_final_message,
                     tokenize=False,
-                    **(variables or {}),
+                    **variables,
                 )
                 return text
             except Exception as error:  # the template is the model's own code
                 raise InvalidRequest(f"the chat template refused the messages: {error}") from error
+
+    @cached_property
+    def _special_tokens(self) -> list[SpecialToken]:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return [SpecialToken(str(text)) for text in self._tokenizer.all_special_tokens]
+        added = backend.get_added_tokens_decoder().values()
+        return [SpecialToken(t.content, t.lstrip, t.rstrip) for t in added if t.special]
+
+    @cached_property
+    def _marks(self) -> ContentMarks:
+        return ContentMarks(self._special_tokens)
+
+    @cached_property
+    def _answer_marks(self) -> ContentMarks:
+        return ContentMarks(self._special_tokens, kept=REASONING_TAGS)
+
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
+        """Ids of the eos, eot and eom tokens: they end a text, a turn or a message."""
+        named = self._tokenizer.special_tokens_map
+        texts = {str(named[name]) for name in _END_TOKENS if named.get(name)}
+        vocabulary = self._tokenizer.get_vocab()
+        return frozenset(vocabulary[text] for text in texts if text in vocabulary)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -174,8 +318,8 @@ class Tokenizer:
     def decode(
         self, token_ids: Sequence[int], *, keep_special: bool | Collection[int] = False
     ) -> str:
-        """The text; bytes that are no character: U+FFFD. `keep_special`: whether special tokens
-        are a part of it, or which."""
+        """The text, with U+FFFD for invalid bytes. `keep_special`: whether special tokens are part
+        of the text, or which."""
         ids = list(token_ids)
         if not isinstance(keep_special, bool):
             if keep_special:
@@ -192,6 +336,25 @@ class Tokenizer:
             )
             return text
 
+    def bytes_of(self, token_id: int) -> bytes | None:
+        """The UTF-8 bytes of a token, special ones as their names; None where it is part of a
+        character and the tokenizer does not say which bytes."""
+        if self._byte_level is not None:
+            return self._byte_level.bytes_of([token_id], {})
+        byte = None if self._bytes is None else self._bytes.byte_of(token_id)
+        if byte is not None:
+            return byte
+        text = self.text_of(token_id)
+        return None if _REPLACEMENT in text else text.encode()
+
+    def text_of(self, token_id: int) -> str:
+        """The text of one token behind others, special ones as their names; U+FFFD for parts of
+        characters. SentencePiece's decoders strip the space of the first token that they get."""
+        text = self.decode([token_id], keep_special=True)
+        twice = self.decode([token_id, token_id], keep_special=True)
+        is_whole = _REPLACEMENT not in text and twice.startswith(text)
+        return twice[len(text) :] if is_whole else text
+
     def detokenizer(
         self, prompt_ids: Sequence[int], *, keep_special: bool | Collection[int] = False
     ) -> ByteLevelDetokenizer | IncrementalDetokenizer:
@@ -202,37 +365,88 @@ class Tokenizer:
         return IncrementalDetokenizer(self, prompt_ids, keep_special=keep_special)
 
     def facts(self) -> dict[str, Any]:
-        """Its class, special tokens and chat template."""
+        """The class, special tokens and chat template, named as in tokenizer_config.json."""
         with self._encode_lock:
             tokenizer = self._tokenizer
             special = {name: str(text) for name, text in tokenizer.special_tokens_map.items()}
-            found = {name: special.get(name) for name in ("bos_token", "eos_token", "pad_token")}
-            return {**found, "unk_token": special.get("unk_token"),
+            named = {name: special.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+            return {**named, "unk_token": special.get("unk_token"),
                     "chat_template": tokenizer.chat_template,
                     "tokenizer_class": type(tokenizer).__name__}  # fmt: skip
 
     def fingerprint(self) -> str:
-        """The same for tokenizers of the same vocabulary only. O(vocabulary)."""
+        """16 hex digits that identify the vocabulary (tokens and ids). O(vocabulary)."""
         with self._encode_lock:
             vocabulary: dict[str, int] = self._tokenizer.get_vocab()
         lines = (f"{token_id} {token!r}\n" for token, token_id in sorted(vocabulary.items()))
         return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"the prompt is not valid Unicode text: {error}") from None
+        _check_unicode(text)
         with self._encode_lock:
             encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
             return list(encoded["input_ids"])
 
+    def _encode_as_text(self, marked: str, *, is_first: bool) -> list[int]:
+        """Token ids of a piece without special tokens. `is_first`: no text is before it."""
+        ids = self._text_ids(unmarked(marked), is_first)
+        if not self._control_ids.isdisjoint(ids):  # a vocabulary that has the token's text as well
+            parts = split_at_marks(marked)
+            ids = [token for part in parts for token in self._text_ids(part, is_first=False)]
+        return ids
+
+    def _text_ids(self, text: str, is_first: bool) -> list[int]:
+        _check_unicode(text)
+        with self._encode_lock:
+            if not hasattr(self._tokenizer, "backend_tokenizer"):
+                options = {"add_special_tokens": False, "split_special_tokens": True}
+                return list(self._tokenizer(text, **options)["input_ids"])
+            first, later = self._text_backends
+            backend = first if is_first else later  # whose `encode` would hold Python's lock
+            (encoded,) = backend.encode_batch_fast([text], add_special_tokens=False)
+            return list(encoded.ids)
+
+    @cached_property
+    def _text_backends(self) -> tuple[Any, Any]:
+        """Copies of the `tokenizers.Tokenizer` to which special tokens are text: for the beginning
+        of a text, and for text behind other. A tenth of a second to a second, once."""
+        described = self._tokenizer.backend_tokenizer.to_str()
+        make = type(self._tokenizer.backend_tokenizer).from_str
+        first = make(described)
+        later = first
+        steps = json.loads(described)["pre_tokenizer"]
+        if '"prepend_scheme": "first"' in json.dumps(steps):
+            changed = json.dumps(steps).replace('"first"', '"never"')
+            later = make(
+                json.dumps({**json.loads(described), "pre_tokenizer": json.loads(changed)})
+            )
+        for backend in (first, later):
+            backend.encode_special_tokens = True
+        return first, later
+
+    @cached_property
+    def _control_ids(self) -> frozenset[int]:
+        """Ids of the special tokens, without the unknown token, which replaces text."""
+        unknown = self._tokenizer.special_tokens_map.get("unk_token")
+        return frozenset(
+            token_id
+            for token_id in self.special_ids
+            if self.decode([token_id], keep_special=True) != unknown
+        )
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"the prompt is not valid Unicode text: {error}") from None
+
 
 class IncrementalDetokenizer:
-    """Incremental detokenisation: pieces of whole characters, which joined are the text.
+    """Decodes tokens as they come, into pieces of whole characters.
 
-    Bytes of a UTF-8 character that is not complete yet wait for the next token. The text is the
-    same however the tokens come: one by one, or all at once. Decodes a short window a step, so a
+    Bytes of a UTF-8 character that is not complete yet wait for the next token. The joined
+    pieces are the same however the tokens are grouped. Decodes a short window a step, so a
     token costs the same however long the text is.
     """
 
@@ -277,7 +491,7 @@ class IncrementalDetokenizer:
         return self._piece(len(self._ids))
 
     def _is_certain(self, cut: int, end: int) -> bool:
-        """Whether the text up to token `cut` stays as it is whatever comes after `end`.
+        """Whether no token after `end` can change the text up to token `cut`.
 
         It does where it ends with a whole character, and where more tokens follow than a character
         can have, unless the cut falls inside a run of invalid bytes.
@@ -336,12 +550,14 @@ class StopStringMatcher:
         return "" if self.is_stopped else self._release(len(self._held))
 
     def _first_stop(self, ends_after: int) -> tuple[int, str] | None:
-        """Where the first one begins, and which one it is."""
+        """(index, stop string) of the first stop string in the held text; None without one."""
         places = (
             (self._held.find(stop, max(0, ends_after - len(stop) + 1)), stop)
             for stop in self._stops
         )
-        return min((one for one in places if one[0] >= 0), key=lambda one: one[0], default=None)
+        return min(
+            (place for place in places if place[0] >= 0), key=lambda place: place[0], default=None
+        )
 
     def _release(self, end: int) -> str:
         piece, self._held = self._held[:end], self._held[end:]

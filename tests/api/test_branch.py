@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from radixserve import Branch, EngineDead, InvalidRequest, Runtime, SamplingParams
-from radixserve.api.session_handle import SessionHandle
+from radixserve.api.branch import SessionHandle
 from tests.checkpoints import make_checkpoint
 from tests.pacing import PATIENCE_S, held, until, wait_until
 

@@ -16,8 +16,9 @@ from radixserve import (
     Runtime,
     SamplingParams,
 )
-from radixserve.text.chat_format import Answer, ChatFormat
+from radixserve.text.chat_format import ChatFormat
 from radixserve.text.chat_options import ChatOptions
+from radixserve.text.conversations import Answer
 from tests.checkpoints import BOS_ID, EOS_ID
 from tests.pacing import PATIENCE_S, held, until
 
@@ -191,7 +192,7 @@ class TestTemplatesThatRewrite:
             assert first.usage.computed_tokens == len(
                 [*head, *encode(tiny, "Be kind.\nabc\n<|assistant|>")]
             )
-            with pytest.warns(HistoryRewritten, match="of 28 tokens said the first 2 stay") as told:
+            with pytest.warns(HistoryRewritten, match="the first 2 of 28 tokens are kept") as told:
                 second = chat.send("xyz")
             assert len(told) == 1
             assert told[0].filename == __file__

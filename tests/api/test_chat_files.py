@@ -186,7 +186,7 @@ class TestFiles:
             with pytest.raises(InvalidRequest):
                 tiny.load_chat(path)
         path.write_text("{")
-        with pytest.raises(InvalidRequest, match="no saved chat"):
+        with pytest.raises(InvalidRequest, match="not a saved chat"):
             tiny.load_chat(path)
         with pytest.raises(FileNotFoundError):
             tiny.load_chat(tmp_path / "none")

@@ -54,6 +54,25 @@ def rt(shared_rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]
     shared_rt.check()
 
 
+def test_a_role_of_ones_own_goes_where_the_template_takes_it(
+    rt: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = {"role": "critic", "content": "Is it so?"}
+    assert rt.generate([message], GREEDY).usage.prompt_tokens > 0
+    known = "{% for m in messages if m.role in ['user', 'assistant'] %}{{ m.content }}{% endfor %}x"
+    assert rt.tokenizer is not None
+    monkeypatch.setattr(rt.tokenizer._tokenizer, "chat_template", known)
+    asked = {"role": "user", "content": "A question"}
+    refusal = r"messages\[1\] has the role 'critic': the model's chat template leaves its text out"
+    with pytest.raises(InvalidRequest, match=refusal):
+        rt.generate([asked, message], GREEDY)
+    with pytest.raises(InvalidRequest, match=refusal):
+        rt.chat().send([asked, message])
+    for role in ("", "a b", "<|user|>", "x" * 65):
+        with pytest.raises(InvalidRequest, match="a role must be 1 to 64 letters"):
+            rt.generate([{**message, "role": role}], GREEDY)
+
+
 def ids_of(rt: Runtime, text: str) -> list[int]:
     assert rt.tokenizer is not None
     return rt.tokenizer.encode_more(text)
@@ -174,20 +193,21 @@ class TestTools:
         ("tools", "message"),
         [
             ("clock", "tools must be a list"),
-            ([3], "tool 0: it is no object"),
-            ([CLOCK, {"type": "web", "function": {}}], "tool 1: type must be 'function'"),
+            ([3], r"tools\[0\] must be an object"),
+            ([CLOCK, {"type": "web", "function": {}}], r"tools\[1\].type must be 'function'"),
             ([{"function": 3}], "function must be an object"),
-            ([{"type": "function", "function": {}}], "name must be a non-empty string, got None"),
+            ([{"type": "function", "function": {}}], "name must be 1 to 128 letters"),
+            ([{"name": "my tool!"}], "name must be 1 to 128 letters"),
             ([{"name": "a", "description": 3}], "description must be a string"),
             ([{"name": "a", "parameters": []}], "parameters must be a JSON schema"),
-            ([{"name": "a", "parameters": {"type": "array"}}], "of type 'object', got 'array'"),
+            ([{"name": "a", "parameters": {"type": "array"}}], "type must be 'object', got"),
             ([{"name": "a", "parameters": {"properties": 1}}], "properties must be an object"),
+            ([{"name": "a", "parameters": {"properties": {"x": 1}}}], "x must be a JSON schema"),
             (
-                [{"name": "a", "parameters": {"properties": {"x": 1}}}],
-                "property 'x' must be a JSON",
+                [{"name": "a", "parameters": {"properties": {"y": {}}, "required": ["x"]}}],
+                "required names what properties lacks: x",
             ),
-            ([{"name": "a", "parameters": {"required": ["x"]}}], "required names x, which"),
-            ([CLOCK, {"name": "clock"}], "different names, got clock twice"),
+            ([CLOCK, {"name": "clock"}], "'clock' is there twice"),
         ],
     )
     def test_wrong_ones(self, rt: Runtime, tools: Any, message: str) -> None:
@@ -199,7 +219,7 @@ class TestTools:
         user = [{"role": "user", "content": "hi"}]
         wrong: list[tuple[dict[str, Any], str]] = [
             ({"chat_template_kwargs": 3}, "chat_template_kwargs must be"),
-            ({"chat_template_kwargs": {"tokenize": True}}, "tokenize cannot be given there"),
+            ({"chat_template_kwargs": {"tokenize": True}}, "cannot set tokenize"),
             ({"max_tokens": 5}, r"given in params: SamplingParams\(max_tokens=5\)"),
             ({"tool": []}, "unknown argument 'tool'; allowed: tools, chat_template_kwargs"),
         ]

@@ -17,7 +17,7 @@ from radixserve import (
     Runtime,
     SamplingParams,
 )
-from radixserve.api.progress import BatchProgress
+from radixserve.api.progress import WIDE, BatchProgress
 from tests.checkpoints import EOS_ID, greedy, load_reference, make_checkpoint
 from tests.pacing import PATIENCE_S, held, until, wait_until
 
@@ -26,6 +26,19 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 def greedy_params(**fields: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **fields})
+
+
+def make_counters(*counts: float) -> dict[str, float]:
+    """Those that the bar reads; all 0 without arguments."""
+    names = (
+        "reused_tokens",
+        "prefilled_tokens",
+        "prefill_s",
+        "decoded_tokens",
+        "decode_s",
+        "generated_tokens",
+    )
+    return dict(zip(names, counts or [0.0] * len(names), strict=True))
 
 
 def encode(rt: Runtime, text: str) -> list[int]:
@@ -117,24 +130,52 @@ class TestCalls:
         assert rt.abort("mine") == 0
 
     def test_progress_bar_shows_rates_and_reuse(
-        self, rt: Runtime, capsys: pytest.CaptureFixture[str]
+        self,
+        rt: Runtime,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
+        monkeypatch.setenv("COLUMNS", str(WIDE))
         rt.generate(["a b c"] * 3, GREEDY, progress=True)
         shown = capsys.readouterr().err
-        assert re.search(r"prompts 15 tok \(8 reused, 7 computed\), prefill [\d,]+ tok/s", shown)
+        assert re.search(r"3/3, 15 \+ \d+ tok, 53% cached, prefill [\d,]+ tok/s", shown)
         assert re.search(r"decode [\d,]+ tok/s", shown)
 
     def test_the_prefill_rate_rises_with_hits(
-        self, rt: Runtime, capsys: pytest.CaptureFixture[str]
+        self,
+        rt: Runtime,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """Reused tokens count as taken in; the time is what the engine spent on prompts."""
-        names = ("reused_tokens", "prefilled_tokens", "prefill_s", "decoded_tokens", "decode_s")
-        told = iter(
-            (dict.fromkeys(names, 7.0), dict(zip(names, (907, 107, 7.5, 87, 7.2), strict=True)))
-        )
-        with BatchProgress(1, lambda: next(told), wanted=True) as bar:
+        monkeypatch.setenv("COLUMNS", str(WIDE))
+        counters = iter([make_counters(), make_counters(900, 100, 0.5, 80, 0.2, 80)])
+        with BatchProgress(1, lambda: next(counters), wanted=True) as bar:
             bar.add(rt.generate("a", GREEDY))
         assert "prefill 2,000 tok/s, decode 400 tok/s" in capsys.readouterr().err
+
+    def test_the_bar_counts_tokens_and_failures_in_80_columns(
+        self,
+        rt: Runtime,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Tokens are also counted while no request ends."""
+        monkeypatch.setenv("COLUMNS", "80")
+        counters = [make_counters(0, 500_000, 1.0, 9, 1.0, 9)]
+        counters.append(make_counters(10**7, 10**6, 9.0, 80, 1.0, 123_456))
+        read = iter([make_counters(), *counters])
+        completion = rt.generate("a", GREEDY)
+        with BatchProgress(2, lambda: next(read), wanted=True) as bar:
+            bar.refresh()
+            assert "0/2, 500k + 9 tok, 0% cached" in capsys.readouterr().err
+            bar.add(None)
+            bar.add(completion)
+        shown = capsys.readouterr().err.replace("\r", "\n")
+        last = shown.strip().splitlines()[-1].strip()
+        assert "| 2/2, 1 failed, 11M + 123k tok, 91% cached [00:00<00:00]" in last
+        assert 40 < len(last) <= 80
+        assert "#" in last or "█" in last
 
     def test_generate_alone_is_silent(self, rt: Runtime, capfd: pytest.CaptureFixture[str]) -> None:
         rt.generate(["a", "b"], GREEDY)

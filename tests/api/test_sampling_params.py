@@ -82,6 +82,22 @@ def test_logit_bias(rt: Runtime) -> None:
     assert {98, 99} == set(both)  # the bias comes before the penalties, which take turns
 
 
+def test_logprobs_of_named_tokens(rt: Runtime) -> None:
+    every = rt.generate(PROMPT, params(max_tokens=3, logprobs=100))
+    named = rt.generate(PROMPT, params(max_tokens=3, logprob_token_ids=[9, 7, 9]))
+    assert every.token_ids == named.token_ids
+    assert named.logprobs == pytest.approx(every.logprobs, abs=1e-4)
+    assert [list(top) for top in named.top_logprobs] == [[9, 7]] * 3
+    for top, best in zip(named.top_logprobs, every.top_logprobs, strict=True):
+        for token_id in set(top) & set(best):
+            assert top[token_id] == pytest.approx(best[token_id], abs=1e-4)
+    for wrong in ({"logprob_token_ids": []}, {"logprob_token_ids": [1], "logprobs": 2}):
+        with pytest.raises(InvalidRequest, match="logprob_token_ids"):
+            params(**wrong)
+    with pytest.raises(InvalidRequest, match=r"logprob_token_ids .* out of range"):
+        rt.generate(PROMPT, params(logprob_token_ids=[10**6]))
+
+
 def test_bias_and_masks_leave_logprobs_as_they_are(rt: Runtime) -> None:
     plain = rt.generate(PROMPT, params(max_tokens=1, logprobs=5))
     changed = rt.generate(

@@ -78,10 +78,20 @@ def test_every_setting(
     run(reference(case, references, tmp_path_factory), **settings)
 
 
-@pytest.mark.parametrize("settings", DROPPING, ids=str)
 @pytest.mark.parametrize(
-    ("kind", "backend"),
-    [(Runtime, "cpu"), (Runtime, "torch"), (DeviceRuntime, "triton"), (DeviceRuntime, "torch")],
+    ("settings", "kind", "backend"),
+    [
+        *((settings, Runtime, "cpu") for settings in DROPPING),
+        (DROPPING[0], Runtime, "torch"),
+        (DROPPING[1], DeviceRuntime, "triton"),
+        (DROPPING[2], DeviceRuntime, "torch"),
+        *(
+            pytest.param(settings, *way, marks=pytest.mark.long)
+            for way in ((Runtime, "torch"), (DeviceRuntime, "triton"), (DeviceRuntime, "torch"))
+            for settings in DROPPING
+        ),
+    ],
+    ids=str,
 )
 def test_dropped_windows(
     settings: dict[str, Any],

@@ -30,6 +30,11 @@ def blocking(rt: Runtime) -> None:
     assert_type(rt.stream("text", GREEDY), Iterator[Chunk])
     assert_type(rt.beam_search("text", 4, 20, length_penalty=0.5), list[Completion])
     assert_type(rt.beam_search(["a", "b"], stop="x"), list[list[Completion]])
+    assert_type(rt.cache_stats()["pages_total"], int)
+    assert_type(rt.model.vocab_size, int)
+    assert_type(rt.memory.pool_tokens, int)
+    assert_type(rt.resolved_config.dtype, str)
+    SamplingParams(truncation_side="up")  # type: ignore[arg-type]
     Runtime("demo", EngineConfig(page_size=16))
     Runtime("demo", config=EngineConfig(cache="hash"))
     Runtime("demo", num_pages=100, eviction="lfu", trace=None)

@@ -128,7 +128,21 @@ def run(
 ) -> torch.Tensor:
     """[T, Hq, D]; the backend's pool is written to."""
     backend.plan(case.batch)
-    return backend.run(case.q, case.k, case.v, layer, scale, features)
+    return store_and_attend(backend, case.q, case.k, case.v, layer, scale, features)
+
+
+def store_and_attend(
+    backend: AttentionBackend,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer: int = 0,
+    scale: float | None = None,
+    features: AttentionFeatures = PLAIN,
+) -> torch.Tensor:
+    """What a model does in a layer of the planned step."""
+    backend.store(k, v, layer)
+    return backend.attend(q, layer, scale, features)
 
 
 def first_seen(features: AttentionFeatures, position: int) -> int:

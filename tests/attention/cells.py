@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from radixserve.attention.base import AttentionBackend, AttentionMetadata, ForwardBatch
-from radixserve.attention.cuda.plan import LaunchPlan, PagedPlan, page_ids
+from radixserve.attention.cuda.plan import CudaAttentionPlan, LaunchPlan, page_ids
 from radixserve.schedule import ScheduledRequest
 from radixserve_kernels.cpu_attention import BEGINS, CAUSAL, ENDS, Jobs
 
@@ -72,7 +72,9 @@ def check_reads(backend: AttentionBackend, batch: ForwardBatch, expected: Sequen
     torch.testing.assert_close(found.double(), heads, atol=1e-5, rtol=1e-5)
 
 
-def cells_of_paged(plan: PagedPlan, host: AttentionMetadata, kernel_page_size: int) -> list[Cells]:
+def cells_of_paged(
+    plan: CudaAttentionPlan, host: AttentionMetadata, kernel_page_size: int
+) -> list[Cells]:
     """Of each token that the plan's own parts have, in the batch's order: what it shares last.
 
     Cells are counted in tokens, so that they are the same however pages are read.

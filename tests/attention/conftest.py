@@ -44,7 +44,7 @@ def make_cpu() -> Make:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     """FlashInfer's place is taken by one that computes on the CPU, for heads of any kind."""
-    monkeypatch.setattr(flashinfer_backend, "unsupported_reason", lambda *_: "")
+    monkeypatch.setattr(flashinfer_backend, "flashinfer_unsupported_reason", lambda *_: "")
     mark_sides(monkeypatch)
     return Fake()
 

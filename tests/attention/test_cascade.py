@@ -20,6 +20,7 @@ from radixserve.request import BeamParams
 from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
 from radixserve_kernels.cpu_attention import CAUSAL, Jobs
+from radixserve_kernels.cpu_library import cpu_library
 from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.attention.cases import CPU, SharedCase
 from tests.attention.cells import cells_of_jobs, check_reads, expected_cells
@@ -64,8 +65,11 @@ def random_rows(rng: random.Random, page_size: int) -> list[ScheduledRequest]:
     return rows
 
 
-def naive_nodes(rows: list[ScheduledRequest], page_size: int, pays: Pays) -> list[Node]:
-    """The same from a dictionary of all heads of all page tables."""
+def naive_nodes(
+    rows: list[ScheduledRequest], page_size: int, pays: Pays, unit: int = 1
+) -> list[Node]:
+    """The same from a dictionary of all heads of all page tables. A node ends at a multiple of
+    `unit` pages."""
     sessions: dict[tuple[int, ...], list[int]] = {}
     for number, row in enumerate(rows):
         whole = row.page_ids[: row.start // page_size].tolist()
@@ -80,9 +84,10 @@ def naive_nodes(rows: list[ScheduledRequest], page_size: int, pays: Pays) -> lis
             group, grown = sessions[longer], longer
             while more := [one for one in sessions if one[:-1] == grown and sessions[one] == group]:
                 grown = more[0]
-            if pays(len(group), (len(grown) - first) * page_size):
-                found.append((tuple(group), first, len(grown), level))
-                walk(grown, len(grown), level + 1)
+            end = len(grown) // unit * unit
+            if pays(len(group), (end - first) * page_size):
+                found.append((tuple(group), first, end, level))
+                walk(grown, end, level + 1)
             else:
                 walk(grown, first, level)
 
@@ -152,7 +157,8 @@ def jobs_of(batch: ForwardBatch, *, shares: bool = True) -> Jobs:
 
 
 def check_jobs(seed: int, page_size: int, merge_tokens: int) -> None:
-    """The nodes that compiled code finds are those of the naive tree, level by level."""
+    """The nodes that compiled code finds are those of the naive tree, level by level; they end on
+    the grid of jobs."""
     rows = random_rows(random.Random(seed), page_size)
     batch = build_forward_batch(rows, page_size, CPU)
     jobs = jobs_of(batch)
@@ -168,7 +174,8 @@ def check_jobs(seed: int, page_size: int, merge_tokens: int) -> None:
             found.append((members, at, at + int(jobs.num_keys[job]) // page_size, level))
             assert jobs.num_keys[job] % page_size == 0
     pays: Pays = lambda n, tokens: (n - 1) * tokens > n * merge_tokens  # noqa: E731
-    assert sorted(found) == sorted(naive_nodes(rows, page_size, pays))
+    unit = max(1, cpu_library().radixserve_job_grid() // page_size)
+    assert sorted(found) == sorted(naive_nodes(rows, page_size, pays, unit))
 
 
 @needs_kernels

@@ -25,7 +25,7 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def everything_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer_calls, "import_error", lambda: "")
-    monkeypatch.setattr(choice.gpu_ops, "unsupported_reason", lambda: "")
+    monkeypatch.setattr(choice.gpu_ops, "triton_unsupported_reason", lambda: "")
     monkeypatch.setattr(choice.cpu_ops, "unsupported_reason", lambda _: "")
 
 
@@ -57,7 +57,9 @@ def test_auto_takes_what_can_be_had(
 ) -> None:
     monkeypatch.setattr(flashinfer_calls, "import_error", lambda: "it is not installed")
     assert choose_backend("auto", BF16, CUDA) == "triton"
-    monkeypatch.setattr(choice.gpu_ops, "unsupported_reason", lambda: "Triton is not installed")
+    monkeypatch.setattr(
+        choice.gpu_ops, "triton_unsupported_reason", lambda: "Triton is not installed"
+    )
     assert choose_backend("auto", BF16, CUDA) == "torch"
     assert "slower: no flashinfer: it is not installed; no triton: Triton is not" in caplog.text
     with pytest.raises(ModelNotSupported, match="no attention backend can be used: no flashinfer"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from radixserve.attention.cpu import CpuBackend, plan_step
 from radixserve.errors import ModelNotSupported
 from radixserve.runner.input_batch import build_forward_batch
 from radixserve_kernels.cpu_attention import PagedAttention
+from radixserve_kernels.cpu_library import cpu_library
 from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.attention.cases import CPU, LENGTHS, SHARED, Case, SharedCase, run
 from tests.attention.conftest import Make
@@ -158,16 +160,61 @@ def test_threads_share_a_long_row(
 @pytest.mark.parametrize("dtype", BOTH)
 @pytest.mark.parametrize("name", ["everything", "three levels"])
 def test_a_row_does_not_depend_on_others(name: str, dtype: torch.dtype, make_cpu: Make) -> None:
-    """To the bit, without sharing: a request's answer is the same in any company."""
+    """To the bit: a request's answer is the same in any company, with shared pages read once or by
+    each row."""
     lengths, groups = SHARED.get(name, (LENGTHS.get(name), []))
     case = SharedCase(lengths, 2, groups, heads=6, kv_heads=2, dim=32, dtype=dtype)
-    together = run(make_cpu(case.kv.clone(), 6, shares=False), case)
-    q, k, v = case.q, case.k, case.v
+    check_alone(case, make_cpu)
+
+
+def check_alone(case: Case, make_cpu: Make, features: AttentionFeatures = PLAIN) -> None:
+    """Each row's output has the bits that it has by itself, whether rows read pages together."""
+    heads, q, k, v = case.q.shape[1], case.q, case.k, case.v
+    apart, together = (
+        run(make_cpu(case.kv.clone(), heads, shares=shares), case, features=features)
+        for shares in (False, True)
+    )
+    assert apart.isfinite().all()
+    assert torch.equal(apart, together)
     bounds = itertools.pairwise(case.batch.host.qo_indptr.tolist())
     for row, (first, end) in zip(case.rows, bounds, strict=True):
-        case.batch = build_forward_batch((row,), 2, CPU)
+        case.batch = build_forward_batch((row,), case.page_size, CPU)
         case.q, case.k, case.v = q[first:end], k[first:end], v[first:end]
-        assert torch.equal(run(make_cpu(case.kv.clone(), 6), case), together[first:end])
+        alone = run(make_cpu(case.kv.clone(), heads), case, features=features)
+        assert torch.equal(alone, together[first:end])
+
+
+FEATURES = {
+    "plain": PLAIN,
+    "window": AttentionFeatures(sliding_window=150, sinks=torch.linspace(-1, 1, 12)),
+    "chunk": AttentionFeatures(attention_chunk_size=300),
+    "soft cap": AttentionFeatures(logits_soft_cap=1.5),
+}
+
+
+@pytest.mark.usefixtures("always_share", "cpu_level", "num_threads")
+@pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize("name", FEATURES)
+def test_shared_pages_end_anywhere(name: str, dtype: torch.dtype, make_cpu: Make) -> None:
+    """Within a unit, a block and a partition of keys; scores rise far above those before, so that
+    the state is scaled down in the middle of blocks."""
+    rng = np.random.default_rng(len(name))
+    for page_size, group, dim in ((1, 1, 64), (3, 3, 64), (16, 6, 32), (5, 2, 24)):
+        shared = sorted(int(n) for n in rng.integers(40, 1_300, 3))
+        groups = [(range(9), shared[0]), (range(2, 7), shared[1]), (range(4, 6), shared[2])]
+        groups = [(rows, tokens // page_size) for rows, tokens in groups]
+        lengths = [
+            (shared[2] + int(rng.integers(0, 60)), int(new))
+            for new in rng.choice([1, 1, 1, 2, 40], 9)
+        ]
+        case = SharedCase(
+            lengths, page_size, groups, heads=2 * group, kv_heads=2, dim=dim, dtype=dtype
+        )
+        case.kv[:, 0] *= torch.rand(case.kv.shape[2])[:, None, None, None].to(dtype) * 8
+        features = FEATURES[name]
+        if features.sinks is not None:
+            features = replace(features, sinks=features.sinks[: 2 * group].contiguous())
+        check_alone(case, make_cpu, features)
 
 
 @pytest.mark.parametrize("features", [PLAIN, AttentionFeatures(sliding_window=150)])
@@ -284,10 +331,12 @@ def test_memory_is_given_back() -> None:
 
 def test_what_pays(make_cpu: Make) -> None:
     """All but one reading of the pages must cost more than one more level does for each row."""
-    least = cpu_backend.MERGE_TOKENS
+    least, grid = cpu_backend.MERGE_TOKENS, cpu_library().radixserve_job_grid()
+    assert least % grid
+    assert 2 * least % grid == 0
     for num_rows, num_tokens, is_shared in (
-        *((2, 2 * least, False), (2, 2 * least + 1, True)),
-        *((50, least, False), (50, least + 1, True)),
+        *((2, 2 * least, False), (2, 2 * least + grid - 1, False), (2, 2 * least + grid, True)),
+        *((50, least // grid * grid, False), (50, -(-least // grid) * grid, True)),
     ):
         lengths = [(num_tokens, 1)] * num_rows
         case = SharedCase(lengths, 1, [(range(num_rows), num_tokens)], heads=1, kv_heads=1, dim=8)

@@ -12,7 +12,16 @@ from radixserve.attention.base import PLAIN, AttentionFeatures
 from radixserve.attention.choice import choose_backend, features_of
 from radixserve.attention.cuda.triton import TritonBackend
 from radixserve.errors import ModelNotSupported
-from tests.attention.cases import CPU, LENGTHS, SHARED, Case, SharedCase, first_seen, run
+from tests.attention.cases import (
+    CPU,
+    LENGTHS,
+    SHARED,
+    Case,
+    SharedCase,
+    first_seen,
+    run,
+    store_and_attend,
+)
 from tests.attention.conftest import Make, MakePaged
 from tests.attention.test_paged_graph import store
 
@@ -101,7 +110,7 @@ def test_layers_of_one_plan_may_differ(make_featured: Make) -> None:
     backend.plan(case.batch)
     for fields in ({}, SPANS["window"], SCORES["soft cap"], SPANS["chunks"], {}):
         features = AttentionFeatures(**fields)
-        out = backend.run(case.q, case.k, case.v, 0, features=features)
+        out = store_and_attend(backend, case.q, case.k, case.v, 0, features=features)
         expected, _ = case.expected(0, features=features)
         torch.testing.assert_close(out.double(), expected, atol=3e-6, rtol=2e-5)
 

@@ -29,8 +29,8 @@ from radixserve.attention.cuda.flashinfer import (
 from radixserve.attention.cuda.flashinfer_calls import (
     HeadShape,
     compile_modules,
+    flashinfer_unsupported_reason,
     import_error,
-    unsupported_reason,
 )
 from radixserve.attention.cuda.metadata import PlanUploader, layout
 from radixserve.errors import ModelNotSupported
@@ -210,13 +210,13 @@ def heads(num: int, kv: int, dim: int = 128, page_size: int = 16) -> HeadShape:
 
 def test_heads_that_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
-        unsupported_reason(BF16, 128)
-        == unsupported_reason(torch.float16, 64)
-        == unsupported_reason(BF16)
+        flashinfer_unsupported_reason(BF16, 128)
+        == flashinfer_unsupported_reason(torch.float16, 64)
+        == flashinfer_unsupported_reason(BF16)
         == ""
     )
-    assert "float16 and bfloat16, not float32" in unsupported_reason(torch.float32)
-    assert "heads of 64, 128, 256, not of 80" in unsupported_reason(BF16, 80)
+    assert "float16 and bfloat16, not float32" in flashinfer_unsupported_reason(torch.float32)
+    assert "heads of 64, 128, 256, not of 80" in flashinfer_unsupported_reason(BF16, 80)
     library = Fake().library
     for kv, num_heads, message in (
         (torch.zeros(1, 2, 1, 1, 2, 64), 2, "float16 and bfloat16, not float32"),

@@ -13,7 +13,7 @@ from radixserve.attention.cuda.flashinfer import FlashInferBackend
 from radixserve.attention.reference import ReferenceBackend
 from radixserve.errors import ModelNotSupported
 from radixserve_kernels.gpu.kernel_choice import KernelChoice
-from tests.attention.cases import LENGTHS, SHARED, Case, SharedCase, run
+from tests.attention.cases import LENGTHS, SHARED, Case, SharedCase, run, store_and_attend
 from tests.attention.conftest import MakePaged, Recording
 from tests.attention.fake_flashinfer import Fake, Module
 from tests.attention.test_features import LONG, TOLERANCE
@@ -83,7 +83,10 @@ def test_layers_against_the_reference_backend(name: str, make_flashinfer: MakePa
         for number, features in enumerate([*layers, *layers]):
             arguments = case.q, case.k, case.v, number % 2, 0.1 + 0.3 * number, features
             torch.testing.assert_close(
-                ours.run(*arguments), theirs.run(*arguments), atol=5e-6, rtol=3e-5
+                store_and_attend(ours, *arguments),
+                store_and_attend(theirs, *arguments),
+                atol=5e-6,
+                rtol=3e-5,
             )
 
 
@@ -143,7 +146,7 @@ def test_a_plan_a_variant(fake: Fake, make_flashinfer: MakePaged) -> None:
         assert len(fake.calls) == 2 * num_plans  # decodes and extends
         fake.calls.clear()
         for features in layers:
-            backend.run(case.q, case.k, case.v, 0, None, features)
+            store_and_attend(backend, case.q, case.k, case.v, 0, None, features)
         assert len(fake.calls) == 2 * len(layers)
 
 
@@ -249,7 +252,7 @@ def test_a_layer_that_was_not_planned_for(
     backend.plan(case.batch)
     for features in (PLAIN, WINDOW, CAP, BOTH):
         if features in layers:
-            backend.run(case.q, case.k, case.v, 0, None, features)
+            store_and_attend(backend, case.q, case.k, case.v, 0, None, features)
             continue
         with pytest.raises(AssertionError, match=r"planned for .* not for AttentionVariant"):
-            backend.run(case.q, case.k, case.v, 0, None, features)
+            store_and_attend(backend, case.q, case.k, case.v, 0, None, features)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from radixserve.attention.base import PLAIN, AttentionBackend, AttentionFeatures
-from radixserve.attention.choice import unsupported_reason
+from radixserve.attention.choice import unusable_reason
 from radixserve.attention.cuda.backend import PagedBackend
 from radixserve.attention.cuda.flashinfer import FlashInferBackend
 from radixserve.attention.cuda.triton import TritonBackend
@@ -47,7 +47,7 @@ def build(request: pytest.FixtureRequest, device: torch.device) -> Build:
     """A backend on the device, over a case's pool with the new tokens stored in layer 1; of
     `features`, those of its layers, one that does not share."""
     name = request.param
-    if device.type == "cuda" and (reason := unsupported_reason(name, DTYPE, device, 64)):
+    if device.type == "cuda" and (reason := unusable_reason(name, DTYPE, device, 64)):
         pytest.skip(reason)
     fake = request.getfixturevalue("fake") if device.type == "cpu" else Fake()
 

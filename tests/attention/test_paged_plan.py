@@ -23,7 +23,7 @@ from radixserve.attention.cuda.cascade import (
 from radixserve.attention.cuda.graph_plan import GraphShape, plan_graph, plan_level
 from radixserve.attention.cuda.plan import (
     MAX_KERNEL_PAGE_SIZE,
-    PagedPlan,
+    CudaAttentionPlan,
     PageRanges,
     choose_kernel_page_size,
     plan_rows,
@@ -50,7 +50,7 @@ def graph_plan(
     nodes: list[SharedNode],
     kernel_page_size: int,
     shape: GraphShape,
-) -> PagedPlan:
+) -> CudaAttentionPlan:
     level = plan_level(host, page_size, nodes, kernel_page_size, shape)
     return plan_graph(host, page_size, level, kernel_page_size, shape)
 
@@ -61,7 +61,7 @@ def host_of(rows: list[ScheduledRequest], page_size: int) -> AttentionMetadata:
 
 def check_plan(
     rows: list[ScheduledRequest], page_size: int, nodes: list[SharedNode], kernel_page_size: int
-) -> PagedPlan:
+) -> CudaAttentionPlan:
     """Every token sees its own cells, each once; kinds and levels are where they belong."""
     host = host_of(rows, page_size)
     plan = plan_rows(host, page_size, nodes, kernel_page_size)
@@ -317,7 +317,7 @@ def decodes_of(rows: list[ScheduledRequest]) -> list[ScheduledRequest]:
 
 def check_graph(
     rows: list[ScheduledRequest], page_size: int, kernel_page_size: int, num_groups: int
-) -> PagedPlan:
+) -> CudaAttentionPlan:
     """Padded to more rows than there are; real ones see their own cells, others one of page 0."""
     host = host_of(rows, page_size)
     shape = GraphShape(len(rows) + 3, host.kv_indptr[-1] * page_size + 3, num_groups)

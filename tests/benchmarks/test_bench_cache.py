@@ -27,7 +27,7 @@ def test_bench_cache_measures_every_case(saved: tuple[dict[str, Any], str]) -> N
     document, markdown = saved
     assert "## I  a scheduling pass" in markdown
     figures = document["figures"]
-    assert {figure["key"][0] for figure in figures} == {"r", *"ABCDEFGHI"}
+    assert {figure["key"][0] for figure in figures} == {"r", *"ABCDEFGHIJ"}
     assert all(0 < figure["low"] <= figure["value"] <= figure["high"] for figure in figures)
     assert all(figure["ratio"] > 0 for figure in figures if figure["unit"] == "us")
     radix = {figure["key"] for figure in figures if figure["contender"] == "radix"}

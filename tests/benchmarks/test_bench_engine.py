@@ -19,7 +19,7 @@ def module(name: str) -> Any:
 @pytest.mark.parametrize(
     "engines",
     [
-        ("radix", "hash", "off", "transformers", "copied"),
+        ("radix", "off", "transformers", "copied"),
         pytest.param((), marks=pytest.mark.long, id="everyone"),  # who take seconds to start
     ],
 )
@@ -33,7 +33,7 @@ def test_a_quick_run(tmp_path: Path, run: Run, engines: tuple[str, ...]) -> None
     cases = {(case["workload"], case["arrival"]): case for case in document["cases"]}
     assert set(cases) == {(w, a) for w in ("W1", "W4") for a in ("burst", "sequential")}
     names = set(engines or module("engine.base").DEFAULT) - set(document["absent"])
-    assert names >= {"radix", "hash", "off", "transformers", "copied"}
+    assert names >= {"radix", "off", "transformers", "copied"}
     for case in cases.values():
         rows = {row["engine"]: row for row in case["rows"]}
         assert set(rows) == names

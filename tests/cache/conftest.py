@@ -9,5 +9,5 @@ from tests.cache.kinds import KINDS, Kind
 
 @pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
 def kind(request: pytest.FixtureRequest) -> Kind:
-    found: Kind = request.param
-    return found
+    kind: Kind = request.param
+    return kind

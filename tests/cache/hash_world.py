@@ -1,4 +1,4 @@
-"""The worlds of `world` for `HashBlockCache`, and for those who make their copies late."""
+"""The worlds of `world` for `HashBlockCache`, and with copies made as late as possible."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Kind:
         cache: PrefixCache = self.make(-(-num_tokens // self.page_size), **options)
         return cache
 
-    def found(self, length: int) -> int:
+    def cached_len(self, length: int) -> int:
         """What is found of a cached prefix of that length."""
         return length - length % self.grain
 

@@ -87,16 +87,16 @@ class Mirror:
 
 def contents(cache: Any) -> dict[str, list[Prefix]]:
     """The same of the cache itself."""
-    found: dict[str, list[Prefix]] = {}
+    paths_by_namespace: dict[str, list[Prefix]] = {}
     for name, root in cache.dump()["namespaces"].items():
         stack: list[tuple[dict[str, Any], Prefix]] = [(root, ())]
         while stack:
             node, above = stack.pop()
             for child in node["children"]:
                 path = above + tuple(child["tokens"])
-                found.setdefault(name, []).append(path)
+                paths_by_namespace.setdefault(name, []).append(path)
                 stack.append((child, path))
-    return {name: sorted(paths) for name, paths in found.items()}
+    return {name: sorted(paths) for name, paths in paths_by_namespace.items()}
 
 
 def ids(values: Iterable[int]) -> bytes:
@@ -107,8 +107,8 @@ def _ids(tokens: bytes) -> Prefix:
     return tuple(np.frombuffer(tokens, np.int32).tolist())
 
 
-def _common(one: Prefix, other: Prefix) -> int:
+def _common(left: Prefix, right: Prefix) -> int:
     count = 0
-    while count < min(len(one), len(other)) and one[count] == other[count]:
+    while count < min(len(left), len(right)) and left[count] == right[count]:
         count += 1
     return count

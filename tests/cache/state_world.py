@@ -12,7 +12,7 @@ import pytest
 
 from radixserve.cache import Lookup, RadixCache
 from radixserve.cache.radix.node import path
-from radixserve.cache.radix.state_checkpoints import StateCheckpoints
+from radixserve.cache.radix.states import StateCheckpoints
 from radixserve.errors import InvalidRequest, OutOfPages
 from tests.cache.hash_world import LateWorld
 from tests.cache.world import Prefix, World
@@ -38,9 +38,9 @@ class StateWorld(World):
 
     @property
     def checkpoints(self) -> StateCheckpoints:
-        found = self.cache._checkpoints  # type: ignore[attr-defined]
-        assert isinstance(found, StateCheckpoints)
-        return found
+        checkpoints = self.cache._checkpoints  # type: ignore[attr-defined]
+        assert isinstance(checkpoints, StateCheckpoints)
+        return checkpoints
 
     def acquire(self, tokens: Prefix, namespace: str = "", **options: Any) -> None:
         super().acquire(tokens, namespace, **options)
@@ -90,28 +90,28 @@ class StateWorld(World):
             states[target] = states[source]
         return states
 
-    def check_lookup(self, found: Lookup, tokens: Prefix, namespace: str) -> None:
+    def check_lookup(self, answer: Lookup, tokens: Prefix, namespace: str) -> None:
         cached = self.longest_cached(tokens, namespace)
         best = self.deepest_checkpoint(tokens[:cached], namespace)
-        assert found.cached_len <= best
+        assert answer.cached_len <= best
         if self.page_size == 1:  # else a sibling's first page may begin with the same tokens
-            assert found.cached_len == best
-            assert (found.reason == "no_checkpoint") == (best < cached)
-        if found.reason == "no_checkpoint":
-            assert found.position == cached
+            assert answer.cached_len == best
+            assert (answer.reason == "no_checkpoint") == (best < cached)
+        if answer.reason == "no_checkpoint":
+            assert answer.position == cached
 
     def deepest_checkpoint(self, tokens: Prefix, namespace: str) -> int:
-        found = [
+        lengths = [
             length
             for node, kept in self.checkpoints.by_node.items()
             for length in kept
             if node.namespace.name == namespace and not node.namespace.is_dead
             if self.prefix_of(node, length) == tokens[:length]
         ]
-        return max(found, default=0)
+        return max(lengths, default=0)
 
     def prefix_of(self, node: Any, length: int) -> Prefix:
-        held = b"".join([bytes(one.tokens) for one in path(node)][::-1])
+        held = b"".join([bytes(ancestor.tokens) for ancestor in path(node)][::-1])
         return tuple(memoryview(held).cast("i").tolist()[:length])
 
     def is_short_of_states(self) -> bool:

@@ -19,9 +19,9 @@ def serve(cache: RadixCache, tokens: IntArray | list[int]) -> int:
     seq = cache.acquire(tokens)
     seq.extend(tokens[seq.cached_len :])
     seq.commit(len(tokens))
-    found = seq.cached_len
+    cached_len = seq.cached_len
     seq.release()
-    return found
+    return cached_len
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_many_leaves_below_one_node(page_size: int, leaves: int) -> None:
     row[16] = leaves // 2
     assert cache.lookup(row, allow_full=True).cached_len == 17
     row[16] = leaves + 1
-    found = cache.lookup(row, allow_full=True)
-    assert (found.cached_len, found.reason) == (16, "diverged")
+    answer = cache.lookup(row, allow_full=True)
+    assert (answer.cached_len, answer.reason) == (16, "diverged")
     assert cache.evict(1_000 * page_size) == 1_000 * page_size
     row[16] = 5
     assert cache.lookup(row, allow_full=True).reason == "evicted"
@@ -102,9 +102,9 @@ def test_tokens_at_the_limits_of_int32(page_size: int) -> None:
     assert serve(cache, tokens) == 0
     assert serve(cache, [*tokens, MIN]) == 7
     assert serve(cache, [*tokens, MAX]) == 7
-    found = cache.lookup([*tokens, 9, 3])
-    assert (found.cached_len, found.reason, found.found) == (7, "diverged", 9)
-    assert found.expected in (MIN, MAX)
+    answer = cache.lookup([*tokens, 9, 3])
+    assert (answer.cached_len, answer.reason, answer.found) == (7, "diverged", 9)
+    assert answer.expected in (MIN, MAX)
     cache.check()
 
 
@@ -131,7 +131,7 @@ def test_thousands_of_pages_with_one_head() -> None:
     head = list(range(size - 1))
     for name in range(count):
         assert serve(cache, [*head, 1_000 + name, 1]) == (size - 1 if name else 0)
-    found = cache.lookup([*head, 1_000 + count // 2, 1, 1])
-    assert found.cached_len == size + 1
+    answer = cache.lookup([*head, 1_000 + count // 2, 1, 1])
+    assert answer.cached_len == size + 1
     cache.evict(size * 50)
     cache.check()

@@ -20,7 +20,7 @@ class TestReuse:
         first = list(range(1000, 1100))
         put(cache, first).release()
         second = first[:shared] + list(range(2000, 2030))
-        expected = kind.found(shared)
+        expected = kind.cached_len(shared)
         watch = cache.watch(np.asarray(second, np.int32))
         assert cache.lookup(second).cached_len == watch.cached_len == expected
         watch.close()
@@ -36,8 +36,8 @@ class TestReuse:
         cache = kind.for_tokens(1000)
         tokens = list(range(48))
         put(cache, tokens).release()
-        assert cache.lookup(tokens).cached_len == kind.found(47)
-        assert cache.acquire(tokens).cached_len == kind.found(47)
+        assert cache.lookup(tokens).cached_len == kind.cached_len(47)
+        assert cache.acquire(tokens).cached_len == kind.cached_len(47)
         assert cache.lookup(tokens, allow_full=True).cached_len == 48
         assert cache.acquire(tokens, allow_full=True).cached_len == 48
 
@@ -57,7 +57,7 @@ class TestReuse:
         cache = kind.for_tokens(400)
         first = put(cache, list(range(70)))
         seq = cache.acquire([*range(67), 999, 998])
-        whole = kind.found(67) // cache.page_size
+        whole = kind.cached_len(67) // cache.page_size
         assert seq.pages[:whole].tolist() == first.pages[:whole].tolist()
         own = seq.pages[whole:].tolist()
         assert not set(own) & set(first.pages.tolist())
@@ -70,7 +70,7 @@ class TestReuse:
         for turn in range(12):
             prompt = history + [turn * 100 + i for i in range(13)]
             seq = cache.acquire(prompt)
-            assert seq.cached_len == kind.found(len(history))
+            assert seq.cached_len == kind.cached_len(len(history))
             answer = [turn * 100 + 50 + i for i in range(7)]
             seq.extend(prompt[seq.cached_len :] + answer)
             seq.commit(seq.length)
@@ -83,20 +83,20 @@ class TestReuse:
         cache = kind.for_tokens(100)
         tokens = list(range(33))
         put(cache, tokens).release()
-        assert cache.lookup(tuple(tokens)).cached_len == kind.found(32)
-        assert cache.lookup(np.asarray(tokens, np.int64)).cached_len == kind.found(32)
+        assert cache.lookup(tuple(tokens)).cached_len == kind.cached_len(32)
+        assert cache.lookup(np.asarray(tokens, np.int64)).cached_len == kind.cached_len(32)
         twice = np.repeat(np.asarray(tokens, np.int32), 2)[::2]  # not contiguous
-        assert cache.lookup(twice).cached_len == kind.found(32)
+        assert cache.lookup(twice).cached_len == kind.cached_len(32)
         blob = b"." + np.asarray([*tokens[:20], 99], np.int32).tobytes()
         unaligned = np.frombuffer(blob, np.int32, offset=1)
-        assert cache.lookup(unaligned).cached_len == kind.found(20)
+        assert cache.lookup(unaligned).cached_len == kind.cached_len(20)
         cache.acquire(unaligned).release()
 
     def test_extreme_token_ids(self, kind: Kind) -> None:
         cache = kind.for_tokens(200)
         tokens = [2**31 - 1, 0, 2**24, 127] * 20
         put(cache, tokens).release()
-        assert cache.lookup(tokens).cached_len == kind.found(79)
+        assert cache.lookup(tokens).cached_len == kind.cached_len(79)
 
     def test_what_is_wrong_is_refused_and_changes_nothing(self, kind: Kind) -> None:
         cache = kind.for_tokens(200)
@@ -160,13 +160,13 @@ class TestReuse:
         assert not session.is_open
         stats = cache.stats()
         assert (stats["sequences"], stats["sessions"], stats["pages_locked"]) == (0, 0, 0)
-        assert cache.lookup(list(range(41))).cached_len == kind.found(40)
+        assert cache.lookup(list(range(41))).cached_len == kind.cached_len(40)
         cache.check()
 
     def test_stats_by_state_and_of_the_last_minute(self, kind: Kind) -> None:
         now = [1_000.0]
         cache = kind.for_tokens(400, clock=lambda: now[0])
-        size, tokens = cache.page_size, list(range(kind.found(192)))
+        size, tokens = cache.page_size, list(range(kind.cached_len(192)))
         stats = cache.stats()
         assert stats["hit_rate"] == stats["collisions"] == stats["last_minute"]["hit_rate"] == 0
         with put(cache, tokens), cache.acquire([*tokens, 1]) as two:
@@ -213,12 +213,12 @@ class TestCommit:
     def test_the_second_to_publish_gives_its_pages_back(self, kind: Kind) -> None:
         cache = kind.for_tokens(400)
         tokens = list(range(128))
-        one, two = cache.acquire(tokens), cache.acquire(tokens)
-        one.extend(tokens)
-        two.extend(tokens)
-        one.commit(128)
-        two.commit(128)
-        assert two.pages.tolist() == one.pages.tolist()
+        first, second = cache.acquire(tokens), cache.acquire(tokens)
+        first.extend(tokens)
+        second.extend(tokens)
+        first.commit(128)
+        second.commit(128)
+        assert second.pages.tolist() == first.pages.tolist()
         stats = cache.stats()
         assert stats["pages_tree"] == 128 // cache.page_size
         assert stats["pages_private"] == 0
@@ -228,17 +228,17 @@ class TestCommit:
     def test_two_sequences_token_by_token(self, kind: Kind) -> None:
         cache = kind.for_tokens(400)
         tokens = list(range(100))
-        one, two = cache.acquire(tokens), cache.acquire(tokens)
-        for at, token in enumerate(tokens):
-            for seq in (one, two):
+        first, second = cache.acquire(tokens), cache.acquire(tokens)
+        for position, token in enumerate(tokens):
+            for seq in (first, second):
                 seq.extend([token])
-                seq.commit(at + 1)
+                seq.commit(position + 1)
                 cache.check()
-        one.release()
-        two.release()
+        first.release()
+        second.release()
         cache.check()
-        assert cache.lookup([*tokens, 0]).cached_len == kind.found(100)
-        assert cache.stats()["pages_tree"] == -(-kind.found(100) // cache.page_size)
+        assert cache.lookup([*tokens, 0]).cached_len == kind.cached_len(100)
+        assert cache.stats()["pages_tree"] == -(-kind.cached_len(100) // cache.page_size)
 
     def test_only_what_is_committed_is_found(self, kind: Kind) -> None:
         cache = kind.for_tokens(400)
@@ -248,7 +248,7 @@ class TestCommit:
         for length in (0, 1, 20, 20, 33, 50):
             seq.commit(length)
             assert seq.committed_len == length
-            assert cache.lookup([*tokens, 0]).cached_len == kind.found(length)
+            assert cache.lookup([*tokens, 0]).cached_len == kind.cached_len(length)
         cache.check()
 
     def test_the_length_must_have_room_and_not_go_back(self, kind: Kind) -> None:
@@ -298,14 +298,14 @@ class TestForkAndTruncate:
         )
         assert forked.num_private == (1 if extra else 0)
         seq.truncate(length)
-        for one, token in ((seq, 500), (forked, 600)):
+        for grown, token in ((seq, 500), (forked, 600)):
             tokens = [token + i for i in range(20)]
-            one.extend(tokens)
-            one.commit(length + 20)
+            grown.extend(tokens)
+            grown.commit(length + 20)
             cache.check()
         for token in (500, 600):
             tokens = [*range(length), *[token + i for i in range(20)], 0]
-            assert cache.lookup(tokens).cached_len == kind.found(length + 20)
+            assert cache.lookup(tokens).cached_len == kind.cached_len(length + 20)
 
     def test_forks_of_forks_that_all_go_the_same_way(self, kind: Kind) -> None:
         cache = kind.for_tokens(900)
@@ -317,7 +317,7 @@ class TestForkAndTruncate:
             seq.extend(list(range(37, 80)))
             seq.commit(80)
             cache.check()
-        whole = kind.found(80) // cache.page_size
+        whole = kind.cached_len(80) // cache.page_size
         assert len({tuple(seq.pages[:whole].tolist()) for seq in all_of_them}) == 1
         for seq in all_of_them:
             seq.release()
@@ -357,8 +357,8 @@ class TestForkAndTruncate:
         seq.extend(tail)
         seq.commit(length + 20)
         cache.check()
-        assert cache.lookup([*tokens, 0]).cached_len == kind.found(75)
-        assert cache.lookup([*tokens[:length], *tail, 0]).cached_len == kind.found(length + 20)
+        assert cache.lookup([*tokens, 0]).cached_len == kind.cached_len(75)
+        assert cache.lookup([*tokens[:length], *tail, 0]).cached_len == kind.cached_len(length + 20)
 
     def test_a_cut_shortens_or_drops_a_pending_copy(self, kind: Kind) -> None:
         cache = kind.for_tokens(400)

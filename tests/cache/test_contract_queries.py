@@ -39,18 +39,18 @@ class TestReset:
         assert not set(new.pages.tolist()) & set(seq.pages.tolist())
         forked = seq.fork()
         assert forked.is_stale
-        for one in (seq, forked):
-            one.extend(list(range(100, 140)))
-            one.commit(140)
+        for sequence in (seq, forked):
+            sequence.extend(list(range(100, 140)))
+            sequence.commit(140)
             cache.check()
         other.truncate(37)
         cache.check()
-        assert cache.lookup(list(range(141))).cached_len == kind.found(100)  # by the new one
-        for one in (seq, other, forked):
-            one.release()
+        assert cache.lookup(list(range(141))).cached_len == kind.cached_len(100)  # by the new one
+        for sequence in (seq, other, forked):
+            sequence.release()
             cache.check()
         stats = cache.stats()
-        held = kind.found(100) if kind.grain > 1 else 100
+        held = kind.cached_len(100) if kind.grain > 1 else 100
         assert stats["pages_tree"] == -(-held // cache.page_size)
         new.release()
         cache.reset()
@@ -94,8 +94,8 @@ class TestReasons:
         assert cache.lookup(list(range(49)), "other").reason == "namespace"
         assert cache.lookup([9] * 40).reason == "never_seen"
         cache.evict(32)
-        found = cache.lookup(list(range(65)))
-        assert (found.cached_len, found.reason) == (32, "evicted")
+        answer = cache.lookup(list(range(65)))
+        assert (answer.cached_len, answer.reason) == (32, "evicted")
         cache.evict(10**6)
         assert cache.lookup(list(range(65))).reason == "evicted"
         put(cache, list(range(64))).release()
@@ -171,10 +171,10 @@ class TestWatches:
             put(cache, [*range(32), *[tail] * 32]).release()
         ends = [[*range(32), *[1] * 33], [*range(32), *[2] * 33], [*range(32), 3], [4, 4]]
         watches = [cache.watch(np.asarray(tokens, np.int32)) for tokens in ends]
-        one, two, head, none = (watch.path() for watch in watches)
+        first, second, head, none = (watch.path() for watch in watches)
         assert none == ()
-        assert one[: len(head)] == two[: len(head)] == head
-        assert one != two
+        assert first[: len(head)] == second[: len(head)] == head
+        assert first != second
         for watch in watches:
             watch.close()
 
@@ -196,8 +196,8 @@ class TestKnowing:
         assert (stats["sequences"], stats["namespaces"]) == (1, 1)
         assert stats["num_acquired"] == 2
         assert stats["acquired_tokens"] == 180
-        assert stats["matched_tokens"] == kind.found(50)
-        assert stats["committed_tokens"] == 180 - kind.found(50)
+        assert stats["matched_tokens"] == kind.cached_len(50)
+        assert stats["committed_tokens"] == 180 - kind.cached_len(50)
         cache.reset("nobody")
         assert cache.stats()["num_resets"] == 1
 
@@ -205,9 +205,9 @@ class TestKnowing:
         reference = RadixCache(40)
         cache = kind.make(40)
         assert set(cache.stats()) == set(reference.stats())
-        for one in (cache, reference):
-            put(one, list(range(20))).release()
-        shapes = [set(one.dump()["namespaces"][""]) for one in (cache, reference)]
+        for each in (cache, reference):
+            put(each, list(range(20))).release()
+        shapes = [set(each.dump()["namespaces"][""]) for each in (cache, reference)]
         assert shapes[0] == shapes[1]
 
     def test_the_picture_is_cut_at_max_nodes(self, kind: Kind) -> None:
@@ -257,20 +257,23 @@ class TestKnowing:
         size = cache.page_size
         put(cache, [5] * 40).release()
         shared = [1] * 32
-        with put(cache, shared) as one, cache.acquire([*shared, 2, 3]) as two:
-            two.extend([2, 3])
+        with put(cache, shared) as first, cache.acquire([*shared, 2, 3]) as second:
+            second.extend([2, 3])
             dump = cache.dump()
             tops = {node["tokens"][0]: node for node in dump["namespaces"][""]["children"]}
             assert (tops[1]["state"], tops[1]["last_use"]) == ("shared", None)
             assert (tops[5]["state"], tops[5]["last_use"]) == ("cached", 7.0)
             tables = sorted(dump["sequences"], key=lambda table: table["length"])
-            assert [table["pages"] for table in tables] == [one.pages.tolist(), two.pages.tolist()]
+            assert [table["pages"] for table in tables] == [
+                first.pages.tolist(),
+                second.pages.tolist(),
+            ]
             assert [table["length"] for table in tables] == [32, 34]
             assert [table["cached_len"] for table in tables] == [0, 32]
             room = dump["fragmentation"]
             stats = cache.stats()
             assert room["pages"] == stats["pages_tree"] + stats["pages_private"]
-            kept = kind.found(40) + 32 + 2  # tokens that have a slot
+            kept = kind.cached_len(40) + 32 + 2  # tokens that have a slot
             assert room["unused_slots"] == room["pages"] * size - kept
         assert cache.dump()["sequences"] == []
 

@@ -49,7 +49,7 @@ class Side:
                 seq.extend([token_id])
         sampled = [seq for seq in self.seqs if seq not in known]
         if self.is_batched:
-            self.cache.append_placeholder(sampled)
+            self.cache.append_next(sampled)
             return
         for seq in sampled:
             seq.append_placeholders(1)
@@ -85,7 +85,9 @@ def test_a_step_is_what_its_rows_are(make: Any, size: int, seed: int) -> None:
     rng = random.Random(seed)
     sides = [Side(make, size, is_batched=way, with_events=seed % 2 == 1) for way in (False, True)]
     prompts = [[rng.randrange(2) for _ in range(rng.randrange(1, 40))] for _ in range(4)]
-    watches = [[side.cache.watch(np.array(one, np.int32)) for one in prompts] for side in sides]
+    watches = [
+        [side.cache.watch(np.array(prompt, np.int32)) for prompt in prompts] for side in sides
+    ]
     for step in range(40):
         if step % 8 == 0 and len(sides[0].seqs) < 12:
             for _ in range(3):
@@ -95,9 +97,9 @@ def test_a_step_is_what_its_rows_are(make: Any, size: int, seed: int) -> None:
                     side.begin(prompt, namespace, in_session=in_session)
         count = len(sides[0].seqs)
         if step % 5 == 4:
-            at, action = rng.randrange(count), rng.choice(["fork", "release", "cut", "reset"])
+            index, action = rng.randrange(count), rng.choice(["fork", "release", "cut", "reset"])
             for side in sides:
-                change(side, at, action)
+                change(side, index, action)
             count = len(sides[0].seqs)
         tokens = [rng.randrange(2) for _ in range(count)]
         is_known, is_ahead = rng.random() < 0.5, rng.random() < 0.5
@@ -120,12 +122,12 @@ def test_a_step_is_what_its_rows_are(make: Any, size: int, seed: int) -> None:
         side.cache.check()
 
 
-def change(side: Side, at: int, action: str) -> None:
-    seq = side.seqs[at]
+def change(side: Side, index: int, action: str) -> None:
+    seq = side.seqs[index]
     if action == "fork":
         side.seqs.append(seq.fork())
     elif action == "release" and len(side.seqs) > 1:
-        side.seqs.pop(at).release()
+        side.seqs.pop(index).release()
     elif action == "cut":
         seq.truncate(max(1, seq.length - 3))
     elif action == "reset":
@@ -135,9 +137,9 @@ def change(side: Side, at: int, action: str) -> None:
 @pytest.mark.parametrize("make", CACHES)
 def test_what_cannot_be_committed_is_refused(make: Any) -> None:
     cache = make(20, 1)
-    seqs = [cache.acquire([at]) for at in range(3)]
-    for at, seq in enumerate(seqs):
-        seq.extend([at])
+    seqs = [cache.acquire([index]) for index in range(3)]
+    for index, seq in enumerate(seqs):
+        seq.extend([index])
     seqs[1].append_placeholders(1)
     cache.commit_next(seqs, [0, 1, 2])
     with pytest.raises(InvalidRequest, match=r"between 1 .* and 1, got 2"):
@@ -149,7 +151,7 @@ def test_what_cannot_be_committed_is_refused(make: Any) -> None:
     with pytest.raises(InvalidRequest, match="released"):
         cache.commit_next([seqs[1]], [7])
     with pytest.raises(InvalidRequest, match="released"):
-        cache.append_placeholder([seqs[1]])
+        cache.append_next([seqs[1]])
     cache.check()
 
 
@@ -162,7 +164,7 @@ def test_a_view_of_tokens_and_pages_outlives_a_step(make: Any) -> None:
     for token_id in range(20):
         tokens, pages = seq.tokens, seq.pages
         before = tokens.tolist(), pages.tolist()
-        cache.append_placeholder([seq])
+        cache.append_next([seq])
         assert (tokens.tolist(), pages.tolist()) == before
         cache.commit_next([seq], [token_id])
     assert seq.tokens.tolist() == [1, 2, *range(20)]
@@ -175,13 +177,13 @@ def test_placeholders_evict_what_is_not_used_and_end_with_the_pool(make: Any) ->
     with cache.acquire([9, 9, 9, 9]) as old:
         old.extend([9, 9, 9, 9])
         old.commit(4)
-    seqs = [cache.acquire([at]) for at in range(2)]
-    for at, seq in enumerate(seqs):
-        seq.extend([at])
+    seqs = [cache.acquire([index]) for index in range(2)]
+    for index, seq in enumerate(seqs):
+        seq.extend([index])
         seq.commit(1)
     for _ in range(3):
-        cache.append_placeholder(seqs)
+        cache.append_next(seqs)
     with pytest.raises(OutOfPages):
-        cache.append_placeholder(seqs)
+        cache.append_next(seqs)
     assert [seq.length for seq in seqs] == [4, 4]
     cache.check()

@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from radixserve.cache import RadixCache
-from radixserve.cache.radix.eviction import EvictionOrder
+from radixserve.cache import RadixCache, Return
+from radixserve.cache.radix.eviction import ARC, POLICIES, EvictionOrder
 from radixserve.cache.radix.node import Node
-from radixserve.cache.radix.policies import ARC, POLICIES
 from radixserve.config import EVICTION_POLICIES
-from radixserve.errors import InvalidRequest
+from radixserve.errors import InvalidRequest, OutOfPages
 
 
 def serve(cache: RadixCache, tokens: Sequence[int], **options: int) -> int:
@@ -21,9 +20,9 @@ def serve(cache: RadixCache, tokens: Sequence[int], **options: int) -> int:
     seq = cache.acquire(tokens, priority=options.get("priority", 0))
     seq.extend(tokens[seq.cached_len :])
     seq.commit(len(tokens))
-    found = seq.cached_len
+    cached_len = seq.cached_len
     seq.release()
-    return found
+    return cached_len
 
 
 def block(name: int, size: int = 10) -> list[int]:
@@ -221,7 +220,7 @@ def test_evictions_go_as_previewed(page_size: int, eviction: str, sessions: bool
     before = cache.dump()
     wanted = cache.eviction_preview(10_000)
     assert cache.dump() == before
-    assert sum(one["num_pages"] for one in wanted) == cache.stats()["pages_cached"]
+    assert sum(victim["num_pages"] for victim in wanted) == cache.stats()["pages_cached"]
     assert cache.eviction_preview(3) == wanted[:3]
     num_checked = 0
     while wanted and not wanted[0]["reason"].startswith("leased"):  # to evict one ends its lease
@@ -260,3 +259,104 @@ def test_an_eviction_looks_at_as_few_nodes_in_a_large_tree_as_in_a_small_one(
         cache.evict(40)
         calls[leaves] = count[0]
     assert calls[100] == calls[5_000]
+
+
+def expected(at: float, *, late_at: float = 1e9, is_regular: bool = True) -> Return:
+    return Return(at, at, late_at, 0.9, is_regular)
+
+
+class TestExpectedReturn:
+    @staticmethod
+    def filled(returns: dict[int, Return | None], now: list[float]) -> RadixCache:
+        """Blocks that were released in this order with these estimates."""
+        cache = RadixCache(100, eviction="expected-return", clock=lambda: now[0])
+        for name, estimate in returns.items():
+            seq = cache.acquire(block(name))
+            seq.extend(block(name))
+            seq.commit(10)
+            seq.expected_return = estimate
+            seq.release()
+        return cache
+
+    def test_of_regular_ones_the_last_to_return_goes_first(self) -> None:
+        cache = self.filled({1: expected(30.0), 2: expected(10.0), 3: expected(20.0)}, [0.0])
+        cache.evict(10)
+        assert survivors(cache, (1, 2, 3)) == [2, 3]
+        cache.evict(10)
+        assert survivors(cache, (1, 2, 3)) == [2]
+
+    def test_what_is_late_or_unknown_goes_before_them(self) -> None:
+        now = [0.0]
+        returns = {1: expected(3.0, late_at=5.0), 2: expected(50.0), 3: None}
+        cache = self.filled(returns, now)
+        now[0] = 6.0
+        cache.evict(10)
+        assert survivors(cache, (1, 2, 3)) == [1, 2]
+        cache.evict(10)
+        assert survivors(cache, (1, 2, 3)) == [2]
+
+    def test_irregular_ones_go_by_recency(self) -> None:
+        returns = {number: expected(40.0 - number, is_regular=False) for number in (1, 2, 3)}
+        cache = self.filled(returns, [0.0])  # type: ignore[arg-type]
+        cache.evict(10)
+        assert survivors(cache, (1, 2, 3)) == [2, 3]
+
+    def test_what_a_waiting_request_will_reuse_goes_last(self) -> None:
+        cache = self.filled({1: expected(30.0), 2: expected(10.0)}, [0.0])
+        watch = cache.watch(np.asarray(block(1), np.int32))
+        cache.expect_return(watch, expected(-1.0))
+        watch.close()
+        cache.evict(10)
+        assert survivors(cache, (1, 2)) == [1]
+
+    def test_a_later_estimate_holds_for_what_was_released_before(self) -> None:
+        cache = self.filled({1: None, 2: None, 3: None}, [7.0])
+        cache.adopt_returns(Return(9.0, 2.0, 20.0, 0.9, is_regular=True))
+        assert [estimate for _, estimate in cache.victims()] == [
+            Return(9.0, 2.0, 20.0, 0.9, is_regular=True)
+        ] * 3
+
+    @pytest.mark.parametrize("seed", range(12))
+    def test_any_estimates_leave_victims_that_are_leaves(self, seed: int) -> None:
+        """The audit finds a node that would outlive what is below it."""
+        rng, now = random.Random(seed), [0.0]
+        cache = RadixCache(
+            rng.choice([40, 80, 200]),
+            rng.choice([1, 1, 4]),
+            "expected-return",
+            clock=lambda: now[0],
+        )
+        sessions, live, known = [cache.open_session("a")], [], [[0]]
+        for _ in range(300):
+            now[0] += rng.random()
+            if rng.random() < 0.05:
+                sessions.append(cache.open_session("b"))
+                sessions.pop(0).close()
+            if rng.random() < 0.5:
+                head = rng.choice(known)
+                tokens = head[: rng.randint(0, len(head))]
+                tokens = tokens + [rng.randrange(3) for _ in range(rng.randint(1, 12))]
+                if rng.random() < 0.5:
+                    watch = cache.watch(np.asarray(tokens, np.int32))
+                    cache.expect_return(watch, expected(-1.0, late_at=now[0] + 9.0))
+                    watch.close()
+                seq = cache.acquire(tokens, session=rng.choice([None, sessions[0]]))
+                try:
+                    seq.extend(tokens[seq.length :])
+                except OutOfPages:
+                    seq.release()
+                    continue
+                seq.commit(seq.length)
+                live.append(seq)
+                known = [*known[-30:], tokens]
+            elif live:
+                seq, wait_s = live.pop(rng.randrange(len(live))), rng.choice([0.5, 3.0, 20.0])
+                estimate = expected(now[0] + wait_s, late_at=now[0] + 2 * wait_s)
+                seq.expected_return = rng.choice(
+                    [None, estimate, estimate._replace(is_regular=False)]
+                )
+                seq.release()
+            if rng.random() < 0.02:
+                cache.adopt_returns(expected(now[0] + 2.0, late_at=now[0] + 5.0))
+            cache.evict(rng.choice([0, 0, 0, 9]))
+            cache.check()

@@ -39,15 +39,19 @@ def array(tokens: list[int]) -> Any:
 class TestKeys:
     def test_a_key_stands_for_all_up_to_its_blocks_end(self) -> None:
         digest = make_digest("sha256")
-        one, two = (BlockChain(digest, b"root", array(t).tobytes(), 8) for t in ([1, 2], [1, 2]))
+        first, second = (
+            BlockChain(digest, b"root", array(t).tobytes(), 8) for t in ([1, 2], [1, 2])
+        )
         assert (
-            one.key(0) == two.key(0) == hashlib.sha256(b"root" + array([1, 2]).tobytes()).digest()
+            first.key(0)
+            == second.key(0)
+            == hashlib.sha256(b"root" + array([1, 2]).tobytes()).digest()
         )
         longer = BlockChain(digest, b"root", array([1, 2, 5, 6]).tobytes(), 8)
         other = BlockChain(digest, b"root", array([3, 4, 5, 6]).tobytes(), 8)
-        assert longer.key(0) == one.key(0)
+        assert longer.key(0) == first.key(0)
         assert longer.key(1) != other.key(1), "the same block behind another one"
-        assert BlockChain(digest, b"other", array([1, 2]).tobytes(), 8).key(0) != one.key(0)
+        assert BlockChain(digest, b"other", array([1, 2]).tobytes(), 8).key(0) != first.key(0)
 
     def test_names(self) -> None:
         with pytest.raises(
@@ -127,7 +131,7 @@ class TestHashingOnce:
         assert watch.cached_len == 320
         watch.close()
 
-    def test_nothing_is_kept_of_a_prompt_that_nobody_holds(self, hashed: list[bytes]) -> None:
+    def test_nothing_is_kept_of_a_prompt_without_a_holder(self, hashed: list[bytes]) -> None:
         cache = HashBlockCache(1000, 16)
         watch = cache.watch(array(list(range(100))))
         cache.lookup(list(range(100)))
@@ -157,10 +161,10 @@ class TestWeakHashes:
             put(cache, [first] * 7).release()
         assert 0 < cache.stats()["nodes"] <= 5
         for first in range(60):
-            found = cache.lookup([first] * 8)
-            assert found.cached_len in (0, 2, 4, 6)
+            answer = cache.lookup([first] * 8)
+            assert answer.cached_len in (0, 2, 4, 6)
             seq = cache.acquire([first] * 8)
-            assert seq.tokens.tolist() == [first] * found.cached_len
+            assert seq.tokens.tolist() == [first] * answer.cached_len
             seq.release()
 
     def test_the_same_block_behind_another_one_is_another_block(self) -> None:
@@ -223,7 +227,7 @@ class TestSharedHeads:
         forked = seq.fork()
         assert (seq.num_private, forked.num_private) == (0, 1)
         assert forked.cow_copies == [(int(seq.pages[1]), int(forked.pages[1]), 5)]
-        assert cache.stats()["nodes"] == 1  # and nobody finds it
+        assert cache.stats()["nodes"] == 1  # and no look-up finds it
         seq.extend(list(range(21, 32)))  # behind the head that is still to be copied
         seq.commit(32)
         cache.check()
@@ -243,8 +247,8 @@ class TestSharedHeads:
         forked = seq.fork()
         third = forked.fork()  # the fork's own page is still empty
         assert third.cow_copies[0][0] == forked.cow_copies[0][0] == seq.pages[1]
-        for one in (seq, forked, third):
-            one.release()
+        for sequence in (seq, forked, third):
+            sequence.release()
             cache.check()
         assert cache.stats()["pages_free"] == 9
 
@@ -260,7 +264,7 @@ class TestSharedHeads:
         seq.commit(18)
         cache.check()
         page = int(forked.pages[1])
-        forked.truncate(17)  # nobody else reads it
+        forked.truncate(17)  # no other sequence reads it
         assert forked.cow_copies == []
         assert int(forked.pages[1]) == page
 
@@ -268,9 +272,9 @@ class TestSharedHeads:
         cache = HashBlockCache(10, 16)
         seq = put(cache, list(range(21)))
         forked = seq.fork()
-        for one in (forked, seq):
-            one.extend(list(range(21, 64)))
-            one.commit(64)
+        for sequence in (forked, seq):
+            sequence.extend(list(range(21, 64)))
+            sequence.commit(64)
         assert seq.pages.tolist() == forked.pages.tolist()
         assert cache.stats()["duplicate_tokens"] == 48
         assert cache.stats()["pages_tree"] == 4
@@ -281,9 +285,9 @@ class TestSharedHeads:
         seq = put(cache, list(range(21)))
         forked = seq.fork()
         cache.reset()
-        for one in (seq, forked):
-            one.extend(list(range(21, 40)))
-            one.commit(40)
+        for sequence in (seq, forked):
+            sequence.extend(list(range(21, 40)))
+            sequence.commit(40)
             cache.check()
         assert cache.lookup(list(range(40))).cached_len == 0
         seq.release()

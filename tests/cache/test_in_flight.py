@@ -111,26 +111,26 @@ class TestUnknownTokens:
 @pytest.mark.parametrize("make", CACHES)
 def test_pages_are_told_by_what_changed(make: Any) -> None:
     cache = make(40, 2)
-    one, two = (cache.acquire([1, 2, 3, 4, 5]) for _ in range(2))
-    for seq in (one, two):
+    first, second = (cache.acquire([1, 2, 3, 4, 5]) for _ in range(2))
+    for seq in (first, second):
         seq.extend([1, 2, 3, 4, 5])
         assert seq.take_page_table_delta()[1] == 0
-        pages, first = seq.take_page_table_delta()
-        assert (pages.tolist(), first) == (seq.pages.tolist(), 3)
-    told = two.take_page_table_delta()[0]
+        pages, start = seq.take_page_table_delta()
+        assert (pages.tolist(), start) == (seq.pages.tolist(), 3)
+    told = second.take_page_table_delta()[0]
     before = told.tolist()
-    one.commit(5)
-    two.commit(5)  # takes over the whole pages
-    assert two.pages[:2].tolist() == one.pages[:2].tolist() != before[:2]
+    first.commit(5)
+    second.commit(5)  # takes over the whole pages
+    assert second.pages[:2].tolist() == first.pages[:2].tolist() != before[:2]
     assert told.tolist() == before  # until it is told again
-    two.extend([6, 7])
-    pages, first = two.take_page_table_delta()
-    assert (pages.tolist(), first) == (two.pages.tolist(), 0)
-    two.commit(7)
-    two.truncate(4)
-    two.extend([8, 8, 8])
-    pages, first = two.take_page_table_delta()
-    assert (pages.tolist(), first) == (two.pages.tolist(), 2)
+    second.extend([6, 7])
+    pages, first = second.take_page_table_delta()
+    assert (pages.tolist(), first) == (second.pages.tolist(), 0)
+    second.commit(7)
+    second.truncate(4)
+    second.extend([8, 8, 8])
+    pages, first = second.take_page_table_delta()
+    assert (pages.tolist(), first) == (second.pages.tolist(), 2)
 
 
 class InFlightChunk(NamedTuple):
@@ -176,10 +176,10 @@ class FlightWorld(World):
 
     def tell(self, seq: Any) -> list[int]:
         pages, first = seq.take_page_table_delta()
-        found = [*self.told.get(id(seq), [])[:first], *pages.tolist()[first:]]
-        assert found == seq.pages.tolist()
-        self.told[id(seq)] = found
-        return found
+        table = [*self.told.get(id(seq), [])[:first], *pages.tolist()[first:]]
+        assert table == seq.pages.tolist()
+        self.told[id(seq)] = table
+        return table
 
     def now_token(self) -> int:
         return sum(self.seen.values()) % 2
@@ -194,10 +194,10 @@ class FlightWorld(World):
         if not seq.is_released and known < flight.end:  # the row before has told its token
             seq.fill([self.now_token() for _ in range(flight.end - known)])
         tokens = tuple(seq.tokens.tolist())
-        for at in range(flight.start, flight.end):
-            cell = flight.pages[at // self.page_size], at % self.page_size
+        for position in range(flight.start, flight.end):
+            cell = flight.pages[position // self.page_size], position % self.page_size
             assert cell not in shared, "a slot that others may read would be overwritten"
-            self.cells[cell] = (-9,) if seq.is_released else tokens[: at + 1]
+            self.cells[cell] = (-9,) if seq.is_released else tokens[: position + 1]
         self.seen["dead" if seq.is_released else "alive"] += 1
         if not seq.is_released:
             behind = seq.length > flight.end

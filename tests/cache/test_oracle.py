@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from radixserve.cache import CachedSequence
-from radixserve.cache.radix.session import RadixSession
+from radixserve.cache.radix.sessions import RadixSession
 from radixserve.config import EVICTION_POLICIES
 from tests.cache.hash_world import LateWorld
 from tests.cache.state_world import CrowdedStateWorld, LateStateWorld, StateWorld
@@ -139,10 +139,10 @@ class WindowMachine(CacheMachine):
 TestWindowMachine = WindowMachine.TestCase
 TestStateMachine = StateMachine.TestCase
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=40)
+TestCacheMachine.settings = settings(max_examples=30, stateful_step_count=40)
 
 
-TestStateMachine.settings = settings(TestCacheMachine.settings, max_examples=30)
+TestStateMachine.settings = settings(TestCacheMachine.settings, max_examples=15)
 TestWindowMachine.settings = TestStateMachine.settings
 
 

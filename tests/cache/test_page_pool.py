@@ -1,4 +1,4 @@
-"""The free list: every page is free or taken, and who grows page by page gets them in a row."""
+"""`PagePool`: every page is free or taken, and a sequence that grows page by page gets a row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from radixserve.errors import OutOfPages
 
 
 def grow(pool: PagePool, count: int, last: int = -1) -> list[int]:
-    """What one gets that takes page by page."""
+    """Pages taken one by one, each after the last."""
     taken = []
     for _ in range(count):
         [last] = pool.allocate_after(last)
@@ -23,7 +23,7 @@ def grow(pool: PagePool, count: int, last: int = -1) -> list[int]:
     return taken
 
 
-def test_who_takes_turns_gets_pages_in_a_row() -> None:
+def test_sequences_that_take_turns_get_pages_in_a_row() -> None:
     pool = PagePool(100)
     ours, theirs = [], []
     for _ in range(RUN_PAGES):
@@ -35,7 +35,7 @@ def test_who_takes_turns_gets_pages_in_a_row() -> None:
 
 
 def test_kept_pages_are_free() -> None:
-    """Who needs them gets them, and who had them kept goes on elsewhere, or not at all."""
+    """Reserved pages may be taken by any allocation; their sequence then continues elsewhere."""
     pool = PagePool(40)
     ours, theirs = grow(pool, 3), grow(pool, 1)
     assert pool.num_free == 36
@@ -60,13 +60,13 @@ def test_too_many_are_refused_and_nothing_changes() -> None:
 
 
 def test_several_at_once_are_those_one_by_one() -> None:
-    one, many = PagePool(100), PagePool(100)
-    assert many.allocate_after(-1, 20).tolist() == grow(one, 20)
-    assert many.allocate_after(19, 3).tolist() == grow(one, 3, 19)
-    before = many.free_ids()
+    singly, together = PagePool(100), PagePool(100)
+    assert together.allocate_after(-1, 20).tolist() == grow(singly, 20)
+    assert together.allocate_after(19, 3).tolist() == grow(singly, 3, 19)
+    before = together.free_ids()
     with pytest.raises(OutOfPages, match="78 pages wanted, 77 free of 100"):
-        many.allocate_after(22, 78)
-    assert many.free_ids() == before == one.free_ids()
+        together.allocate_after(22, 78)
+    assert together.free_ids() == before == singly.free_ids()
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -86,7 +86,7 @@ def test_pages_out_of_order_are_taken_as_they_come() -> None:
 
 
 def test_runs_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those who have ended leave the rest of their runs behind."""
+    """Sequences that ended without a release leave the rest of their runs behind."""
     monkeypatch.setattr(page_pool, "MAX_RUNS", 3)
     pool = PagePool(1000)
     for _ in range(20):
@@ -95,7 +95,7 @@ def test_runs_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pool.num_free == len(set(pool.free_ids())) == 980
 
 
-def test_what_was_kept_for_one_who_left_is_taken_next() -> None:
+def test_a_released_run_is_taken_next() -> None:
     pool = PagePool(100)
     ours = grow(pool, 5)
     pool.release_run(ours[-1])
@@ -107,18 +107,18 @@ def test_what_was_kept_for_one_who_left_is_taken_next() -> None:
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=80))
 def test_every_page_is_free_or_taken(steps: list[tuple[int, int]]) -> None:
     pool, held = PagePool(90), [[] for _ in range(10)]
-    for kind, who in steps:
-        mine = held[who]
+    for kind, number in steps:
+        mine = held[number]
         if kind == 0:
-            pool.release_run(mine[-1] if mine else who)
-            pool.free(array("i", mine[who:]))
-            del mine[who:]
-        elif kind == 1 and pool.num_free >= 3 * who:
-            mine += pool.allocate(3 * who)
+            pool.release_run(mine[-1] if mine else number)
+            pool.free(array("i", mine[number:]))
+            del mine[number:]
+        elif kind == 1 and pool.num_free >= 3 * number:
+            mine += pool.allocate(3 * number)
         elif kind == 2 and pool.num_free:
             mine += pool.allocate_after(mine[-1] if mine else -1)
-        elif kind == 3 and who % 2 and pool.num_free >= who:
-            mine += pool.allocate_after(mine[-1] if mine else -1, who)
+        elif kind == 3 and number % 2 and pool.num_free >= number:
+            mine += pool.allocate_after(mine[-1] if mine else -1, number)
         elif kind == 3:
             mine += grow(pool, min(5, pool.num_free), mine[-1] if mine else -1)
         free = pool.free_ids()

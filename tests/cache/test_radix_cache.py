@@ -216,8 +216,8 @@ class TestEviction:
             put(cache, [first] * 10).release()
         cache.acquire([1] * 10).release()  # used again
         cache.evict(10)
-        found = [cache.lookup([first] * 10).cached_len for first in (1, 2, 3)]
-        assert found == [9, 0, 9]
+        lengths = [cache.lookup([first] * 10).cached_len for first in (1, 2, 3)]
+        assert lengths == [9, 0, 9]
 
     def test_lookup_does_not_count_as_use(self) -> None:
         cache = RadixCache(100)
@@ -345,8 +345,8 @@ class TestReasons:
     def test_never_seen(self, cache: RadixCache) -> None:
         assert cache.lookup([1, 2, 3]).reason == "never_seen"
         put(cache, [1, 2, 3, 4]).release()
-        found = cache.lookup([1, 2, 3, 4, 5, 6])
-        assert (found.cached_len, found.reason, found.position) == (4, "never_seen", 4)
+        answer = cache.lookup([1, 2, 3, 4, 5, 6])
+        assert (answer.cached_len, answer.reason, answer.position) == (4, "never_seen", 4)
 
     def test_full(self, cache: RadixCache) -> None:
         put(cache, [1, 2, 3, 4]).release()
@@ -355,15 +355,15 @@ class TestReasons:
 
     def test_diverged_names_both_tokens(self, cache: RadixCache) -> None:
         put(cache, list(range(100))).release()
-        found = cache.lookup([*range(70), 5, 6])
-        assert found == (70, "diverged", 70, 70, 5)
+        answer = cache.lookup([*range(70), 5, 6])
+        assert answer == (70, "diverged", 70, 70, 5)
 
     def test_evicted(self, cache: RadixCache) -> None:
         tokens = list(range(256))
         put(cache, tokens).release()
         cache.evict(64)
-        found = cache.lookup(tokens)
-        assert (found.cached_len, found.reason) == (192, "evicted")
+        answer = cache.lookup(tokens)
+        assert (answer.cached_len, answer.reason) == (192, "evicted")
         cache.evict(10**6)
         assert cache.lookup(tokens).reason == "evicted"
         assert cache.lookup([9, *tokens]).reason == "never_seen"
@@ -386,8 +386,8 @@ class TestReasons:
     def test_position_is_the_true_one_when_no_page_is_left_for_a_head(self) -> None:
         cache = RadixCache(2, page_size=16)
         held = put(cache, list(range(32)))
-        found = cache.lookup([*range(20), 99, 98])
-        assert found == (16, "diverged", 20, 20, 99)
+        answer = cache.lookup([*range(20), 99, 98])
+        assert answer == (16, "diverged", 20, 20, 99)
         held.release()
 
     def test_namespace(self, cache: RadixCache) -> None:
@@ -398,8 +398,8 @@ class TestReasons:
     def test_lookup_predicts_acquire_when_no_page_is_left_for_a_head(self) -> None:
         cache = RadixCache(2, page_size=4)
         seq = put(cache, [1, 2, 3, 4, 5, 6, 7, 8])
-        found = cache.lookup([1, 2, 3, 4, 5, 6, 0])
-        assert found.cached_len == 4
+        answer = cache.lookup([1, 2, 3, 4, 5, 6, 0])
+        assert answer.cached_len == 4
         assert cache.acquire([1, 2, 3, 4, 5, 6, 0]).cached_len == 4
         seq.release()
         assert cache.lookup([1, 2, 3, 4, 5, 6, 0]).cached_len == 4
@@ -413,13 +413,13 @@ def test_settings_are_checked() -> None:
 
 def test_without_reuse_nothing_is_shared_or_kept() -> None:
     cache = RadixCache(100, reuse=False)
-    one = put(cache, [1, 2, 3, 4])
-    two = put(cache, [1, 2, 3, 4])
-    assert two.cached_len == 0
-    assert not set(one.pages.tolist()) & set(two.pages.tolist())
-    forked = one.fork()
-    assert forked.pages.tolist() == one.pages.tolist()
-    for seq in (one, two, forked):
+    first = put(cache, [1, 2, 3, 4])
+    second = put(cache, [1, 2, 3, 4])
+    assert second.cached_len == 0
+    assert not set(first.pages.tolist()) & set(second.pages.tolist())
+    forked = first.fork()
+    assert forked.pages.tolist() == first.pages.tolist()
+    for seq in (first, second, forked):
         seq.release()
         cache.check()
     assert cache.stats()["pages_free"] == 100

@@ -49,8 +49,8 @@ class TestSize:
         count = min(1_000, cache.num_pages - 1)
         for branch in range(count):
             put_fast(cache, [7] * (size - 1) + [branch])
-        found = cache.lookup([7] * (size - 1) + [3, 3])
-        assert found.cached_len == size
+        answer = cache.lookup([7] * (size - 1) + [3, 3])
+        assert answer.cached_len == size
         cache.check()
 
 

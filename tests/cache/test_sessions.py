@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from radixserve.cache import RadixCache
-from radixserve.cache.radix.session import RadixSession
+from radixserve.cache import RadixCache, SnapshotView
+from radixserve.cache.radix.sessions import RadixSession, SessionAwareEviction
 from radixserve.config import EVICTION_POLICIES
 from radixserve.errors import InvalidRequest
 
@@ -31,10 +31,10 @@ def serve(cache: RadixCache, tokens: list[int], session: RadixSession | None = N
     seq = cache.acquire(tokens, session=session)
     seq.extend(tokens[seq.cached_len :])
     seq.commit(len(tokens))
-    found = seq.cached_len
+    cached_len = seq.cached_len
     seq.release()
     cache.check()
-    return found
+    return cached_len
 
 
 def block(name: int, size: int = 10) -> list[int]:
@@ -73,7 +73,7 @@ class TestClosed:
         serve(cache, block(1) + block(2), a)
         serve(cache, block(1) + block(3), b)
         serve(cache, block(4) + block(5), a)
-        serve(cache, block(4))  # somebody without a session
+        serve(cache, block(4))  # without a session
         a.close()
         cache.check()
         assert cache.stats()["pages_closed"] == 20  # blocks 2 and 5
@@ -96,7 +96,7 @@ class TestClosed:
         assert cache.stats()["pages_closed"] == 10
 
     def test_a_dead_branch_of_an_open_chat_is_closed(self, clock: Clock) -> None:
-        """Thinking that was rolled back: nobody will come back to it."""
+        """Thinking that was rolled back will not be continued."""
         cache = make(clock)
         chat = cache.open_session("chat")
         seq = cache.acquire(block(1), session=chat)
@@ -142,7 +142,7 @@ class TestClosed:
             assert [lease["tokens"] for lease in stats["leases"]] == [50]
 
     @pytest.mark.parametrize("page_size", [1, 2, 5])
-    def test_going_on_from_somebody_elses_end(self, clock: Clock, page_size: int) -> None:
+    def test_continuing_from_the_end_of_another_session(self, clock: Clock, page_size: int) -> None:
         cache = RadixCache(100 // page_size, page_size, clock=clock)
         parent, child = cache.open_session("parent"), cache.open_session("child")
         serve(cache, block(0))
@@ -272,17 +272,52 @@ class TestBorders:
             with pytest.raises(InvalidRequest, match="max_lease_share must be"):
                 make(clock, max_lease_share=bad)
 
-    def test_a_reset_forgets_leases_when_it_is_carried_out(self, clock: Clock) -> None:
+    def test_a_reset_ends_leases_and_forgets_where_sessions_ended(self, clock: Clock) -> None:
         cache = make(clock)
         chat = cache.open_session("chat", lease_s=1e9)
-        serve(cache, block(1), chat)
+        notes = cache.open_session("notes", retain_until=1e9)
+        closed = cache.open_session("closed")
+        for number, session in enumerate((chat, notes, closed)):
+            serve(cache, block(number), session)
+        with cache.acquire(block(4), "other", session=chat) as seq:
+            seq.extend(block(4))
+            seq.commit(10)
+        closed.close()
+        assert cache.stats()["pages_leased"] == 20
+        cache.reset("")
+        cache.check()
+        stats = cache.stats()
+        assert (stats["pages_leased"], stats["pages_retained"], stats["pages_closed"]) == (10, 0, 0)
+        assert [lease["tokens"] for lease in stats["leases"]] == [10]
+        assert cache.held_tokens([chat, notes]) == 10
         cache.reset()
         cache.check()
-        assert serve(cache, block(2, 100)) == 0  # takes every page
         assert cache.stats()["leases"] == []
-        assert cache.stats()["pages_leased"] == 0
+        assert serve(cache, block(2, 100)) == 0  # takes every page
         chat.close()
         cache.check()
+
+    def test_the_audit_finds_leases_that_a_reset_left(
+        self, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cache = make(clock)
+        serve(cache, block(1), cache.open_session("chat", lease_s=1e9))
+        monkeypatch.setattr(SessionAwareEviction, "on_reset", lambda *_: None)
+        cache.reset()
+        with pytest.raises(AssertionError, match="still reached or leased"):
+            cache.check()
+
+    def test_everything_that_shows_leases_ends_expired_ones_first(self, clock: Clock) -> None:
+        cache = make(clock)
+        serve(cache, block(1), cache.open_session("chat", lease_s=5.0))
+        clock.now += 5.0
+        (node,) = cache.dump()["namespaces"][""]["children"]
+        assert node["state"] == "cached"
+        cache, clock.now = make(clock), 0.0
+        serve(cache, block(1), cache.open_session("chat", lease_s=5.0))
+        clock.now += 5.0
+        (node,) = cache.snapshot(SnapshotView())["nodes"]
+        assert node["state"] == "cached"
 
     def test_a_session_may_come_late(self, clock: Clock) -> None:
         """What was cached before the first session keeps its order."""

@@ -24,8 +24,8 @@ def use(cache: PrefixCache, tokens: Any, namespace: str = "", **options: Any) ->
     return sequence
 
 
-def owners(found: dict[str, Any]) -> Counter[str]:
-    return Counter(NAMES[letter] for letter in found["pages"]["owners"])
+def owners(snapshot: dict[str, Any]) -> Counter[str]:
+    return Counter(NAMES[letter] for letter in snapshot["pages"]["owners"])
 
 
 def pages_of(runs: list[list[int]]) -> list[int]:
@@ -40,7 +40,7 @@ def test_a_small_tree_is_shown_as_dump_shows_it(page_size: int) -> None:
     use(cache, [*range(12), *range(100, 112)], session=session).release()
     held = use(cache, [*range(8), *range(200, 209)])
     forked = held.fork()
-    found, dump = cache.snapshot(SnapshotView()), cache.dump()
+    snapshot, dump = cache.snapshot(SnapshotView()), cache.dump()
     nodes = {}
     stack = [(None, root) for root in dump["namespaces"].values()]
     while stack:
@@ -48,31 +48,35 @@ def test_a_small_tree_is_shown_as_dump_shows_it(page_size: int) -> None:
         key = tuple(node["tokens"])
         nodes[node["start"], key] = (parent, node)
         stack += [(key, child) for child in node["children"]]
-    assert len(found["nodes"]) == len(nodes) - 1  # without the root
-    texts = {one["id"]: tuple(one["head"] + one["tail"]) for one in found["nodes"]}
-    for one in found["nodes"]:
-        parent, node = nodes[one["start"], texts[one["id"]]]
-        assert texts.get(one["parent"], ()) == parent
+    assert len(snapshot["nodes"]) == len(nodes) - 1  # without the root
+    texts = {shown["id"]: tuple(shown["head"] + shown["tail"]) for shown in snapshot["nodes"]}
+    for shown in snapshot["nodes"]:
+        parent, node = nodes[shown["start"], texts[shown["id"]]]
+        assert texts.get(shown["parent"], ()) == parent
         for name in ("num_tokens", "lock_ref", "sequences", "state"):
-            assert one[name] == node[name], name
-        assert pages_of(one["pages"]) == node["pages"]
-        assert one["num_children"] == len(node["children"])
-        assert (one["idle_s"] is None) == bool(one["lock_ref"])
-    assert [one["sessions"] for one in found["nodes"] if one["num_sessions"]].count(["chat"]) == 1
-    stats, counted = cache.stats(), owners(found)
+            assert shown[name] == node[name], name
+        assert pages_of(shown["pages"]) == node["pages"]
+        assert shown["num_children"] == len(node["children"])
+        assert (shown["idle_s"] is None) == bool(shown["lock_ref"])
+    assert [shown["sessions"] for shown in snapshot["nodes"] if shown["num_sessions"]].count(
+        ["chat"]
+    ) == 1
+    stats, counted = cache.stats(), owners(snapshot)
     assert counted["free"] == stats["pages_free"]
-    assert counted["private"] == stats["pages_private"] == found["pages"]["private"]
+    assert counted["private"] == stats["pages_private"] == snapshot["pages"]["private"]
     assert counted["locked"] == stats["pages_locked"]
     assert counted["tree"] + counted["leased"] == stats["pages_cached"]
     assert counted["leased"] > 0
-    users = found["pages"]["users"]  # of page tables: the fork has its own copy of a part of a page
-    assert found["pages"]["shared"] == sum(digit > "1" for digit in users)
-    assert found["pages"]["shared"] == stats["pages_shared"] - (page_size > 1)
+    users = snapshot["pages"][
+        "users"
+    ]  # of page tables: the fork has its own copy of a part of a page
+    assert snapshot["pages"]["shared"] == sum(digit > "1" for digit in users)
+    assert snapshot["pages"]["shared"] == stats["pages_shared"] - (page_size > 1)
     assert sum(int(digit, 36) for digit in users) == len(held.pages) + len(forked.pages)
     slots = dump["fragmentation"]
-    assert found["fragmentation"] == {name: slots[name] for name in ("slots", "unused_slots")}
-    ids = [one["head"] + one["tail"] for one in found["victims"]]
-    assert ids == [one["tokens"] for one in cache.eviction_preview(8)]
+    assert snapshot["fragmentation"] == {name: slots[name] for name in ("slots", "unused_slots")}
+    ids = [shown["head"] + shown["tail"] for shown in snapshot["victims"]]
+    assert ids == [shown["tokens"] for shown in cache.eviction_preview(8)]
     for sequence in (held, forked):
         sequence.release()
     cache.check()
@@ -82,17 +86,17 @@ def test_the_hash_cache_shows_runs_of_blocks() -> None:
     cache = HashBlockCache(64, 4)
     use(cache, range(24)).release()
     held = use(cache, [*range(12), *range(100, 113)])
-    found, stats = cache.snapshot(SnapshotView()), cache.stats()
-    trunk, branch = sorted(found["nodes"], key=lambda one: one["start"])
+    snapshot, stats = cache.snapshot(SnapshotView()), cache.stats()
+    trunk, branch = sorted(snapshot["nodes"], key=lambda shown: shown["start"])
     assert trunk["head"] == [*range(24)]
     assert (branch["parent"], branch["start"]) == (trunk["id"], 12)
     assert branch["head"] == [*range(100, 112)]
     assert (trunk["state"], branch["sequences"]) == ("referenced", 1)
-    counted = owners(found)
+    counted = owners(snapshot)
     assert counted["free"] == stats["pages_free"]
     assert counted["private"] == stats["pages_private"] == 1
     assert counted["locked"] == stats["pages_locked"]
-    assert found["victims"][0]["head"] == [20, 21, 22, 23]
+    assert snapshot["victims"][0]["head"] == [20, 21, 22, 23]
     held.release()
 
 
@@ -101,17 +105,17 @@ def test_a_namespace_sees_its_own_part_only() -> None:
         mine = use(cache, range(10), "ann")
         use(cache, range(50, 62), "ann/salt").release()
         theirs = [use(cache, range(20, 30), name) for name in ("bob", "anna")]
-        found = cache.snapshot(SnapshotView(within="ann"))
-        assert {one["namespace"] for one in found["nodes"]} == {"ann", "ann/salt"}
-        assert {space["name"] for space in found["namespaces"]} == {"ann", "ann/salt"}
-        counted = owners(found)
+        snapshot = cache.snapshot(SnapshotView(within="ann"))
+        assert {shown["namespace"] for shown in snapshot["nodes"]} == {"ann", "ann/salt"}
+        assert {space["name"] for space in snapshot["namespaces"]} == {"ann", "ann/salt"}
+        counted = owners(snapshot)
         assert counted == Counter(other=64 - 6, locked=3 - mine.num_private, tree=3,
                                   private=mine.num_private)  # fmt: skip
-        assert found["victims"] == []
-        assert "free_runs" not in found["pages"]
+        assert snapshot["victims"] == []
+        assert "free_runs" not in snapshot["pages"]
         path = SnapshotView(within="ann", path=tuple(range(20, 30)), path_namespace="bob")
         again = cache.snapshot(path)["nodes"]
-        assert [one["id"] for one in again] == [one["id"] for one in found["nodes"]]
+        assert [shown["id"] for shown in again] == [shown["id"] for shown in snapshot["nodes"]]
         for sequence in (mine, *theirs):
             sequence.release()
 
@@ -149,9 +153,9 @@ def num_calls(cache: PrefixCache, view: SnapshotView) -> int:
 def test_a_snapshot_costs_no_more_for_a_larger_tree() -> None:
     view = SnapshotView(opened=frozenset(range(50)), max_nodes=60, max_cells=512)
     small, large = big_tree(2500), big_tree(6000)
-    found = large.snapshot(view)
-    assert len(found["nodes"]) == 60
-    assert len(found["pages"]["owners"]) <= 512
+    snapshot = large.snapshot(view)
+    assert len(snapshot["nodes"]) == 60
+    assert len(snapshot["pages"]["owners"]) <= 512
     assert num_calls(large, view) < 1.2 * num_calls(small, view)
 
 
@@ -162,10 +166,10 @@ def test_what_was_asked_for_is_shown_in_a_large_tree() -> None:
     for number in range(400):
         use(cache, [3000 + number, 1]).release()
     small = SnapshotView(max_nodes=60)
-    assert 2000 not in {one["head"][0] for one in cache.snapshot(small)["nodes"]}
-    found = cache.snapshot(SnapshotView(max_nodes=60, path=tuple(wanted)))
-    assert found["nodes"][0]["head"] == wanted
-    root = found["namespaces"][0]
+    assert 2000 not in {shown["head"][0] for shown in cache.snapshot(small)["nodes"]}
+    snapshot = cache.snapshot(SnapshotView(max_nodes=60, path=tuple(wanted)))
+    assert snapshot["nodes"][0]["head"] == wanted
+    root = snapshot["namespaces"][0]
     assert root["num_children"] > 400
 
 
@@ -173,7 +177,9 @@ def test_opened_nodes_show_more_children() -> None:
     cache = RadixCache(4096)
     for number in range(100):
         use(cache, [1, 2, 3, 100 + number]).release()
-    (trunk,) = [one for one in cache.snapshot(SnapshotView())["nodes"] if one["parent"] is None]
+    (trunk,) = [
+        shown for shown in cache.snapshot(SnapshotView())["nodes"] if shown["parent"] is None
+    ]
     assert trunk["num_children"] == 100
     few = len(cache.snapshot(SnapshotView())["nodes"])
     view = SnapshotView(opened=frozenset({trunk["id"]}))
@@ -188,14 +194,14 @@ def test_pinned_and_retained_nodes() -> None:
         pin = cache.pin(range(12), session=session)
         kept = use(cache, range(20, 32), session=session)
         kept.release()
-        found = cache.snapshot(SnapshotView())
-        states = {one["head"][0]: one for one in found["nodes"]}
+        snapshot = cache.snapshot(SnapshotView())
+        states = {shown["head"][0]: shown for shown in snapshot["nodes"]}
         assert (states[0]["state"], states[0]["sequences"], states[0]["lock_ref"]) == (
             "pinned", 0, 1
         )  # fmt: skip
         assert states[20]["state"] == "leased"
-        assert owners(found) == Counter(free=64 - 6, locked=3, leased=3)
-        assert set(found["pages"]["users"]) == {"0"}
+        assert owners(snapshot) == Counter(free=64 - 6, locked=3, leased=3)
+        assert set(snapshot["pages"]["users"]) == {"0"}
         pin.release()
 
 

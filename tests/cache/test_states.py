@@ -1,4 +1,4 @@
-"""Recurrent states: where checkpoints are taken, what of them is found again, and who owns them."""
+"""Recurrent states: where checkpoints are taken, when they are reused, and their owners."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from radixserve.cache import OutOfPages, RadixCache
+from radixserve.cache import MESSAGE, OutOfPages, RadixCache
+from radixserve.cache import PROMPT as TURN
+from radixserve.cache.radix.checkpoint_order import CheckpointSpacing
 
 PROMPT = list(range(100, 160))
 
@@ -42,10 +44,10 @@ def serve(cache: RadixCache, tokens: list[int], answer: list[int] | None = None)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_checkpoints_are_taken_at_intervals_and_before_the_last_token(page_size: int) -> None:
+def test_checkpoints_are_taken_at_intervals_and_before_the_end(page_size: int) -> None:
     cache = make(page_size=page_size)
-    assert serve(cache, PROMPT) == (0, [16, 32, 48, 59])
-    assert cache.lookup(PROMPT) == (59, "full", 59, None, None)
+    assert serve(cache, PROMPT) == (0, [16, 32, 48, 52, 59])
+    assert cache.lookup(PROMPT)[:5] == (59, "full", 59, None, None)
     assert serve(cache, PROMPT) == (59, [])
     assert serve(cache, [*PROMPT, 1, 2]) == (60, [61])  # where the sequence before ended
 
@@ -54,9 +56,9 @@ def test_a_branch_gets_a_checkpoint_when_it_is_seen_again() -> None:
     cache = make(interval=1000)
     serve(cache, PROMPT)
     second, third = [*PROMPT[:30], 1, 2, 3], [*PROMPT[:30], 4, 5]
-    found = cache.lookup(second)
-    assert (found.cached_len, found.reason, found.position) == (0, "no_checkpoint", 30)
-    assert serve(cache, second) == (0, [30, 32])
+    answer = cache.lookup(second)
+    assert (answer.cached_len, answer.reason, answer.position) == (0, "no_checkpoint", 30)
+    assert serve(cache, second) == (0, [25, 30, 32])
     assert cache.lookup(third)[:3] == (30, "diverged", 30)
     assert serve(cache, third) == (30, [31])
 
@@ -128,7 +130,7 @@ def test_a_wanted_checkpoint_is_taken() -> None:
     cache = make(interval=1000)
     seq = cache.acquire(PROMPT)
     seq.want_checkpoint(21)
-    assert compute(cache, seq, PROMPT) == [21, 59]
+    assert compute(cache, seq, PROMPT) == [21, 52, 59]
 
 
 def test_a_sequence_begins_with_a_copy() -> None:
@@ -166,13 +168,67 @@ def test_truncate_goes_back_to_a_checkpoint() -> None:
     cache.check()
 
 
-def test_the_least_recently_used_is_evicted() -> None:
+def test_what_saves_the_fewest_tokens_is_evicted() -> None:
+    """Of several prompts alike the oldest, and of each first the states near others."""
     cache = make(num_states=4, interval=1000)
     for first in range(5):
-        serve(cache, [first, *PROMPT])  # two checkpoints each
-    assert [cache.lookup([first, *PROMPT]).cached_len for first in range(5)] == [0, 0, 0, 60, 60]
-    assert cache.stats()["evicted_checkpoints"] == 6
+        serve(cache, [first, *PROMPT])
+    lengths = [cache.lookup([first, *PROMPT]).cached_len for first in range(5)]
+    assert lengths[0] == 0
+    assert lengths[-1] == 60
+    assert sum(length > 0 for length in lengths) >= 2
     assert cache.lookup([0, *PROMPT])[:3] == (0, "no_checkpoint", 60)
+    assert cache.lookup([0, *PROMPT]).missing_state_tokens == 60
+
+
+def test_a_prefix_in_use_outlives_newer_states() -> None:
+    cache = make(num_states=6, interval=1000)
+    head = list(range(1000, 1040))
+    serve(cache, [*head, 1, 2])
+    for turn in range(20):
+        serve(cache, [turn, *range(300, 340)])  # never again
+        assert cache.lookup([*head, 50 + turn, 3]).cached_len >= 34
+        serve(cache, [*head, 50 + turn, 3])
+
+
+def test_a_checkpoint_near_others_is_not_worth_another_ones_room() -> None:
+    cache = make(num_states=3, interval=1000)
+    serve(cache, PROMPT)
+    cache.lookup(PROMPT)
+    seq = cache.acquire(PROMPT)
+    seq.extend([PROMPT[-1]])
+    assert cache.lookup(PROMPT).cached_len == 59
+    more = cache.acquire([*PROMPT[:40], 1, 2])
+    more.extend([*PROMPT[:40], 1, 2])
+    more.want_checkpoint(41)
+    before = cache.stats()["evicted_checkpoints"]
+    taken = [length for length, _ in more.take_checkpoints(0)]
+    assert 41 not in taken or cache.stats()["evicted_checkpoints"] > before
+    cache.check()
+
+
+def test_spacing_follows_the_memory_of_a_state() -> None:
+    large, small = CheckpointSpacing(None, 3168), CheckpointSpacing(None, 10)
+    assert (large.interval, small.interval) == (4096, 64)
+    dense = [64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280]
+    assert large.lengths(0, 1300) == dense
+    assert large.lengths(0, 1 << 20)[-1] - large.lengths(0, 1 << 20)[-2] == 8192
+    assert small.lengths(0, 1 << 12) == list(range(64, 4097, 64))
+    for spacing in (large, small, CheckpointSpacing(48)):
+        whole = spacing.lengths(0, 5000)
+        parts = [spacing.lengths(cut, min(cut + 77, 5000)) for cut in range(0, 5000, 77)]
+        assert [length for part in parts for length in part] == whole
+
+
+def test_ends_of_messages_get_checkpoints_as_far_as_they_lie_apart() -> None:
+    cache = make(num_states=40, interval=1000)
+    prompt = list(range(500))
+    seq = cache.acquire(prompt)
+    for length in (100, 110, 300, 490):
+        seq.want_checkpoint(length, MESSAGE)
+    seq.want_checkpoint(20, TURN)
+    seq.want_checkpoint(495, TURN)  # so that none is taken 8 tokens before the end
+    assert compute(cache, seq, prompt) == [20, 300, 490, 495, 499]
 
 
 def test_what_loses_its_pages_loses_its_states() -> None:

@@ -50,8 +50,8 @@ def test_nothing_is_dropped_while_window_pages_are_free() -> None:
 def test_what_ends_outside_of_the_windows_left_is_computed_again() -> None:
     cache = make(num_window_pages=25)
     serve(cache, PROMPT)
-    found = cache.lookup([*PROMPT[:20], 7, 7])
-    assert found[:3] == (0, "window_evicted", 20)
+    answer = cache.lookup([*PROMPT[:20], 7, 7])
+    assert answer[:3] == (0, "window_evicted", 20)
     assert cache.lookup([*PROMPT, 7]).cached_len == 60
     assert serve(cache, [*PROMPT[:20], 7, 7]) == 0
     assert cache.lookup([*PROMPT[:20], 8]).cached_len == 20  # the tree's pages have theirs again
@@ -160,7 +160,7 @@ def test_no_placeholder_without_a_window_page() -> None:
     for seq in seqs:
         seq.extend(PROMPT[:4])
     with pytest.raises(OutOfPages, match="window pages"):
-        cache.append_placeholder(seqs)
+        cache.append_next(seqs)
     assert [seq.length for seq in seqs] == [4, 4]
     cache.check()
 
@@ -229,10 +229,10 @@ def test_a_lookup_tells_what_a_sibling_has(tail: int) -> None:
     other = cache.acquire([7])
     other.extend([7])
     prompt = [*PROMPT[:6], tail, 7, 7]
-    found = cache.lookup(prompt)
-    assert found.reason in ("window_evicted", "diverged")
+    answer = cache.lookup(prompt)
+    assert answer.reason in ("window_evicted", "diverged")
     with cache.acquire(prompt) as seq:
-        assert seq.length == found.cached_len
+        assert seq.length == answer.cached_len
 
 
 def test_a_fork_copies_both_parts_of_a_page() -> None:

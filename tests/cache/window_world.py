@@ -52,19 +52,19 @@ class WindowWorld(World):
         super().write(seq, start)
         self.window_cells, self.copies = self.copied(), []
         tokens = tuple(seq.tokens)
-        for at in range(start, seq.length):
-            window = self.table[int(seq.pages[at // self.page_size])]
+        for position in range(start, seq.length):
+            window = self.table[int(seq.pages[position // self.page_size])]
             assert window >= 0, "a new token has no place for its K and V"
-            self.window_cells[window, at % self.page_size] = tokens[: at + 1]
+            self.window_cells[window, position % self.page_size] = tokens[: position + 1]
 
     def verify(self, seq: Any) -> None:
         super().verify(seq)
         cells, tokens, end = self.copied(), tuple(seq.tokens), seq.committed_len
-        for at in range(max(0, end + 1 - self.window_size), end):
-            page, slot = int(seq.pages[at // self.page_size]), at % self.page_size
+        for position in range(max(0, end + 1 - self.window_size), end):
+            page, slot = int(seq.pages[position // self.page_size]), position % self.page_size
             window = self.table[page]
-            assert window >= 0, f"position {at} of {seq} is seen and has no window page"
-            assert cells[window, slot] == tokens[: at + 1], f"position {at} of {seq}"
+            assert window >= 0, f"position {position} of {seq} is seen and has no window page"
+            assert cells[window, slot] == tokens[: position + 1], f"position {position} of {seq}"
 
     def truncate(self, seq: Any, length: int) -> None:
         tokens = tuple(seq.tokens)
@@ -78,16 +78,16 @@ class WindowWorld(World):
         self.copy_page_prefixes(seq)
         self.verify(seq)
 
-    def check_lookup(self, found: Lookup, tokens: Prefix, namespace: str) -> None:
+    def check_lookup(self, answer: Lookup, tokens: Prefix, namespace: str) -> None:
         self.update()
         cached = self.longest_cached(tokens, namespace)
-        assert found.cached_len <= cached
+        assert answer.cached_len <= cached
         if self.page_size == 1:
             usable = self.longest_usable(tokens[:cached], namespace)
-            assert found.cached_len == usable
-            assert (found.reason == "window_evicted") == (usable < cached)
-        if found.reason == "window_evicted":
-            assert found.position == cached
+            assert answer.cached_len == usable
+            assert (answer.reason == "window_evicted") == (usable < cached)
+        if answer.reason == "window_evicted":
+            assert answer.position == cached
 
     def longest_usable(self, tokens: Prefix, namespace: str) -> int:
         path = next(

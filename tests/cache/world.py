@@ -18,7 +18,7 @@ from radixserve.cache import (
     PrefixWatch,
     RadixCache,
 )
-from radixserve.cache.radix.session import RadixSession as CacheSession
+from radixserve.cache.radix.sessions import RadixSession as CacheSession
 
 Prefix = tuple[int, ...]
 
@@ -74,21 +74,29 @@ class World:
         allow_full: bool = False,
         session: CacheSession | None = None,
         priority: int = 0,
+        old_watch: PrefixWatch | None = None,
     ) -> None:
+        """`old_watch`: of these tokens; its match is taken, however the cache has changed since."""
         before = self.cache.dump()
-        found = self.cache.lookup(tokens, namespace, allow_full=allow_full)
+        answer = self.cache.lookup(tokens, namespace, allow_full=allow_full)
         watch = self.cache.watch(_array(tokens), namespace)
         assert self.cache.dump() == before, "lookup changed something"
         limit = len(tokens) if allow_full else max(0, len(tokens) - 1)
         true = self.longest_cached(tokens[:limit], namespace)
-        self.check_lookup(found, tokens[:limit], namespace)
+        self.check_lookup(answer, tokens[:limit], namespace)
         if not allow_full and self.cache.sharing_enabled:
             assert watch.cached_len == true
         self.watches.append((watch, tokens, namespace))
-        seq = self.cache.acquire(
-            tokens, namespace, allow_full=allow_full, session=session, priority=priority
-        )
-        assert seq.cached_len == seq.length == found.cached_len
+        if old_watch is None:
+            seq = self.cache.acquire(
+                tokens, namespace, allow_full=allow_full, session=session, priority=priority
+            )
+        else:
+            assert not allow_full
+            assert self.cache.resumable_len(old_watch) == answer.cached_len
+            seq, lookup = self.cache.acquire_watched(old_watch, session=session, priority=priority)
+            assert lookup == answer
+        assert seq.cached_len == seq.length == answer.cached_len
         assert tuple(seq.tokens) == tokens[: seq.cached_len]
         self.owner[id(seq)] = session
         self.add_sequence(seq, namespace)
@@ -174,19 +182,19 @@ class World:
     def write(self, seq: CachedSequence, start: int) -> None:
         tokens = tuple(seq.tokens)
         shared = self.shared_cells()
-        for at in range(start, seq.length):
-            cell = int(seq.pages[at // self.page_size]), at % self.page_size
+        for position in range(start, seq.length):
+            cell = int(seq.pages[position // self.page_size]), position % self.page_size
             assert cell not in shared, "a slot that others may read would be overwritten"
-            self.cells[cell] = tokens[: at + 1]
+            self.cells[cell] = tokens[: position + 1]
 
     def verify(self, seq: CachedSequence) -> None:
         """Everything that this sequence's next step would read is what it should be."""
         tokens = tuple(seq.tokens)
         heads = {target: source for source, target, _ in seq.cow_copies}
-        for at in range(seq.committed_len):
-            page, slot = int(seq.pages[at // self.page_size]), at % self.page_size
+        for position in range(seq.committed_len):
+            page, slot = int(seq.pages[position // self.page_size]), position % self.page_size
             page = heads.get(page, page)  # not copied yet
-            assert self.cells[page, slot] == tokens[: at + 1], f"position {at} of {seq}"
+            assert self.cells[page, slot] == tokens[: position + 1], f"position {position} of {seq}"
 
     # -- the oracle ---------------------------------------------------------------------------
 
@@ -200,8 +208,8 @@ class World:
             node, tokens, cells = stack.pop()
             for child in node["children"]:
                 more = [
-                    (child["pages"][at // self.page_size], at % self.page_size)
-                    for at in range(child["num_tokens"])
+                    (child["pages"][index // self.page_size], index % self.page_size)
+                    for index in range(child["num_tokens"])
                 ]
                 stack.append((child, tokens + tuple(child["tokens"]), cells + more))
             yield tokens, cells
@@ -212,16 +220,18 @@ class World:
             agreed = 0
             while agreed < min(len(path), len(tokens)) and path[agreed] == tokens[agreed]:
                 agreed += 1
-            for at in range(len(path)):
-                assert self.cells[cells[at]] == path[: at + 1], "a cached page holds something else"
+            for index in range(len(path)):
+                assert self.cells[cells[index]] == path[: index + 1], (
+                    "a cached page holds something else"
+                )
             longest = max(longest, agreed)
         return longest
 
-    def check_lookup(self, found: Lookup, tokens: Prefix, namespace: str) -> None:
+    def check_lookup(self, answer: Lookup, tokens: Prefix, namespace: str) -> None:
         true = self.longest_cached(tokens, namespace)
-        assert true - true % self.page_size <= found.cached_len <= true
+        assert true - true % self.page_size <= answer.cached_len <= true
         if self.cache.stats()["pages_free"]:
-            assert found.cached_len == true
+            assert answer.cached_len == true
 
     def is_short_of_states(self) -> bool:
         return False
@@ -231,9 +241,10 @@ class World:
         return {tokens[:end] for tokens, _ in paths for end in range(1, len(tokens) + 1)}
 
     def check_order_of_loss(self, before: dict[str, set[Prefix]]) -> None:
-        """What somebody may come back to goes only when nothing is left that nobody will.
+        """Prefixes that an open session or a plain request may continue are evicted only when no
+        closed ones are left.
 
-        To the page: the head of one may live on in a sibling's page alone.
+        Compared in whole pages: the start of a page may be left in a sibling's page alone.
         """
         if not self.sessions:
             return
@@ -312,14 +323,16 @@ def random_step(world: World, rng: random.Random, max_len: int) -> None:
     seq = rng.choice(world.open) if world.open else None
     world.now += rng.choice([0.0, 0.5, 3.0])
     if action == "acquire" and len(world.open) < 12:
-        tokens = random_tokens(world, rng, max_len)
-        world.acquire(
-            tokens,
-            rng.choice(["", "", "b"]),
-            allow_full=rng.random() < 0.2,
-            session=rng.choice([None, *world.sessions[-6:]]),
-            priority=rng.choice([-1, 0, 0, 2]),
-        )
+        use = {
+            "session": rng.choice([None, *world.sessions[-6:]]),
+            "priority": rng.choice([-1, 0, 0, 2]),
+        }
+        if world.watches and rng.random() < 0.3:
+            watch, tokens, namespace = rng.choice(world.watches)
+            world.acquire(tokens, namespace, old_watch=watch, **use)
+        else:
+            tokens, namespace = random_tokens(world, rng, max_len), rng.choice(["", "", "b"])
+            world.acquire(tokens, namespace, allow_full=rng.random() < 0.2, **use)
     elif action == "session":
         random_session_step(world, rng)
     elif action == "evict":

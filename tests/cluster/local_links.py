@@ -10,10 +10,10 @@ from typing import Any
 from radixserve import EngineConfig, Runtime, SamplingParams
 from radixserve.cluster.cluster_client import ClusterClient
 from radixserve.cluster.replica import EngineReplica, ReplicaReport
-from radixserve.cluster.router import TreeReplicaRouter
+from radixserve.cluster.router import ReplicaRouter
 from radixserve.cluster.runtime import ClusterRuntime
 from radixserve.engine.core_client import EngineFacts
-from radixserve.engine.messages import Message
+from radixserve.engine.messages import EngineMessage
 from radixserve.output import EngineStatus
 from radixserve.request import Request
 from tests.pacing import PATIENCE_S, wait_until
@@ -70,7 +70,7 @@ class Link:
         self.num_resyncs += 1
         await self.replica.resync(frontend, stream)
 
-    async def call(self, message: Message[Any]) -> Any:
+    async def call(self, message: EngineMessage[Any]) -> Any:
         self.check()
         return await self.replica.call(message)
 
@@ -111,7 +111,7 @@ def scaled_cluster(
     links: Sequence[Link], silence_s: float = PATIENCE_S, drain_s: float = PATIENCE_S
 ) -> Iterator[tuple[ClusterClient, ClusterRuntime]]:
     """The client is told by the test which replicas there are; `links` at the beginning."""
-    client = ClusterClient(TreeReplicaRouter(), silence_s=silence_s, drain_s=drain_s)
+    client = ClusterClient(ReplicaRouter(), silence_s=silence_s, drain_s=drain_s)
     client.set_replicas(links)
     with ClusterRuntime(client, EngineConfig(**SETTINGS), lambda: None) as runtime:
         wait_for_links(runtime, len(links))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from radixserve.cluster.autoscaling import LOAD, load_policy, serve_config
+from radixserve.cluster.ray_autoscaling import LOAD, load_policy, serve_config
 from radixserve.routing.autoscaling import Autoscaling
 
 

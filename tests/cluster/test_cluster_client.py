@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from radixserve import Runtime, SamplingParams
 from radixserve.cache import EventBatch
 from radixserve.cluster.cluster_client import ClusterClient
 from radixserve.cluster.replica import ReplicaReport
-from radixserve.cluster.router import TreeReplicaRouter
+from radixserve.cluster.router import ReplicaRouter
 from radixserve.cluster.runtime import ClusterRuntime
 from radixserve.engine.output_collector import Event, OutputCollector
 from radixserve.errors import EngineDead, InvalidRequest, RequestFailed
@@ -196,7 +197,7 @@ def test_a_request_that_ends_replicas_ends(runtime: ClusterRuntime, links: list[
 
 def test_a_request_is_not_sent_to_replicas_that_go_together() -> None:
     links = [SilentLink(name) for name in "abcd"]
-    client = ClusterClient(TreeReplicaRouter(), silence_s=2 * PATIENCE_S, drain_s=0.0)
+    client = ClusterClient(ReplicaRouter(), silence_s=2 * PATIENCE_S, drain_s=0.0)
     try:
         client.set_replicas(links)
         wait_until(lambda: client.status().stats.get("pages_total") == len(links))
@@ -215,12 +216,16 @@ def test_a_request_is_not_sent_to_replicas_that_go_together() -> None:
         client.close()
 
 
-def test_ids_aborts_and_the_end(runtime: ClusterRuntime) -> None:
+def test_ids_aborts_and_the_end(runtime: ClusterRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(max_tokens=2000, ignore_eos=True)
     with runtime.submit([PROMPTS[0]], params, streams=True) as handle:
         next(handle)
+        monkeypatch.setattr(time, "time", lambda: 0.0)  # the clock is set back
         assert runtime.abort() == 1
         last = [chunk.completion for chunk in handle][-1]
+        assert last is not None
+        assert 0 <= last.metrics.total_s < PATIENCE_S
+        monkeypatch.undo()
         assert last is not None
         assert last.finish_reason == "abort"
         assert last.token_ids

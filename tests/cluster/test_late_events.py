@@ -13,8 +13,8 @@ from radixserve.arrays import IntArray
 from radixserve.cache import EventBatch, EventSnapshot
 from radixserve.cache.events import Event, Stored
 from radixserve.cluster.replica import EngineReplica, ReplicaReport
-from radixserve.cluster.router import TreeReplicaRouter
-from radixserve.engine.messages import Message, TakeEvents
+from radixserve.cluster.router import ReplicaRouter
+from radixserve.engine.messages import EngineMessage, TakeEvents
 from radixserve.output import EngineStatus
 from radixserve.request import Request
 from radixserve.routing.token_index import TokenIndex
@@ -33,7 +33,7 @@ def report(*events: Event, first: int = 0, settled: tuple[str, ...] = ()) -> Rep
 
 
 def test_a_reservation_stands_until_its_replica_says_that_the_events_are_there() -> None:
-    router = TreeReplicaRouter()
+    router = ReplicaRouter()
     for name in ("a", "b"):
         router.add(name)
         router.update(name, ReplicaReport([], [], STATUS, [EventSnapshot(1, 0, [])]))
@@ -57,7 +57,7 @@ class LateEvents(EngineReplica):
     def prepare(self, requests: list[Request]) -> None:
         self.left, self.has_ended = list(requests), asyncio.Event()
 
-    async def call(self, message: Message[Any]) -> Any:
+    async def call(self, message: EngineMessage[Any]) -> Any:
         answer = await super().call(message)
         if isinstance(message, TakeEvents) and self.left:
             await self.submit("frontend", 1, [self.left.pop()])

@@ -46,7 +46,9 @@ def engine() -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def builder() -> RequestBuilder:
     tokenizer = Tokenizer.load(DEMO)
-    return RequestBuilder(PromptReader(tokenizer, 4096, 1000, "a limit"), frozenset(), 0)
+    return RequestBuilder(
+        PromptReader(tokenizer, 4096, 1000, "a limit"), frozenset(), 0, SamplingParams()
+    )
 
 
 def run(engine: Engine, requests: list[Request]) -> dict[str, list[RequestOutput]]:
@@ -76,10 +78,10 @@ def test_the_answer_goes_on_as_it_would_have(
     parts = []
     for at in (1, 4, len(ids) - 1):
         known = np.array([*whole.token_ids, *ids[:at]], np.int32)
-        parts.append(replace(whole, request_id=f"at {at}", token_ids=known, num_generated=at))
+        parts.append(replace(whole, request_id=f"at {at}", token_ids=known, num_resumed_tokens=at))
     found = run(engine, parts)
     for part in parts:
-        at, outputs = part.num_generated, found[part.request_id]
+        at, outputs = part.num_resumed_tokens, found[part.request_id]
         assert tokens(outputs) == ids[at:]
         ours, theirs = outputs[-1].finish, expected[-1].finish
         assert ours is not None

@@ -15,9 +15,10 @@ from radixserve.commands.terminal import format_profile
 from radixserve.config import EngineConfig
 from radixserve.engine.engine import Engine
 from radixserve.engine.engine_thread import EngineThread
-from radixserve.engine.messages import GetStats
+from radixserve.engine.messages import ApplyHints, GetStats
 from radixserve.engine.output_collector import Event, OutputCollector
 from radixserve.errors import EngineDead, InvalidRequest
+from radixserve.hint import Hint
 from radixserve.output import Completion, RequestOutput
 from radixserve.request import BeamParams, Request, SamplingParams
 from radixserve.schedule import (
@@ -245,6 +246,21 @@ class TestThread:
         assert len(completion.token_ids) == 20
         stats = thread.call(GetStats())
         assert (stats["waiting"], stats["running"], stats["steps_ahead"]) == (0, 0, 19)
+        thread.close()
+
+    def test_what_ends_by_time_ends_while_it_is_idle(self) -> None:
+        """The status, which no message asks for, is that of now."""
+        events: list[Event] = []
+        engine = Engine(ChainRunner(), EngineConfig(page_size=1))
+        thread = EngineThread(engine)
+        thread.submit([self.collector("a", events, max_tokens=2)])
+        assert self.ended.wait(PATIENCE_S)
+        pin = Hint("pin", np.arange(2, 12, dtype=np.int32), seconds=0.3)
+        (answer,) = thread.call(ApplyHints((pin,)))
+        assert answer.answer == "accepted"
+        assert thread.call(GetStats())["pages_pinned"] == 10
+        wait_until(lambda: thread.status().stats["hints"] == 0)
+        assert thread.status().stats["pages_pinned"] == 0
         thread.close()
 
     def test_a_dead_runner(self) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,19 @@ def test_lines_are_what_happened(tmp_path: Path) -> None:
         "session": "chat",
         "namespace": "n",
     }
+
+
+def test_lines_are_written_in_time_though_the_clock_is_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "log.jsonl"
+    recorder = TraceRecorder(str(path))
+    later = time.monotonic() + 3600.0
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    recorder.record(request([1, 2, 3]), [4, 5], FINISH, arrived_at=1000.25)
+    assert len(objects(path)) == 2
+    recorder.close()
 
 
 def test_hashes_tell_equal_prefixes_and_nothing_else(tmp_path: Path) -> None:

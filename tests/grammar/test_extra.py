@@ -30,7 +30,7 @@ from radixserve import InvalidRequest, SamplingParams, StructuredOutput
 from radixserve.grammar.compiler import GrammarCompiler
 params = SamplingParams(structured=StructuredOutput(regex="a"))
 try:
-    GrammarCompiler(lambda: None).compile(params.structured_output)
+    GrammarCompiler(lambda: None).compile(params.structured_outputs)
 except InvalidRequest as error:
     assert 'pip install "radixserve[grammar]"' in str(error), error
 else:

@@ -59,4 +59,4 @@ def test_what_it_does_not_go_with() -> None:
             with pytest.raises(InvalidRequest, match="cannot be given with jump_forward"):
                 rt.generate("Hello", wish(True, **fields))
         with pytest.raises(InvalidRequest, match="cannot jump forward"):
-            rt.beam_search("Hello", structured=wish(True).structured_output)
+            rt.beam_search("Hello", structured=wish(True).structured_outputs)

@@ -77,7 +77,7 @@ def test_answers_are_those_of_the_host(expected: list[Completion], fields: dict[
         assert mine.token_ids == theirs.token_ids
         assert mine.finish_reason == theirs.finish_reason
     for one, params in zip(found, jobs()[1], strict=True):
-        form = params.structured_output
+        form = params.structured_outputs
         is_whole = one.finish_reason == "stop" and one.stop_reason is None
         if form is not None and form.kind == "json" and is_whole:
             assert list(json.loads(one.text)) == ["a", "b"]

@@ -20,7 +20,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"json": {"a": {1, 2}}}, "json must be a JSON schema"),
     ({"regex": ""}, "regex must be a non-empty string"),
     ({"regex": 5}, "regex must be a string"),
-    ({"regex": "(" * 65}, "regex must nest at most 64 brackets"),
+    ({"regex": "(" * 129}, "regex must nest at most 128 brackets"),
     ({"regex": "a" * 300_000}, "regex must have at most 262144 characters"),
     ({"grammar": "\ud800"}, "grammar is not valid Unicode text"),
     ({"choice": []}, "choice must be a list of non-empty strings, got none"),

@@ -15,11 +15,11 @@ import tokenizers
 
 from radixserve import InvalidRequest, StructuredOutput
 from radixserve.api.runtime import DEMO
+from radixserve.grammar import bitmask_workers, matcher
 from radixserve.grammar import compiler as compiler_module
-from radixserve.grammar import mask_workers, matcher
 from radixserve.grammar.backend import TokenTable, compile_matcher
 from radixserve.grammar.compiler import GrammarCompiler
-from radixserve.grammar.matcher import PendingMasks
+from radixserve.grammar.matcher import BitmaskFuture
 from radixserve.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from tests.checkpoints import make_tokenizer
 from tests.grammar.forms import random_regex
@@ -69,7 +69,7 @@ def walk(
     ids: list[int] = []
     while not place.is_complete and len(ids) < 400:
         answer = np.array(ids, np.int32)
-        (row,) = PendingMasks([place], [answer], 1).get()
+        (row,) = BitmaskFuture([place], [answer], 1).get()
         assert place.error is None
         bits = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
         chosen = rng.choice(bits)
@@ -116,7 +116,7 @@ def test_a_matcher_goes_wherever_an_answer_goes(tokenizer: Tokenizer) -> None:
             moved = moved.fork()
         fresh = grammar.matcher(frozenset([end]))
         answer = np.array(ids, np.int32)
-        mine, theirs = PendingMasks([moved, fresh], [answer, answer], 1).get()
+        mine, theirs = BitmaskFuture([moved, fresh], [answer, answer], 1).get()
         assert mine.tolist() == theirs.tolist()
         assert (moved.is_complete, moved.error) == (fresh.is_complete, fresh.error)
 
@@ -128,9 +128,9 @@ def test_models_may_have_more_tokens_than_their_tokenizer(
     """Their vocabularies are padded; an end token may lie there, all others are forbidden."""
     grammar = GrammarCompiler(lambda: tokenizer.backend).compile(StructuredOutput(regex="[a-c]*"))
     last = 32 * max(num_words, grammar.table.num_words) - 1
-    assert PendingMasks([], [], num_words).get().shape == (0, num_words)
+    assert BitmaskFuture([], [], num_words).get().shape == (0, num_words)
     places = [grammar.matcher(frozenset([last])) for _ in range(3)]
-    rows = PendingMasks(places, [np.empty(0, np.int32)] * 3, num_words).get()
+    rows = BitmaskFuture(places, [np.empty(0, np.int32)] * 3, num_words).get()
     assert rows.shape[1] == max(num_words, grammar.table.num_words)
     bits = np.unpackbits(rows.view(np.uint8), axis=1, bitorder="little")
     assert [place.error for place in places] == [None] * 3
@@ -181,7 +181,7 @@ def test_compiled_grammars_are_kept_and_slow_ones_refused(
         compiler.compile(StructuredOutput(choice=[str(number)]))
     assert not compiler.has(form), "the oldest ones go"
     done = threading.Event()
-    monkeypatch.setattr(compiler_module, "compile_matcher", lambda *_: done.wait())
+    monkeypatch.setattr(compiler_module, "compile_matcher", lambda *_, **__: done.wait())
     monkeypatch.setattr(compiler_module, "COMPILE_TIMEOUT_S", 0.05)
     try:
         with pytest.raises(InvalidRequest, match="takes longer than"):
@@ -228,8 +228,8 @@ def test_a_mask_that_takes_too_long_ends_its_answer_only(
     compiler = GrammarCompiler(lambda: tokenizer.backend)
     form = StructuredOutput(regex="[a-c]{9}")
     matchers = [compiler.compile(form).matcher(frozenset([END])) for _ in range(5)]
-    monkeypatch.setattr(mask_workers, "MASK_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(matcher, "_workers", lambda: mask_workers.MaskWorkers(2))
+    monkeypatch.setattr(bitmask_workers, "MASK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(matcher, "_workers", lambda: bitmask_workers.BitmaskWorkers(2))
     plain = matcher.GrammarMatcher.compute
     gate = threading.Event()
 
@@ -239,7 +239,7 @@ def test_a_mask_that_takes_too_long_ends_its_answer_only(
         plain(self, row)
 
     monkeypatch.setattr(matcher.GrammarMatcher, "compute", compute)
-    rows = PendingMasks(matchers, [np.empty(0, np.int32)] * 5, 1).get()
+    rows = BitmaskFuture(matchers, [np.empty(0, np.int32)] * 5, 1).get()
     gate.set()
     assert [bool(row.any()) for row in rows] == [True, False, True, True, True]
     assert matchers[1].error == "the grammar cannot be followed: it takes too long"

@@ -28,6 +28,10 @@ ROUTINGS = {
     "with a shared one": replace(PLAIN, renormalizes=False, has_shared=True),
     "clamped": replace(PLAIN, swiglu_alpha=1.702, swiglu_limit=0.9),
     "many": replace(PLAIN, num_experts=64, top_k=8),
+    "sigmoids": replace(PLAIN, has_sigmoid=True, sum_eps=0.1, scale=1.5),
+    "sigmoids, shared": replace(
+        PLAIN, has_sigmoid=True, renormalizes=False, has_shared=True, has_shared_gate=False
+    ),
 }
 HIDDEN, INNER, SHARED = 72, 40, 90
 
@@ -51,8 +55,8 @@ def make_weights(routing: Routing, dtype: torch.dtype, *, has_biases: bool = Fal
 
     sizes = [INNER] * routing.num_experts + [SHARED] * routing.has_shared
     return Weights(
-        router=3 * draw(len(sizes), HIDDEN),
-        router_bias=draw(len(sizes)) if has_biases else None,
+        router=3 * draw(routing.num_logits, HIDDEN),
+        router_bias=draw(routing.num_logits) if has_biases else None,
         gate=[2 * draw(size, HIDDEN) for size in sizes],
         up=[2 * draw(size, HIDDEN) for size in sizes],
         down=[draw(HIDDEN, size) for size in sizes],

@@ -16,7 +16,7 @@ from radixserve.attention.cpu import CpuBackend
 from radixserve.models.cpu_decoder import load_cpu_decoder
 from radixserve.models.source import find_model
 from radixserve_kernels.attention_metadata import AttentionMetadata
-from radixserve_kernels.cpu_attention import Plan
+from radixserve_kernels.cpu_attention import CpuAttentionPlan
 from radixserve_kernels.cpu_library import cpu_library
 from radixserve_kernels.cpu_ops import unsupported_reason
 from radixserve_kernels.cpu_weights import PackedWeight
@@ -122,7 +122,7 @@ def test_a_request_that_is_too_large() -> None:
 def test_a_plan_that_could_not_be_replaced_is_empty() -> None:
     ends = np.array([0, 1])
     rows = AttentionMetadata(ends[:1], ends, ends, ends[1:], [np.zeros(1, np.int32)])
-    plan, library = Plan(rows, 1, (4, 2, 8), None), cpu_library()
+    plan, library = CpuAttentionPlan(rows, 1, (4, 2, 8), None), cpu_library()
     too_many, heads = (ctypes.c_int64 * 7)(1 << 50, 1), (ctypes.c_int64 * 4)(4, 2, 8)
     with pytest.raises(MemoryError):
         library.radixserve_reset_plan(plan.pointer, too_many, heads, 0, 0)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from radixserve_kernels import cpu_ops
 from radixserve_kernels.attention_metadata import AttentionMetadata
-from radixserve_kernels.cpu_attention import Plan
+from radixserve_kernels.cpu_attention import CpuAttentionPlan
 from radixserve_kernels.cpu_library import cpu_library
 from radixserve_kernels.cpu_ops import unsupported_reason
 from radixserve_kernels.cpu_weights import LARGE_PAGE, Arena, PackedWeight, fresh_memory, interleave
@@ -33,7 +33,7 @@ for name in ("radixserve_delete_plan", "radixserve_delete_attention"):
     setattr(library, name, lambda *_, name=name: ended.append(name))
 one, ends = np.array([0]), np.array([0, 1])
 rows = AttentionMetadata(one, ends, ends, ends[1:], [np.zeros(1, np.int32)])
-plans = [cpu_attention.Plan(rows, 1, (1, 1, 8), None) for _ in range(2)]
+plans = [cpu_attention.CpuAttentionPlan(rows, 1, (1, 1, 8), None) for _ in range(2)]
 attention = cpu_attention.PagedAttention(torch.float32)
 plans.pop()
 """
@@ -204,7 +204,9 @@ def test_a_plan_is_cut_for_the_threads_there_are(monkeypatch: pytest.MonkeyPatch
     library = cpu_library()
     monkeypatch.setattr(library, "radixserve_set_threads", told.append)
     one, ends = np.array([0]), np.array([0, 1])
-    Plan(AttentionMetadata(one, ends, ends, ends[1:], [np.zeros(1, np.int32)]), 1, (1, 1, 8), None)
+    CpuAttentionPlan(
+        AttentionMetadata(one, ends, ends, ends[1:], [np.zeros(1, np.int32)]), 1, (1, 1, 8), None
+    )
     assert told == [torch.get_num_threads()]
 
 
@@ -214,11 +216,11 @@ def test_a_plan_that_was_reset_is_that_of_the_new_rows() -> None:
         pages = np.arange(ends[-1], dtype=np.int32)
         return AttentionMetadata(np.array(lengths) - 1, one_each, ends, np.array(lengths), [pages])
 
-    plan = Plan(rows_of(7), 1, (4, 2, 8), 24)
+    plan = CpuAttentionPlan(rows_of(7), 1, (4, 2, 8), 24)
     for lengths in ((3, 9, 1), (200, 150), (1,)):
         rows = rows_of(*lengths)
         plan.reset(rows)
-        reset, fresh = plan.jobs(), Plan(rows, 1, (4, 2, 8), 24).jobs()
+        reset, fresh = plan.jobs(), CpuAttentionPlan(rows, 1, (4, 2, 8), 24).jobs()
         for name in ("level_indptr", "query_indptr", "query_tokens", "first_page", "num_keys"):
             assert getattr(reset, name).tolist() == getattr(fresh, name).tolist(), name
         assert reset.flags.tolist() == fresh.flags.tolist()

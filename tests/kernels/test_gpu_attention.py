@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from radixserve_kernels import gpu_ops
 from radixserve_kernels.attention_features import PLAIN, AttentionFeatures
+from radixserve_kernels.gpu import records
 from tests.kernels.paged_case import PagedCase, assert_near, attention, make_case
 
 both = pytest.mark.usefixtures("path")  # references, interpreted kernels, compiled ones
@@ -55,6 +58,8 @@ def decode(
     num_splits: int,
     fixed_splits: int | None,
     features: AttentionFeatures = PLAIN,
+    *,
+    is_exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Through poisoned outputs and a poisoned workspace."""
     num_rows, num_heads, head_dim = q.shape
@@ -69,6 +74,7 @@ def decode(
         lse=lse,
         fixed_splits=fixed_splits,
         features=features,
+        is_exact=is_exact,
     )
     assert found is out
     return out, lse
@@ -82,13 +88,17 @@ def extend(
     num_splits: int,
     causal: bool,
     features: AttentionFeatures = PLAIN,
+    *,
+    is_exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
     keys = case.keys
     places = torch.tensor(qo_indptr, dtype=torch.int32)
     gpu_ops.extend(
-        q, *keys[:2], places, *keys[2:], None, causal, max_q, num_splits, None, out, lse, features
-    )  # fmt: skip
+        *(q, *keys[:2], places, *keys[2:], None, causal, max_q, num_splits, None, out, lse),
+        features,
+        is_exact=is_exact,
+    )
     return out, lse
 
 
@@ -119,6 +129,42 @@ def test_extend(shape: tuple, causal: bool) -> None:
     q = queries(qo_indptr[-1], num_heads, head_dim, dtype)
     expected = attention(case, q, qo_indptr, head_dim**-0.5, causal=causal)
     assert_near(*extend(case, q, qo_indptr, max_q, num_splits, causal), expected)
+
+
+@pytest.mark.parametrize("fields", [{}, *FEATURES[1:]], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@both
+def test_exact_bits(
+    dtype: torch.dtype, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A query has one result: in a prompt of any length, alone or not, as a decode, with splits of
+    64 keys in one program or in three."""
+    monkeypatch.setattr(records, "EXACT_SPLIT_KEYS", 64)
+    torch.manual_seed(0)
+    features, lens = AttentionFeatures(**fields), [150, 40]
+    case = make_case(lens, 2, 16, 2, dtype)
+    q = queries(190, 4, 16, dtype)
+    whole, whole_lse = extend(case, q, [0, 150, 190], 150, 1, True, features, is_exact=True)
+    expected = attention(case, q, [0, 150, 190], 0.25, causal=True, features=features)
+    assert_near(whole, whole_lse, expected)
+    tokens = [*range(129, 150), 189]
+    for num_splits in (1, 3):
+        chunk, lse = extend(
+            *(case, q[tokens], [0, 21, 22], 21, num_splits, True, features), is_exact=True
+        )
+        assert torch.equal(chunk, whole[tokens])
+        assert torch.equal(lse, whole_lse[tokens])
+    for length in (1, 17, 64, 65, 130, 150):
+        pages = -(-length // 2)
+        row = replace(
+            case,
+            kv_indptr=torch.tensor([0, pages, pages], dtype=torch.int32),
+            last_page_len=torch.tensor([2 - length % 2, 0], dtype=torch.int32),
+        )
+        for num_splits in (1, 3):
+            out, lse = decode(row, q[[length - 1, 0]], num_splits, None, features, is_exact=True)
+            assert torch.equal(out[0], whole[length - 1])
+            assert torch.equal(lse[0], whole_lse[length - 1])
 
 
 @pytest.mark.parametrize("fields", FEATURES, ids=str)

@@ -51,7 +51,10 @@ def check(compiler: ModuleType, target: int, *, every: bool) -> Iterator[str]:
         yield made.kernel
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "target",
+    [pytest.param(target, marks=[] if target == 90 else pytest.mark.long) for target in TARGETS],
+)
 def test_every_kernel_compiles(compiler: ModuleType, target: int) -> None:
     """Without spills, within the shared memory of the target; see the table with -s."""
     assert set(check(compiler, target, every=False)) == kernels_in_sources()
@@ -96,7 +99,7 @@ from radixserve_kernels import gpu_ops
 x = torch.randn(2, 8)
 gpu_ops.add_rms_norm(gpu_ops.rms_norm(x, x[0], 1e-6), x, x[0], 1e-6)
 best = gpu_ops.argmax(x)
-assert gpu_ops.unsupported_reason()
+assert gpu_ops.triton_unsupported_reason()
 assert "radixserve_kernels.gpu.launch" not in sys.modules
 
 del sys.modules["triton"]

@@ -37,6 +37,22 @@ def test_grouped_linear(
         assert torch.equal(gpu_ops.grouped_linear(x, weight, bias, order, indptr), out)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@both
+def test_a_row_has_the_same_bits_among_others(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(70, 200).to(dtype), torch.randn(130, 200).to(dtype)
+    for bias in (None, torch.randn(130).to(dtype)):
+        together = gpu_ops.row_linear(x, weight, bias)
+        for part in (1, 3, 20):
+            rows = x[:30].split(part)
+            each = torch.cat([gpu_ops.row_linear(some, weight, bias) for some in rows])
+            assert torch.equal(each, together[:30])
+        expected = torch.nn.functional.linear(x, weight, bias)
+        tolerance = 1e-4 if dtype == torch.float32 else 0.2
+        torch.testing.assert_close(together, expected, rtol=0.02, atol=tolerance)
+
+
 @both
 def test_grouped_linear_of_nothing() -> None:
     order, indptr = gpu_ops.sort_by_expert(torch.zeros(0, 2, dtype=torch.int64), 3)

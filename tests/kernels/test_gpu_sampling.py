@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -11,8 +12,7 @@ import torch
 from torch import Tensor
 
 from radixserve.request import SamplingParams
-from radixserve.runner import sampler
-from radixserve.runner.random_stream import uniform_numbers
+from radixserve.runner.sample_plan import uniform_numbers
 from radixserve.schedule import SampleSpec
 from radixserve_kernels import gpu_ops
 
@@ -42,11 +42,31 @@ def sample(
 
 
 def sampled(logits: Tensor, params: Sequence[SamplingParams], seed: int) -> tuple[list, list]:
-    """By the kernels, and by the sampler itself."""
-    specs = [SampleSpec(one, seed + row, 0, NO_TOKENS, 0) for row, one in enumerate(params)]
-    found, finite = sample(logits, params, torch.tensor(uniform_numbers(specs)))
+    """By the kernels, and by whole sorted rows."""
+    specs = [SampleSpec(each, seed + row, 0, NO_TOKENS, ()) for row, each in enumerate(params)]
+    uniform = uniform_numbers(specs)
+    tokens, finite = sample(logits, params, torch.tensor(uniform))
     assert all(finite)
-    return found, sampler.sample_tokens(logits.cpu(), specs).tolist()
+    rows = zip(logits.cpu(), params, uniform, strict=True)
+    return tokens, [sample_by_sorting(row, each, number) for row, each, number in rows]
+
+
+def sample_by_sorting(logits: Tensor, params: SamplingParams, uniform: float) -> int:
+    """One row [V]: temperature, min_p, top_k, top_p, then the first token up to which more than
+    `uniform` of the probability lies."""
+    scaled = (logits - logits.max()) / torch.tensor(params.temperature)
+    scaled = scaled.masked_fill(scaled < torch.tensor(params.min_p).log(), -torch.inf)
+    if 0 < params.top_k < len(scaled):
+        scaled = scaled.masked_fill(scaled < scaled.sort().values[-params.top_k], -torch.inf)
+    probs = scaled.softmax(-1)
+    if params.top_p < 1:
+        ordered = probs.sort(descending=True).values
+        num_kept = int((ordered.double().cumsum(-1) < params.top_p).sum()) + 1
+        floor = ordered[min(num_kept, len(ordered)) - 1]
+        probs = scaled.masked_fill(probs < floor, -torch.inf).softmax(-1)
+    mass = probs.double().cumsum(-1)
+    point = min(uniform * float(mass[-1]), math.nextafter(float(mass[-1]), 0.0))
+    return int(torch.searchsorted(mass, torch.tensor(point, dtype=torch.float64), right=True))
 
 
 PARAMS = [

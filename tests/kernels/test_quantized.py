@@ -95,14 +95,39 @@ def test_a_row_does_not_depend_on_others(form: str, dtype: torch.dtype) -> None:
 
 
 @on_all_levels
+@pytest.mark.parametrize("form", FORMS)
+def test_two_parts_of_a_row_have_nearly_16_bits(form: str) -> None:
+    weight = random_weight(form, 130, 330)
+    x = torch.randn(300, 330, generator=torch.Generator().manual_seed(5))
+    x[3], x[5, 32:64] = 0, 0
+    coarse, fine = PackedWeight(weight), PackedWeight(weight)
+    fine.round_finely()
+    exact = x.double() @ weight.dequantize().double().T
+    size = x.double().abs() @ weight.dequantize().double().abs().T
+    out = fine(x)
+    errors = [((product - exact).abs() / (size + 1e-9)).max() for product in (coarse(x), out)]
+    assert errors[1] < errors[0] / 50
+    assert not out[3].any()
+    alone = torch.cat([fine(row[None]) for row in x[:20]])
+    for count in (1, 2, 3, 7, 20, 129, 300):
+        assert torch.equal(fine(x[:count])[:20], alone[:count]), f"{count} rows"
+    x[4, 65] = torch.nan
+    assert not fine(x)[4].isfinite().any()
+    assert torch.equal(fine(x)[5:], out[5:])
+
+
+@on_all_levels
 @pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("form", FORMS)
 def test_threads_change_no_bit(form: str) -> None:
     x = torch.randn(200, 576, generator=torch.Generator().manual_seed(2))
     packed = PackedWeight(random_weight(form, 700, 576))
-    out = packed(x)
+    fine = PackedWeight(random_weight(form, 700, 576))
+    fine.round_finely()
+    out, fine_out = packed(x), fine(x)
     torch.set_num_threads(1)
     assert torch.equal(packed(x), out)
+    assert torch.equal(fine(x), fine_out)
 
 
 @on_all_levels

@@ -56,7 +56,17 @@ def test_pair_halves() -> None:
 def test_gelu_and_mul() -> None:
     gate, up = torch.randn(2, 3, 5)
     out = ops.act_and_mul(torch.cat((gate, up), -1), "gelu_tanh")
-    assert torch.equal(out, torch.nn.functional.gelu(gate, approximate="tanh") * up)
+    torch.testing.assert_close(out, torch.nn.functional.gelu(gate, approximate="tanh") * up)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_among_others(activation: str, dtype: torch.dtype) -> None:
+    rows = (4 * torch.randn(50, 2 * 37)).to(dtype)
+    together = ops.act_and_mul(rows, activation)
+    for part in (1, 3, 16):
+        each = [ops.act_and_mul(some, activation) for some in rows.split(part)]
+        assert torch.equal(torch.cat(each), together)
 
 
 def test_layer_norm() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
+
+from tests.models.gguf_hybrids import HYBRIDS
 
 CONTROL, NORMAL = 3, 1  # tokenizer.ggml.token_type
 
@@ -23,6 +26,8 @@ def write_gguf(
     pre: str = "gpt-2",
     rope_factors: NDArray[np.float32] | None = None,
     num_layers: int | None = None,
+    num_draft_layers: int = 0,
+    has_gate_up: bool = False,
     kinds: Mapping[str, str] | None = None,
 ) -> Path:
     """Convert a tiny checkpoint of one of the format's families into `path`.
@@ -30,15 +35,24 @@ def write_gguf(
     kind: a name of gguf.GGMLQuantizationType, of all matrices; those that the gguf package cannot
     make are of random bytes. kinds: of matrices whose name in the file contains a key.
     rope_factors: [D / 2], as Llama 3.1 files have them. num_layers: what the file says of itself.
+    num_draft_layers: that many more at the end, which draft tokens. has_gate_up: experts have both
+    in one tensor.
     """
     config = json.loads((folder / "config.json").read_text())
     name, num_heads = config["model_type"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
     arch = _ARCHITECTURES.get(name, name)
-    ropes = config["rope_parameters"]
+    ropes = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": 1e4}
     rope = ropes.get("full_attention", ropes)
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(num_layers or config["num_hidden_layers"])
+    block_types = config.get("layers_block_type", ())
+    count = num_layers or config.get("num_hidden_layers", len(block_types))
+    writer.add_block_count(count + num_draft_layers)
+    if num_draft_layers:
+        writer.add_nextn_predict_layers(num_draft_layers)
+    for layer in range(count, count + num_draft_layers):
+        for own in ("attn_norm", "nextn.eh_proj"):
+            writer.add_tensor(f"blk.{layer}.{own}.weight", np.ones((4, 32), np.float32))
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
@@ -50,8 +64,18 @@ def write_gguf(
     for factors in ("short", "long"):
         if numbers := rope.get(f"{factors}_factor"):
             writer.add_tensor(f"rope_factors_{factors}.weight", np.array(numbers, np.float32))
+    hybrid = HYBRIDS.get(name)
+    own_fields = {} if hybrid is None else hybrid.fields(config)
     for field, own in _FIELDS.items():
-        if (value := config.get(field)) is not None:
+        if (value := config.get(field)) is not None and own not in own_fields:
+            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+            add(f"{arch}.{own}", value)
+    for own, value in own_fields.items():
+        if isinstance(value, list):
+            writer.add_array(f"{arch}.{own}", value)
+        elif isinstance(value, bool):
+            writer.add_bool(f"{arch}.{own}", value)
+        else:
             add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
             add(f"{arch}.{own}", value)
     if name in ("exaone4", "olmo3"):
@@ -61,19 +85,27 @@ def write_gguf(
         _add_tokenizer(writer, folder, pre, config["vocab_size"])
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", rope_factors)
-    names = gguf.get_tensor_name_map(
-        {n: k for k, n in gguf.MODEL_ARCH_NAMES.items()}[arch], config["num_hidden_layers"]
-    )
-    for theirs, numbers in _as_in_files(load_file(folder / "model.safetensors")).items():
-        own = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+    names = gguf.get_tensor_name_map({n: k for k, n in gguf.MODEL_ARCH_NAMES.items()}[arch], count)
+    tensors = load_file(folder / "model.safetensors")
+    if hybrid is not None:
+        tensors = hybrid.layouts(config, tensors)
+    tensors = _as_in_files(tensors)
+    for name_of_gate in [name for name in tensors if has_gate_up and "experts.gate_proj" in name]:
+        both = [tensors.pop(name_of_gate.replace("gate", kind)) for kind in ("gate", "up")]
+        own = f"blk.{name_of_gate.split('.')[2]}.ffn_gate_up_exps.weight"
+        tensors[own] = np.concatenate(both, axis=1)
+    for theirs, numbers in tensors.items():
+        own = names.get_name(theirs, try_suffixes=(".weight", ".bias")) or theirs
         numbers = numbers.astype(np.float32)
         if name in _PAIRED and ("q_proj" in theirs or "k_proj" in theirs):
             count = num_heads if "q_proj" in theirs else config["num_key_value_heads"]
             numbers = _to_pairs(numbers, count)
-        if name.startswith("gemma") and own.endswith("norm.weight"):
+        has_offset = name.startswith(("gemma", "qwen3_next", "qwen3_5")) and name != "gemma4_text"
+        if has_offset and own.endswith("norm.weight") and "ssm_norm" not in own:
             numbers = numbers + 1
         found = [some for part, some in (kinds or {}).items() if part in own]
         is_matrix = numbers.ndim > 1 and own.endswith("weight") and "norm" not in own
+        is_matrix = is_matrix and "conv" not in own.split(".")[-2]
         chosen = (found or [kind])[0] if is_matrix else "F32"
         raw = stored(numbers, chosen)
         writer.add_tensor(own, raw, raw_dtype=gguf.GGMLQuantizationType[chosen])
@@ -92,8 +124,15 @@ _ARCHITECTURES = {
     "olmo3": "olmo2",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
+    "falcon_h1": "falcon-h1",
+    "gemma4_text": "gemma4",
+    "granitemoehybrid": "granitehybrid",
+    "lfm2_moe": "lfm2moe",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
-_PAIRED = ("granite", "llama", "mixtral", "smollm3")
+_PAIRED = ("granite", "granitemoehybrid", "llama", "mixtral", "smollm3")
 _FIELDS = {  # of config.json -> of the file
     "max_position_embeddings": "context_length",
     "original_max_position_embeddings": "rope.scaling.original_context_length",
@@ -103,6 +142,8 @@ _FIELDS = {  # of config.json -> of the file
     "num_key_value_heads": "attention.head_count_kv",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "layer_norm_eps": "attention.layer_norm_epsilon",
+    "layer_norm_epsilon": "attention.layer_norm_epsilon",
+    "norm_eps": "attention.layer_norm_rms_epsilon",
     "sliding_window": "attention.sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -129,7 +170,7 @@ def _as_in_files(tensors: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]
         elif name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             found[f"{name}.weight"] = numbers.swapaxes(1, 2)
         elif ".experts." not in name or name.endswith("_bias"):
-            name = f"{name}.weight" if name.endswith("sinks") else name.replace("_bias", ".bias")
+            name = f"{name}.weight" if name.endswith("sinks") else re.sub("_bias$", ".bias", name)
             found[name] = numbers[0] if "shared_expert_gate" in name else numbers
     for name in [name for name in found if ".experts.gate_up_proj." in name]:
         both = found.pop(name)

@@ -27,6 +27,7 @@ from radixserve.models.source import checkpoint
 from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
 from radixserve_kernels.cpu_ops import unsupported_reason
+from radixserve_kernels.stored_kv import stored_width, to_stored
 from tests.checkpoints import NATIVE, NATIVE_PARTS, make_checkpoint
 from tests.models.forward_steps import SAMPLED, VOCAB, forward_steps
 from tests.pacing import PATIENCE_S, wait_until
@@ -72,14 +73,15 @@ class World:
     page_size: int
     is_cpu: bool
     num_pages: int = 1_500
+    kv_dtype: torch.dtype | None = None
     kv: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        info = self.model.info
-        shape = (info.num_layers, 2, self.num_pages, self.page_size)
-        self.kv = torch.zeros(*shape, info.num_kv_heads, info.head_dim, dtype=info.dtype)
+        info, dtype = self.model.info, self.kv_dtype or self.model.info.dtype
+        shape = (info.num_layers, 2, self.num_pages, self.page_size, info.num_kv_heads)
+        self.kv = torch.zeros(*shape, stored_width(info.head_dim, dtype), dtype=dtype)
         make = CpuBackend if self.is_cpu else ReferenceBackend
-        self.backend = make(self.kv, info.num_heads)
+        self.backend = make(self.kv, info.num_heads, dtype=info.dtype)
 
     @torch.inference_mode()
     def run(self, rows: list[ScheduledRequest]) -> Tensor:
@@ -113,6 +115,25 @@ def test_same_as_torch(tmp_path: Path, name: str, page_size: int) -> None:
         assert (logits.dtype, logits.shape) == (torch.float32, expected.shape)
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(own.kv, plain.kv, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "wide heads"])
+def test_stored_in_another_dtype(tmp_path: Path, name: str, kv_dtype: torch.dtype) -> None:
+    """What is stored has the bits that `to_stored` gives, and is what is attended to."""
+    family, fields = VARIANTS[name]
+    make_checkpoint(tmp_path, family, seed=len(name), **{**ODD, **fields})
+    own, plain = worlds(tmp_path, 2)
+    stored, expected = (
+        World(world.model, 2, world.is_cpu, kv_dtype=kv_dtype) for world in (own, plain)
+    )
+    for rows in forward_steps(len(name), 2):
+        own.run(rows)
+        # A number near the middle of two integers is rounded to either.
+        torch.testing.assert_close(stored.run(rows), expected.run(rows), atol=5e-2, rtol=5e-2)
+    first = own.kv[0]  # a layer whose K and V depend on no others
+    written = first.abs().sum((-1, -2)) > 0
+    assert torch.equal(stored.kv[0][written], to_stored(first[written], kv_dtype))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "wide heads", "all biases"])

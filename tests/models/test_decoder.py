@@ -19,6 +19,7 @@ from radixserve_kernels.torch_ops import rotations
 from tests.checkpoints import (
     NATIVE,
     NATIVE_PARTS,
+    RECURRENT,
     all_logprobs,
     edit_json,
     greedy,
@@ -209,7 +210,7 @@ def test_the_implementation_can_be_chosen(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "other", "stablelm")
     for path, impl, reason in (
         (str(tmp_path / "other"), "native", "native decoder cannot run StableLm"),
-        ("random:tiny-llama", "transformers", 'model_impl="transformers" runs checkpoint folders'),
+        ("random:tiny-llama", "transformers", 'model_impl="transformers" runs checkpoints'),
     ):
         with pytest.raises(ModelNotSupported, match=reason):
             CpuModelRunner(path, EngineConfig(num_pages=8, model_impl=impl))
@@ -223,7 +224,10 @@ def test_a_gguf_file_or_ranks_need_the_native_decoder() -> None:
 
 
 def test_every_native_family_is_tested() -> None:
-    names = {type(make_model(make_config(family))).__name__ for family in (*NATIVE, *NATIVE_PARTS)}
+    names = {
+        type(make_model(make_config(family))).__name__
+        for family in (*NATIVE, *NATIVE_PARTS, *RECURRENT)
+    }
     assert names == set(FAMILIES)
 
 

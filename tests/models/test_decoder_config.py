@@ -16,10 +16,11 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from radixserve.models.decoder_config import DecoderConfig, read_decoder_config
-from radixserve.models.decoder_shape import decoder_shape, unsupported_reason
+from radixserve.models.decoder_shape import decoder_shape, not_native_reason
+from radixserve.models.generation_config import read_eos_ids
 from radixserve.models.rope import rope_frequencies
 from radixserve.models.sizes import SIZES, size_config
-from radixserve.models.weights import load_config, read_eos_ids
+from radixserve.models.weights import load_config
 from tests.pacing import PATIENCE_S
 
 SMALL: dict[str, Any] = {
@@ -117,7 +118,7 @@ def check_equal(ours: DecoderConfig, raw: dict[str, Any], folder: Path) -> None:
         elif isinstance(expected, list):
             expected = tuple(expected)
         assert found == expected, name
-    if unsupported_reason(ours):
+    if not_native_reason(ours):
         return
     shapes = [decoder_shape(config) for config in (ours, theirs)]
     spans = [[one.span for one in shape.features] for shape in shapes]

@@ -128,7 +128,7 @@ def test_mxfp4_is_widened(tmp_path: Path) -> None:
 
 def test_other_quantized_weights_are_refused(tmp_path: Path) -> None:
     write_mxfp4(tmp_path / "a")
-    edit_json(tmp_path / "a" / "config.json", quantization_config={"quant_method": "fp8"})
+    edit_json(tmp_path / "a" / "config.json", quantization_config={"quant_method": "quark"})
     with pytest.raises(ModelNotSupported, match="quantized weights"):
         CpuModelRunner(str(tmp_path / "a"), EngineConfig(num_pages=9))
     tensors = load_file(tmp_path / "a" / "model.safetensors")

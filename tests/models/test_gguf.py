@@ -9,49 +9,34 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from radixserve import InvalidRequest, ModelNotSupported, Runtime, SamplingParams
 from radixserve.gguf_file import GgufFile
 from radixserve.models.gguf_config import gguf_config
 from radixserve.text.tokenizer import Tokenizer
-from tests.checkpoints import greedy, load_reference, make_checkpoint
+from tests.checkpoints import (
+    DELTA_NETS,
+    GGUF_OVERRIDES,
+    greedy,
+    load_reference,
+    make_checkpoint,
+    make_model,
+)
 
 gguf = pytest.importorskip("gguf", reason='pip install "radixserve[gguf]"')
 from tests.models.gguf_files import write_gguf  # noqa: E402
+from tests.models.gguf_hybrids import CONFIGS  # noqa: E402
 
 PROMPT = list(range(3, 40))
 PARAMS = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
-FOUR_LAYERS = {"num_hidden_layers": 4, "layer_types": None}
-LONGROPE = {
-    "original_max_position_embeddings": 128,
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1.0 + i / 8 for i in range(8)],
-        "long_factor": [2.0] * 8,
-    },
-}
-OVERRIDES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {"tie_word_embeddings": True},
-    "qwen3": {"head_dim": 32},
-    "mixtral": {},
-    "qwen3_moe": {"head_dim": 32, "norm_topk_prob": True},
-    "qwen2_moe": {},
-    "cohere": {"tie_word_embeddings": True},
-    "cohere2": {**FOUR_LAYERS, "tie_word_embeddings": True},
-    "exaone4": {},
-    "gemma": {},
-    "gemma2": {"query_pre_attn_scalar": 16, "tie_word_embeddings": True},
-    "gemma3": {**FOUR_LAYERS, "num_hidden_layers": 6, "query_pre_attn_scalar": 16},
-    "glm4": {},
-    "gpt_oss": {},
-    "granite": {},
-    "olmo2": {},
-    "olmo3": {},
-    "phi3": {},
-    "phi3_window": LONGROPE,
-    "smollm3": {**FOUR_LAYERS, "no_rope_layer_interval": 4},
+OVERRIDES = {
+    **GGUF_OVERRIDES,
+    "lfm2": {"tie_word_embeddings": True},
+    "lfm2_moe": {"routed_scaling_factor": 1.0, "tie_word_embeddings": True},
+    "qwen3_next": {},
+    "qwen3_5": {},
+    "qwen3_5_moe": {},
 }
 
 
@@ -78,6 +63,44 @@ def widened(reference: Any, kind: str) -> Any:
 def test_the_tokens_of_transformers(tmp_path: Path, family: str) -> None:
     folder = make_checkpoint(tmp_path / "model", family, **OVERRIDES[family])
     path = write_gguf(tmp_path / "model.gguf", folder)
+    expected = greedy(load_reference(folder), PROMPT, 20)[len(PROMPT) :]
+    assert answers(path) == expected
+
+
+@pytest.mark.parametrize("family", [*DELTA_NETS, "lfm2", "gemma2"])
+def test_in_the_code_of_transformers(tmp_path: Path, family: str) -> None:
+    folder = make_checkpoint(tmp_path / "model", family, **OVERRIDES[family])
+    path = write_gguf(tmp_path / "model.gguf", folder)
+    expected = greedy(load_reference(folder), PROMPT, 20)[len(PROMPT) :]
+    assert answers(path, model_impl="transformers") == expected
+
+
+@pytest.mark.parametrize("impl", ["auto", "transformers"])
+@pytest.mark.parametrize("family", [*CONFIGS, "gemma4", "gemma4_moe"])
+def test_hybrids(tmp_path: Path, family: str, impl: str) -> None:
+    """Their tokens are those of transformers' model of the same checkpoint."""
+    folder = tmp_path / "model"
+    if family in CONFIGS:
+        name, fields = CONFIGS[family]
+        make_model(getattr(transformers, name)(**fields)).save_pretrained(folder)
+    else:
+        make_checkpoint(folder, family)
+    path = write_gguf(tmp_path / "model.gguf", folder)
+    expected = greedy(load_reference(folder), PROMPT, 20)[len(PROMPT) :]
+    assert answers(path, model_impl=impl) == expected
+
+
+def test_layers_that_draft_tokens_are_left(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "qwen3_5")
+    path = write_gguf(tmp_path / "model.gguf", folder, num_draft_layers=1)
+    expected = greedy(load_reference(folder), PROMPT, 20)[len(PROMPT) :]
+    assert answers(path) == expected
+
+
+def test_gates_and_ups_of_experts_in_one_tensor(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "qwen3_5_moe")
+    path = write_gguf(tmp_path / "model.gguf", folder, has_gate_up=True)
+    assert "blk.0.ffn_gate_up_exps.weight" in GgufFile(path).tensors
     expected = greedy(load_reference(folder), PROMPT, 20)[len(PROMPT) :]
     assert answers(path) == expected
 

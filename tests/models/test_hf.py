@@ -15,7 +15,7 @@ from radixserve.config import EngineConfig
 from radixserve.errors import ModelNotSupported
 from radixserve.models import attention_probe, hf
 from radixserve.models.attention_probe import ProbedLayers, span_of_mask
-from radixserve.models.weights import load_config, transformers_config
+from radixserve.models.source import checkpoint
 from radixserve.runner.cpu_runner import CpuModelRunner
 from tests.checkpoints import edit_json, make_checkpoint
 from tests.runner.driver import Driver
@@ -164,7 +164,7 @@ def test_features_are_found(
     tmp_path: Path,
 ) -> None:
     make_checkpoint(tmp_path, family)
-    model = hf.load_transformers(tmp_path, transformers_config(tmp_path), torch.float32, CPU)
+    model = hf.load_transformers(checkpoint(tmp_path), torch.float32, CPU)
     assert model.info.attention_features == features
     assert model.info.attention_variants == variants
     assert not model.info.is_native
@@ -205,6 +205,5 @@ def test_bfloat16(tmp_path: Path) -> None:
 def test_float16(tmp_path: Path) -> None:
     """Of a device: what it is compared by at load runs on the CPU, too."""
     make_checkpoint(tmp_path, "stablelm", dtype=torch.float16)
-    config = load_config(tmp_path)
-    model = hf.load_transformers(tmp_path, config, torch.float16, CPU)
+    model = hf.load_transformers(checkpoint(tmp_path), torch.float16, CPU)
     assert model.info.dtype == torch.float16

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from radixserve import InvalidRequest, ModelNotSupported, Runtime, SamplingParams
-from tests.checkpoints import edit_json, make_config, make_tokenizer
+from tests.checkpoints import MOE, SIZES, edit_json, make_config, make_tokenizer
 
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 PROMPT = list(range(3, 60))
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=0)
 VISION = {
@@ -25,34 +28,120 @@ VISION = {
     "patch_size": 14,
 }
 QWEN_VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 64}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {  # family of the text model, vision model
-    "Gemma3": ("gemma3", {"model_type": "siglip_vision_model", **VISION}),
-    "Idefics3": ("llama", {"model_type": "idefics3_vision", **VISION}),
-    "Llava": ("qwen2", {"model_type": "clip_vision_model", **VISION}),
-    "Mistral3": ("mistral", {"model_type": "pixtral", **VISION}),
-    "Qwen2VL": ("qwen2", {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 64}),
-    "Qwen2_5_VL": ("qwen2", QWEN_VISION),
-    "Qwen3VL": ("qwen3", {**QWEN_VISION, "deepstack_visual_indexes": [0]}),
+QWEN3_VISION = {**QWEN_VISION, "intermediate_size": 16}
+LFM2_VISION = {"model_type": "siglip2_vision_model", **VISION}
+MROPE = {"mrope_section": [2, 3, 3]}
+LINEAR = {  # layers with a recurrent state beside one that attends
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4),
+}
+MINISTRAL_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 64,
+    "llama_4_scaling_beta": 0.1,
 }
 
 
-def make(folder: Path, wrapper: str) -> Any:
-    """A tiny seeded wrapper in float32, saved in `folder`."""
-    family, vision = CASES[wrapper]
-    text = make_config(family).to_dict()
-    if wrapper.startswith("Qwen"):  # its config knows its text model's type
-        del text["model_type"]
-        text["rope_parameters"]["mrope_section"] = [2, 3, 3]
-    config = getattr(transformers, f"{wrapper}Config")(
-        text_config=text,
-        vision_config=vision,
+@dataclass(frozen=True)
+class Case:
+    wrapper: str  # the published class is this and "ForConditionalGeneration"
+    family: str | None  # of tests/checkpoints.py; None: the wrapper's own text model
+    vision: dict[str, Any]
+    text: dict[str, Any] = field(default_factory=dict)  # further fields of the text model
+    is_native: bool = True
+
+    @property
+    def text_model(self) -> str:
+        own = getattr(transformers, f"{self.wrapper}Config").sub_configs["text_config"]
+        return str(self.text.get("model_type") or self.family or own.model_type)
+
+
+CASES = {
+    "gemma3": Case("Gemma3", "gemma3", {"model_type": "siglip_vision_model", **VISION}),
+    "idefics3": Case("Idefics3", "llama", {"model_type": "idefics3_vision", **VISION}),
+    "llava": Case("Llava", "qwen2", {"model_type": "clip_vision_model", **VISION}),
+    "mistral3": Case("Mistral3", "mistral", {"model_type": "pixtral", **VISION}),
+    "qwen2_vl": Case("Qwen2VL", None, {**QWEN_VISION, "embed_dim": 16, "hidden_size": 64}),
+    "qwen2_5_vl": Case("Qwen2_5_VL", None, QWEN_VISION),
+    "qwen3_vl": Case("Qwen3VL", None, {**QWEN3_VISION, "deepstack_visual_indexes": [0]}),
+    "qwen3_vl_moe": Case(
+        "Qwen3VLMoe", None, {**QWEN3_VISION, "deepstack_visual_indexes": [0]}, {**MOE}
+    ),
+    "ministral3": Case(
+        "Mistral3",
+        None,
+        {"model_type": "pixtral", **VISION},
+        {"model_type": "ministral3", "head_dim": 16, "rope_parameters": MINISTRAL_ROPE},
+        is_native=False,
+    ),
+    "lfm2_vl": Case(
+        "Lfm2Vl",
+        None,
+        LFM2_VISION,
+        {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+    ),
+    "lfm2_vl_moe": Case(
+        "Lfm2Vl",
+        None,
+        LFM2_VISION,
+        {
+            "model_type": "lfm2_moe",
+            "layer_types": ["conv", "full_attention"],
+            **MOE,
+            "num_dense_layers": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "qwen3_5": Case("Qwen3_5", None, QWEN3_VISION, LINEAR),
+    "qwen3_5_moe": Case(
+        "Qwen3_5Moe",
+        None,
+        QWEN3_VISION,
+        {**LINEAR, **MOE, "shared_expert_intermediate_size": 48},
+    ),
+    "gemma4": Case(
+        "Gemma4",
+        "gemma4",
+        {"model_type": "gemma4_vision", **VISION},
+        {"pad_token_id": 0},
+        is_native=False,
+    ),
+    "lighton_ocr": Case("LightOnOcr", "qwen3", {"model_type": "pixtral", **VISION}),
+    "exaone4_5": Case("Exaone4_5_", "exaone4", QWEN_VISION),
+}
+
+
+def text_fields(case: Case) -> dict[str, Any]:
+    if case.family is not None:
+        return {**make_config(case.family).to_dict(), **case.text}
+    fields = {**SIZES, **case.text}
+    if case.wrapper.startswith("Qwen"):  # its config knows its text model's type
+        fields.setdefault("head_dim", 16)
+        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, **MROPE}
+    return fields
+
+
+def make(folder: Path, name: str) -> Any:
+    """A tiny seeded wrapper in float32, saved in `folder` under its published class."""
+    case = CASES[name]
+    config = getattr(transformers, f"{case.wrapper}Config")(
+        text_config=text_fields(case),
+        vision_config=case.vision,
         image_token_index=287,
         image_token_id=287,
         pad_token_id=None,
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
-    kind = getattr(transformers, f"{wrapper}ForConditionalGeneration")
+    kind = getattr(transformers, f"{case.wrapper}ForConditionalGeneration")
     model = kind._from_config(config, attn_implementation="eager").eval().float()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -71,26 +160,31 @@ def check(model: Any, answer: Any) -> None:
     assert torch.allclose(own, torch.tensor(answer.logprobs), atol=1e-4)
 
 
-@pytest.mark.parametrize("wrapper", CASES)
-def test_text_alone(tmp_path: Path, wrapper: str, caplog: pytest.LogCaptureFixture) -> None:
-    model = make(tmp_path, wrapper)
+@pytest.mark.parametrize("name", CASES)
+def test_text_alone(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = make(tmp_path, name)
+    published = json.loads((tmp_path / "config.json").read_text())["architectures"]
+    assert published == [f"{CASES[name].wrapper}ForConditionalGeneration"]
     with caplog.at_level(logging.INFO, "radixserve"), Runtime(tmp_path, num_pages=200) as rt:
-        assert rt.model.is_native
+        assert rt.model.is_native == CASES[name].is_native
         assert rt.model.architecture.endswith("ForCausalLM")
-        (line,) = [one for one in caplog.messages if "beside the text model" in one]
+        (line,) = [text for text in caplog.messages if "beside the text model" in text]
         assert "tensors of parts beside the text model: not read" in line
         cold, warm = rt.generate(PROMPT, PARAMS), rt.generate(PROMPT, PARAMS)
         check(model, cold)
-        assert (warm.token_ids, warm.logprobs) == (cold.token_ids, cold.logprobs)
-        assert warm.usage.cached_tokens == len(PROMPT) - 1
+        assert warm.token_ids == cold.token_ids
+        if rt.model.is_native:
+            assert warm.logprobs == cold.logprobs
+        if not rt.model.states:
+            assert warm.usage.cached_tokens == len(PROMPT) - 1
 
 
 def test_the_other_layout_of_names(tmp_path: Path) -> None:
-    model = make(tmp_path, "Gemma3")
+    model = make(tmp_path, "gemma3")
     tensors = load_file(tmp_path / "model.safetensors")
     old, new = "language_model.model.", "model.language_model."
     swapped = {old: new, new: old}
-    prefix = next(one for one in swapped if any(name.startswith(one) for name in tensors))
+    prefix = next(start for start in swapped if any(name.startswith(start) for name in tensors))
     tensors = {
         swapped[prefix] + name.removeprefix(prefix) if name.startswith(prefix) else name: tensor
         for name, tensor in tensors.items()
@@ -100,8 +194,40 @@ def test_the_other_layout_of_names(tmp_path: Path) -> None:
         check(model, rt.generate(PROMPT, PARAMS))
 
 
+def test_the_page_lists_the_cases() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    table = page.split("<!-- wrappers -->\n")[1].split("<!-- end of wrappers -->")[0]
+    assert table.splitlines()[2:] == [
+        f"| {case.wrapper}ForConditionalGeneration | {case.text_model} "
+        f"| {'natively' if case.is_native else 'wrapped'} |"
+        for case in CASES.values()
+    ]
+
+
+def test_transposed_experts(tmp_path: Path) -> None:
+    """As the published checkpoints of Qwen3-VL-MoE have them."""
+    model = make(tmp_path, "qwen3_vl_moe")
+    file = tmp_path / "model.safetensors"
+    tensors = {
+        name: tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
+        for name, tensor in load_file(file).items()
+    }
+    assert any(".mlp.experts.gate_up_proj" in name for name in tensors)
+    save_file(tensors, file, {"format": "pt"})
+    with Runtime(tmp_path, num_pages=200) as rt:
+        check(model, rt.generate(PROMPT, PARAMS))
+
+
+def test_quantized_wrapper(tmp_path: Path) -> None:
+    """The field of quantization stands beside the text model's config, not in it."""
+    make(tmp_path, "mistral3")
+    edit_json(tmp_path / "config.json", quantization_config={"quant_method": "quark"})
+    with pytest.raises(ModelNotSupported, match="quantized weights"):
+        Runtime(tmp_path, num_pages=200)
+
+
 def test_refusals(tmp_path: Path) -> None:
-    make(tmp_path, "Gemma3")
+    make(tmp_path, "gemma3")
     make_tokenizer(tmp_path)
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     with Runtime(tmp_path, num_pages=200) as rt, rt.chat() as chat:  # noqa: SIM117

@@ -113,11 +113,17 @@ def test_the_same_bits_however_the_work_is_cut_up(tmp_path: Path, form: str, dty
     [
         *((family, "int8") for family in ("cohere2", "gemma3", "granite", "olmo2", "qwen2_moe")),
         *(("gemma2", "Q4_0"), ("glm4", "Q5_1"), ("gpt_oss", "MXFP4"), ("phi3", "Q8_0")),
+        *(("lfm2", "Q4_0"), ("qwen3_5", "Q4_1"), ("qwen3_5_moe", "Q5_0"), ("qwen3_next", "Q8_0")),
     ],
 )
 def test_other_families(tmp_path: Path, family: str, form: str) -> None:
     """The same bits alone, together, warm and in chunks; close to the widened model."""
-    tied = {"tie_word_embeddings": True} if family == "gemma2" else {}
+    tied: dict[str, Any] = {"tie_word_embeddings": True} if family == "gemma2" else {}
+    if family.startswith(("qwen3_5", "qwen3_next")):  # heads of whole blocks
+        tied = {"linear_value_head_dim": 32}
+    if family in ("qwen3_5_moe", "qwen3_next"):
+        tied |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 32}
+        tied["num_experts_per_tok"] = 4  # all: rounding cannot choose others
     path, settings = make_model(tmp_path, form, family, **tied)
     rng = random.Random(0)
     head = [rng.randrange(256) for _ in range(60)]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from radixserve.attention.base import AttentionMetadata, ForwardBatch, kv_view
+from radixserve.attention.base import AttentionMetadata, ForwardBatch, LayerKV, kv_view
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.models import decoder
@@ -54,7 +54,7 @@ def test_described_as_loaded(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "qwen2", eos_ids=[3, 5])
     source = find_model(str(folder))
     assert describe(source, torch.float32) == load_decoder(source, torch.float32, CPU).info
-    assert describe(source, torch.float32).eos_ids == (3, 5)
+    assert describe(source, torch.float32).eos_ids == (3, 5, 257)  # 257: the tokenizer's
 
 
 @pytest.mark.parametrize("name", ["llama", "", "llama-3-8B"])
@@ -139,9 +139,11 @@ class ShapeBackend:
     def __init__(self, kv: torch.Tensor) -> None:
         self.slots = [kv_view(kv, layer) for layer in range(len(kv))]
 
-    def slot_mapping(self, batch: ForwardBatch, layer: int) -> torch.Tensor:
-        del layer
-        return batch.slot_mapping
+    def plan(self, batch: ForwardBatch) -> None:
+        self.slot_mapping = batch.slot_mapping
+
+    def layer_kv(self, layer: int) -> LayerKV:
+        return LayerKV(*self.slots[layer], self.slot_mapping)
 
     def attend(self, q: torch.Tensor, layer: int, *arguments: object) -> torch.Tensor:
         del layer, arguments
@@ -186,7 +188,9 @@ def test_forward_depends_on_no_value(
     monkeypatch.setattr(experts, "grouped_linear", grouped_linear)
     shape = (info.num_layers, 2, 50, 16, info.num_kv_heads, info.head_dim)
     backend = ShapeBackend(torch.empty(shape, dtype=info.dtype, device=META))
-    logits = model.forward(meta_batch(num_tokens, num_sampled), backend)  # type: ignore[arg-type]
+    batch = meta_batch(num_tokens, num_sampled)
+    backend.plan(batch)
+    logits = model.forward(batch, backend)  # type: ignore[arg-type]
     assert logits.shape == (num_sampled, info.vocab_size)
     assert logits.dtype == torch.float32
 

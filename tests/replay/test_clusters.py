@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.rival_routers import ROUTERS, rival
 from radixserve.cli import main
 from radixserve.errors import InvalidRequest
 from radixserve.replay import (
@@ -18,10 +19,9 @@ from radixserve.replay import (
     Failures,
     replay_replicas,
 )
-from radixserve.replay.cluster import Autoscaler
-from radixserve.replay.cluster_report import changes_finding, replay_clusters
-from radixserve.replay.routers import ROUTERS
-from radixserve.replay.serving import StepModel
+from radixserve.replay.replicas import Autoscaler
+from radixserve.replay.report import changes_finding, replay_clusters
+from radixserve.replay.scheduled import StepModel
 from tests.replay.traces import Turn, make_trace, synthetic_trace
 
 STEP = StepModel(0.0, 1.0, 1.0, 0.0)  # a second for each token
@@ -33,79 +33,81 @@ def cluster(
     num_replicas: int, *losses: tuple[float, int], router: str = "round-robin", start_s: float = 10
 ) -> Cluster:
     failures = Failures(at=losses)
-    return Cluster(num_replicas, router, 0.1, STEP, failures=failures, start_s=start_s)
+    return rival(num_replicas, router, 0.1, STEP, failures=failures, start_s=start_s)
 
 
 @pytest.mark.parametrize("router", [name for name in ROUTERS if name != "offline"])
 def test_a_family_is_computed_again_by_the_one_that_comes_back(router: str) -> None:
     turns: list[Turn] = [([*FAMILY, 100 + number], []) for number in range(4)]
     trace = make_trace(turns, times=[0.0, 100.0, 200.0, 300.0])
-    found = replay_replicas(trace, SPEC, cluster(1, (150.0, 0), router=router))
-    assert found.hits.tolist() == [0, 10, 0, 10]
-    assert (found.num_failures, found.num_moved, found.num_failed) == (1, 0, 0)
-    assert found.lost_tokens == 12
-    assert found.recomputed_tokens == 0
-    assert found.alive_s.tolist() == [290.0]
-    assert found.work_s.tolist() == [11.0 + 1 + 11 + 1]
-    assert found.max_load == 1.0
+    result = replay_replicas(trace, SPEC, cluster(1, (150.0, 0), router=router))
+    assert result.hits.tolist() == [0, 10, 0, 10]
+    assert (result.num_failures, result.num_moved, result.num_failed) == (1, 0, 0)
+    assert result.lost_tokens == 12
+    assert result.recomputed_tokens == 0
+    assert result.alive_s.tolist() == [290.0]
+    assert result.work_s.tolist() == [11.0 + 1 + 11 + 1]
+    assert result.max_load == 1.0
 
 
 @pytest.mark.parametrize(
-    ("at", "known", "prompt", "work"),
+    ("lost_s", "known", "prompt", "work"),
     [(4.5, 4, 10, 4.5), (10.5, 10, 10, 10), (13.5, 12, 13, 13), (17.9, 16, 17, 17)],
 )
-def test_a_request_goes_on_from_its_tokens(at: float, known: int, prompt: int, work: float) -> None:
+def test_a_request_goes_on_from_its_tokens(
+    lost_s: float, known: int, prompt: int, work: float
+) -> None:
     answer = list(range(50, 58))
     trace = make_trace([(FAMILY, answer), ([1000], [])], times=[0.0, 18.0])
-    found = replay_replicas(trace, SPEC, cluster(2, (at, 0)))
-    assert found.replicas.tolist() == [1, 1]
-    assert found.num_moved == 1
-    assert found.recomputed_tokens == known
-    assert found.hit_rate == -known / 11
+    result = replay_replicas(trace, SPEC, cluster(2, (lost_s, 0)))
+    assert result.replicas.tolist() == [1, 1]
+    assert result.num_moved == 1
+    assert result.recomputed_tokens == known
+    assert result.hit_rate == -known / 11
     rest = 10 + 8 - prompt
-    assert found.work_s.tolist() == [work, prompt + rest + 1]
-    assert found.ttft_s[0] == (10 if at >= 10 else at + 10)
-    assert found.even_work_s.sum() == pytest.approx(found.work_s.sum())
+    assert result.work_s.tolist() == [work, prompt + rest + 1]
+    assert result.ttft_s[0] == (10 if lost_s >= 10 else lost_s + 10)
+    assert result.even_work_s.sum() == pytest.approx(result.work_s.sum())
 
 
 def test_a_request_that_had_not_begun_finds_what_is_there_where_it_goes() -> None:
     turns: list[Turn] = [(FAMILY, [20]), ([900], []), ([*FAMILY[:5], 30, 31], []), ([901], [])]
     trace = make_trace(turns, times=[0.0, 0.0, 1.0, 18.0])
-    found = replay_replicas(trace, SPEC, cluster(2, (4.5, 0)))
-    assert found.hits.tolist() == [0, 0, 5, 0]
-    assert found.recomputed_tokens == 4
-    assert found.num_moved == 2
+    result = replay_replicas(trace, SPEC, cluster(2, (4.5, 0)))
+    assert result.hits.tolist() == [0, 0, 5, 0]
+    assert result.recomputed_tokens == 4
+    assert result.num_moved == 2
     apart = replay_replicas(trace, SPEC, cluster(3, (4.5, 0)))  # to replicas 1 and 2
     assert apart.hits.tolist() == [0, 0, 0, 0]
 
 
 def test_a_request_that_had_ended_stays() -> None:
     trace = make_trace([(FAMILY, [20]), ([901], [])], times=[0.0, 18.0])
-    found = replay_replicas(trace, SPEC, cluster(2, (11.0, 0)))
-    assert found.replicas.tolist() == [0, 1]
-    assert (found.num_failures, found.num_moved) == (1, 0)
+    result = replay_replicas(trace, SPEC, cluster(2, (11.0, 0)))
+    assert result.replicas.tolist() == [0, 1]
+    assert (result.num_failures, result.num_moved) == (1, 0)
 
 
 def test_three_losses_end_a_request() -> None:
     trace = make_trace([(FAMILY, list(range(100, 400))), ([1], [])], times=[0.0, 200.0])
     losses = [(12.0, 0), (42.0, 0), (72.0, 0)]
-    found = replay_replicas(trace, SPEC, cluster(1, *losses))
-    assert (found.num_moved, found.num_failed) == (2, 1)
-    assert found.replicas.tolist() == [-1, 0]
-    assert found.num_too_large == 0
+    result = replay_replicas(trace, SPEC, cluster(1, *losses))
+    assert (result.num_moved, result.num_failed) == (2, 1)
+    assert result.replicas.tolist() == [-1, 0]
+    assert result.num_too_large == 0
     # at 12 it has 2 tokens and goes on at 22 with 12; the first comes at 34, and 8 until 42
-    assert found.recomputed_tokens == (10 + 1) + (12 + 7)
-    assert found.ttft_s.tolist() == [10, 1]
+    assert result.recomputed_tokens == (10 + 1) + (12 + 7)
+    assert result.ttft_s.tolist() == [10, 1]
 
 
 def test_requests_wait_for_a_replica_but_not_forever() -> None:
     turns: list[Turn] = [(FAMILY, [20]), ([1], []), ([2], [])]
     trace = make_trace(turns, times=[0.0, 30.0, 100.0])
-    found = replay_replicas(trace, SPEC, cluster(1, (5.0, 0), start_s=150.0))
-    assert found.num_failed == 2  # at 125 and 150; the third is sent at 155
-    assert found.replicas.tolist() == [-1, -1, 0]
-    assert np.isnan(found.ttft_s).tolist() == [True, True, False]
-    assert found.ttft_s[2] == 56
+    result = replay_replicas(trace, SPEC, cluster(1, (5.0, 0), start_s=150.0))
+    assert result.num_failed == 2  # at 125 and 150; the third is sent at 155
+    assert result.replicas.tolist() == [-1, -1, 0]
+    assert np.isnan(result.ttft_s).tolist() == [True, True, False]
+    assert result.ttft_s[2] == 56
 
 
 @pytest.mark.parametrize("num_replicas", [1, 256])
@@ -113,46 +115,46 @@ def test_requests_wait_for_a_replica_but_not_forever() -> None:
 def test_no_request_is_lost_and_all_is_the_same_again(router: str, num_replicas: int) -> None:
     trace = synthetic_trace(150, 1)
     failures = Failures(mean_s=20.0 if num_replicas == 1 else 200.0, seed=3)
-    common = Cluster(num_replicas, router, failures=failures, start_s=5.0)
+    common = rival(num_replicas, router, failures=failures, start_s=5.0)
     spec = CacheSpec(trace.longest * 3)
-    found, again = (replay_replicas(trace, spec, common) for _ in range(2))
-    assert facts(found) == facts(again)
-    assert found.num_failed == 0
-    assert (found.replicas >= 0).all()
-    assert found.num_failures > 5
-    assert found.num_failures == sum_of_failures(common, trace.times[-1])
-    assert found.even_work_s.sum() == pytest.approx(found.work_s.sum())
-    assert found.mean_replicas < num_replicas
+    result, again = (replay_replicas(trace, spec, common) for _ in range(2))
+    assert facts(result) == facts(again)
+    assert result.num_failed == 0
+    assert (result.replicas >= 0).all()
+    assert result.num_failures > 5
+    assert result.num_failures == sum_of_failures(common, trace.times[-1])
+    assert result.even_work_s.sum() == pytest.approx(result.work_s.sum())
+    assert result.mean_replicas < num_replicas
 
 
 @pytest.mark.parametrize("router", [name for name in ROUTERS if name != "offline"])
 def test_where_nothing_comes_or_goes_all_is_as_with_fixed_replicas(router: str) -> None:
     trace = synthetic_trace(150, 1)
-    spec, fixed = CacheSpec(trace.longest * 3), Cluster(7, router)
-    found = replay_replicas(trace, spec, fixed)
+    spec, fixed = CacheSpec(trace.longest * 3), rival(7, router)
+    result = replay_replicas(trace, spec, fixed)
     rule = Autoscaling(min_replicas=7, max_replicas=7)
     other = replay_replicas(
-        trace, spec, Cluster(7, router, failures=Failures(mean_s=1e9), autoscaling=rule)
+        trace, spec, rival(7, router, failures=Failures(mean_s=1e9), autoscaling=rule)
     )
-    assert facts(found) == facts(other)
-    assert found.hit_rate == other.hit_rate
-    assert found.max_load == pytest.approx(other.max_load, rel=1e-12)
+    assert facts(result) == facts(other)
+    assert result.hit_rate == other.hit_rate
+    assert result.max_load == pytest.approx(other.max_load, rel=1e-12)
     assert other.mean_replicas == pytest.approx(7.0)
 
 
-def facts(found: ClusterResult) -> list[object]:
-    counts = [found.num_failures, found.num_moved, found.recomputed_tokens, found.lost_tokens]
-    return [*counts, found.hits.tolist(), found.replicas.tolist(), found.work_s.tolist()]
+def facts(result: ClusterResult) -> list[object]:
+    counts = [result.num_failures, result.num_moved, result.recomputed_tokens, result.lost_tokens]
+    return [*counts, result.hits.tolist(), result.replicas.tolist(), result.work_s.tolist()]
 
 
 def sum_of_failures(cluster: Cluster, until: float) -> int:
     assert cluster.failures is not None
     count = 0
     for replica in range(cluster.num_replicas):
-        at, start = cluster.failures.time_to_failure(replica, 0), 0
-        while at <= until:
+        failure_s, start = cluster.failures.time_to_failure(replica, 0), 0
+        while failure_s <= until:
             count, start = count + 1, start + 1
-            at += cluster.start_s + cluster.failures.time_to_failure(replica, start)
+            failure_s += cluster.start_s + cluster.failures.time_to_failure(replica, start)
     return count
 
 
@@ -160,11 +162,11 @@ def test_the_autoscaler_waits_as_ray_serve_does() -> None:
     rule = Autoscaling(
         max_replicas=4, target_ongoing_requests=2, upscale_delay_s=30, downscale_delay_s=60
     )
-    one = Autoscaler(rule, 1)
+    autoscaler = Autoscaler(rule, 1)
     steps = [(10, 5, 1), (30, 3, 1), (40, 5, 3), (50, 1, 3), (60, 6, 3), (70, 1, 3), (120, 0, 3)]
     steps += [(130, 0, 1), (140, 99, 1), (170, 99, 4), (180, 99, 4)]
     for now, ongoing, wanted in steps:
-        assert one.decide(now, ongoing) == wanted, now
+        assert autoscaler.decide(now, ongoing) == wanted, now
 
 
 @pytest.mark.parametrize("router", [name for name in ROUTERS if name != "offline"])
@@ -174,18 +176,16 @@ def test_replicas_are_added_and_taken_away(router: str) -> None:
     trace = make_trace(turns, times=[0.0] * 8 + [255.0] * 4 + [1000.0])
     rule = Autoscaling(max_replicas=4, target_ongoing_requests=2.0, downscale_delay_s=100)
     step = StepModel(0.0, 0.0, 1.0, 0.0)
-    found = replay_replicas(
-        trace, SPEC, Cluster(1, router, 0.1, step, autoscaling=rule, start_s=20)
-    )
+    result = replay_replicas(trace, SPEC, rival(1, router, 0.1, step, autoscaling=rule, start_s=20))
     # 4 wanted from 10 on, begun at 40, there at 60; fewer wanted from 160 on, gone at 260
-    assert found.alive_s.tolist() == [1000.0, 200.0, 200.0, 200.0]
-    assert found.mean_replicas == 1.6
-    assert (found.replicas == 0).all()  # those on the ones taken away went on on the first
-    assert found.num_failures == found.num_failed == 0
-    num_moved = {"round-robin": 3, "tree": 4}.get(router, found.num_moved)
-    assert found.num_moved == num_moved
-    assert found.recomputed_tokens == num_moved * (1 + 4)
-    assert found.lost_tokens == num_moved * 20
+    assert result.alive_s.tolist() == [1000.0, 200.0, 200.0, 200.0]
+    assert result.mean_replicas == 1.6
+    assert (result.replicas == 0).all()  # those on the ones taken away went on on the first
+    assert result.num_failures == result.num_failed == 0
+    num_moved = {"round-robin": 3, "tree": 4}.get(router, result.num_moved)
+    assert result.num_moved == num_moved
+    assert result.recomputed_tokens == num_moved * (1 + 4)
+    assert result.lost_tokens == num_moved * 20
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -207,10 +207,9 @@ def test_the_command_tells_what_came_and_went(
     argv = ["replay", str(path), "--replicas", "2", "--cache-tokens", "1k", "--failures", "40"]
     assert main([*argv, "--start-s", "3", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["traces"][0]["replicas"]
-    assert [row["router"] for row in rows] == [name for name in ROUTERS if name != "offline"]
-    assert len({row["failures"] for row in rows}) == 1
+    assert [row["router"] for row in rows] == ["tree"]
     assert rows[0]["failures"] > 3
-    scaled = [*argv[:-2], "--router", "tree", "--autoscaling", "max_replicas=3,min_replicas=2"]
+    scaled = [*argv[:-2], "--autoscaling", "max_replicas=3,min_replicas=2"]
     assert main(scaled) == 0
     assert "replicas come and go" in capsys.readouterr().out
     fixed = replay_clusters(synthetic_trace(20), [CacheSpec(10_000)], [Cluster(2)])

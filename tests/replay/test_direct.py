@@ -36,8 +36,8 @@ def real_trace(name: str, count: int) -> Trace:
 def test_lru_is_plain_lru_on_real_traces(name: str, count: int, sizes: tuple[int, ...]) -> None:
     trace = real_trace(name, count)
     for size in sizes:
-        found = replay_direct(trace, CacheSpec(size))
-        assert found.hits.tolist() == naive_lru_hits(trace, size, whole_edges=True)
+        result = replay_direct(trace, CacheSpec(size))
+        assert result.hits.tolist() == naive_lru_hits(trace, size, whole_edges=True)
 
 
 @pytest.mark.parametrize(("name", "count", "sizes"), REAL[:2])
@@ -46,8 +46,8 @@ def test_hash_blocks_are_plain_lru_on_real_traces(
 ) -> None:
     trace = real_trace(name, count)
     for size in sizes:
-        found = replay_direct(trace, CacheSpec(size, page_size=16, index="hash"))
-        assert found.hits.tolist() == naive_lru_hits(trace, size, 16)
+        result = replay_direct(trace, CacheSpec(size, page_size=16, index="hash"))
+        assert result.hits.tolist() == naive_lru_hits(trace, size, 16)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -60,8 +60,8 @@ def test_lru_is_plain_lru_on_random_traces(seed: int) -> None:
             random_turns(rng, 60, longest=longest, alphabet=rng.choice([2, 9]), fresh=True)
         )
     for size in (trace.longest, trace.longest + 3, 3 * trace.longest):
-        found = replay_direct(trace, CacheSpec(size))
-        assert found.hits.tolist() == naive_lru_hits(trace, size, whole_edges=True)
+        result = replay_direct(trace, CacheSpec(size))
+        assert result.hits.tolist() == naive_lru_hits(trace, size, whole_edges=True)
         blocks = replay_direct(trace, CacheSpec(size, page_size=4, index="hash"))
         if blocks.is_served.all():
             assert blocks.hits.tolist() == naive_lru_hits(trace, size, 4)
@@ -74,34 +74,34 @@ SPECS = cross([1500], POLICIES, [1, 16], ["radix", "hash"], use_sessions=True)
 def test_no_cache_beats_the_bound(spec: CacheSpec) -> None:
     trace = synthetic_trace(200)
     paths = build_paths(trace)
-    found = replay_direct(trace, spec)
+    result = replay_direct(trace, spec)
     bound = clairvoyant_hits(paths, trace.num_kept, spec.cache_tokens).sum()
-    assert 0 < found.hit_tokens <= bound < paths.reusable_tokens
-    assert found.evicted_tokens > 0
+    assert 0 < result.hit_tokens <= bound < paths.reusable_tokens
+    assert result.evicted_tokens > 0
     again = replay_direct(trace, spec)
-    assert np.array_equal(found.hits, again.hits)
+    assert np.array_equal(result.hits, again.hits)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_roomy_radix_cache_reuses_all_there_is(page_size: int) -> None:
     trace = synthetic_trace(200)
-    found = replay_direct(trace, CacheSpec(10**6, page_size=page_size))
-    assert np.array_equal(found.hits, build_paths(trace).reusable)
+    result = replay_direct(trace, CacheSpec(10**6, page_size=page_size))
+    assert np.array_equal(result.hits, build_paths(trace).reusable)
 
 
 def test_what_does_not_fit_counts_as_not_reused() -> None:
     turns = [([1, 2, 3], [4, 5]), (list(range(1, 20)), [7]), ([1, 2, 3], [4] * 30), ([1, 2, 9], ())]
-    found = replay_direct(make_trace(turns), CacheSpec(8))
-    assert found.is_served.tolist() == [True, False, False, True]
-    assert found.hits.tolist() == [0, 0, 0, 2]
-    assert found.num_too_large == 2
-    assert found.hit_rate == 2 / 28
+    result = replay_direct(make_trace(turns), CacheSpec(8))
+    assert result.is_served.tolist() == [True, False, False, True]
+    assert result.hits.tolist() == [0, 0, 0, 2]
+    assert result.num_too_large == 2
+    assert result.hit_rate == 2 / 28
 
 
 def test_namespaces_share_nothing() -> None:
     turns = [([1, 2, 3], ()), ([1, 2, 3], ()), ([1, 2, 3], ())]
-    found = replay_direct(make_trace(turns, namespaces=["a", "b", "a"]), CacheSpec(100))
-    assert found.hits.tolist() == [0, 0, 2]
+    result = replay_direct(make_trace(turns, namespaces=["a", "b", "a"]), CacheSpec(100))
+    assert result.hits.tolist() == [0, 0, 2]
 
 
 def test_closed_sessions_make_room_for_open_ones() -> None:

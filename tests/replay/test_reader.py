@@ -15,7 +15,7 @@ import pytest
 
 from radixserve.errors import InvalidRequest
 from radixserve.replay import read_trace
-from radixserve.replay.tokens import block_matrix, block_tokens, tokenize
+from radixserve.replay.trace import block_matrix, block_tokens, tokenize
 from tests.replay.traces import SHARED, SHARED_NAMES
 
 EXPAND = SHARED / "expand.py"

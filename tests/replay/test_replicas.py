@@ -6,10 +6,9 @@ import random
 
 import pytest
 
-from radixserve.errors import InvalidRequest
-from radixserve.replay import CacheSpec, Cluster, replay_direct, replay_replicas
-from radixserve.replay.cluster_report import cluster_finding, replay_clusters
-from radixserve.replay.routers import ROUTERS
+from benchmarks.rival_routers import ROUTERS, rival
+from radixserve.replay import CacheSpec, Cluster, Failures, replay_direct, replay_replicas
+from radixserve.replay.report import cluster_finding, replay_clusters
 from tests.replay.traces import Turn, make_trace, synthetic_trace
 
 
@@ -17,9 +16,9 @@ from tests.replay.traces import Turn, make_trace, synthetic_trace
 def test_one_replica_is_one_cache(router: str) -> None:
     trace = synthetic_trace(60, 3)
     spec = CacheSpec(trace.longest * 3)
-    found = replay_replicas(trace, spec, Cluster(1, router))
-    assert found.hits.tolist() == replay_direct(trace, spec).hits.tolist()
-    assert found.max_load == 1.0
+    result = replay_replicas(trace, spec, rival(1, router))
+    assert result.hits.tolist() == replay_direct(trace, spec).hits.tolist()
+    assert result.max_load == 1.0
 
 
 def make_chats(num_chats: int, num_turns: int) -> list[Turn]:
@@ -41,12 +40,12 @@ def test_the_tree_router_keeps_what_belongs_together_and_spreads_the_work(delay:
     trace = make_trace(turns, times=[0.5 * n for n in range(len(turns))])
     spec = CacheSpec(6000)
     whole = replay_direct(trace, CacheSpec(4 * 6000)).hit_rate
-    tree = replay_replicas(trace, spec, Cluster(4, "tree", delay))
-    blind = replay_replicas(trace, spec, Cluster(4, "round-robin"))
+    tree = replay_replicas(trace, spec, rival(4, "tree", delay))
+    blind = replay_replicas(trace, spec, rival(4, "round-robin"))
     assert tree.hit_rate > 0.93 * whole
     assert tree.hit_rate > blind.hit_rate + 0.1
     assert tree.max_load < 1.2
-    again = replay_replicas(trace, spec, Cluster(4, "tree", delay))
+    again = replay_replicas(trace, spec, rival(4, "tree", delay))
     assert again.replicas.tolist() == tree.replicas.tolist()
 
 
@@ -54,17 +53,17 @@ def test_with_knowledge_of_the_future_a_conversation_is_cut_once_a_replica() -> 
     turns = make_chats(40, 12)
     chats = [str(prompt[50]) for prompt, _ in turns]  # each has another first token of its own
     trace = make_trace(turns, times=[0.5 * n for n in range(len(turns))], sessions=chats)
-    found = replay_replicas(trace, CacheSpec(20_000), Cluster(7, "offline"))
-    assert found.max_load < 1.1
+    result = replay_replicas(trace, CacheSpec(20_000), rival(7, "offline"))
+    assert result.max_load < 1.1
     whole = replay_direct(trace, CacheSpec(7 * 20_000))
-    assert whole.hits.sum() - found.hits.sum() < 6 * trace.longest + 3 * 7 * 50
+    assert whole.hits.sum() - result.hits.sum() < 6 * trace.longest + 3 * 7 * 50
 
 
 def test_requests_that_fit_nowhere_are_passed_over() -> None:
     trace = make_trace([([1, 2, 3], [4]), (list(range(50)), []), ([1, 2, 3, 5], [])])
-    found = replay_replicas(trace, CacheSpec(20), Cluster(1, "tree"))
-    assert found.is_served.tolist() == [True, False, True]
-    assert found.hits.tolist() == [0, 0, 3]
+    result = replay_replicas(trace, CacheSpec(20), rival(1, "tree"))
+    assert result.is_served.tolist() == [True, False, True]
+    assert result.hits.tolist() == [0, 0, 3]
     (row,) = replay_clusters(trace, [CacheSpec(20)], [Cluster(2)])
     assert row["too_large_requests"] == 1
     assert (
@@ -75,6 +74,6 @@ def test_requests_that_fit_nowhere_are_passed_over() -> None:
     )
 
 
-def test_unknown_routers_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="round-robin"):
-        Cluster(2, "best")
+def test_a_router_that_knows_the_future_needs_a_fixed_cluster() -> None:
+    with pytest.raises(ValueError, match="offline"):
+        rival(2, "offline", failures=Failures(mean_s=60.0))

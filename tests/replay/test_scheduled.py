@@ -14,8 +14,7 @@ from radixserve.replay import (
     replay_direct,
     replay_scheduled,
 )
-from radixserve.replay.scheduled import predecessors
-from radixserve.replay.serving import ComputeLedger, ScheduledResult, StepModel
+from radixserve.replay.scheduled import ComputeLedger, ScheduledResult, StepModel, predecessors
 from tests.replay.traces import make_trace, synthetic_trace
 
 PLAIN = StepModel(fixed_s=1.0, prefill_token_s=0.1, decode_row_s=0.01, kv_token_s=0.001)
@@ -31,10 +30,10 @@ def burst(count: int = 60) -> Trace:
     rng = np.random.default_rng(3)
     shared = rng.integers(0, 500, 400).tolist()
     turns = []
-    for at in range(count):
+    for number in range(count):
         cut = int(rng.integers(1, 400))
         prompt = shared[:cut] + rng.integers(0, 4, int(rng.integers(0, 6))).tolist()
-        turns.append((prompt, [at % 3, 7, at % 2, 8, 9][: int(rng.integers(0, 6))]))
+        turns.append((prompt, [number % 3, 7, number % 2, 8, 9][: int(rng.integers(0, 6))]))
     turns += [turns[5], turns[5], ([*turns[7][0], *turns[7][1], 3], [1, 2])]
     return make_trace(turns)
 
@@ -47,13 +46,13 @@ def test_a_burst_computes_every_prefix_once(
 ) -> None:
     trace = burst()
     spec = CacheSpec(64 * 500, page_size=page_size)
-    found = serve(trace, spec, order=order, chunked_prefill_size=chunked_prefill_size)
+    result = serve(trace, spec, order=order, chunked_prefill_size=chunked_prefill_size)
     distinct = build_paths(trace).distinct_tokens
-    assert found.needed_tokens == distinct
-    assert found.repeated_tokens == 0
-    assert found.compute_ratio == 1.0
-    assert found.num_too_large == found.preemptions == 0
-    assert found.hit_tokens < found.prompt_tokens
+    assert result.needed_tokens == distinct
+    assert result.repeated_tokens == 0
+    assert result.compute_ratio == 1.0
+    assert result.num_too_large == result.preemptions == 0
+    assert result.hit_tokens < result.prompt_tokens
 
 
 def test_a_small_cache_computes_again() -> None:
@@ -70,8 +69,8 @@ def test_a_small_cache_computes_again() -> None:
 
 def test_blocks_compute_again_what_is_shared_below_a_block() -> None:
     trace = burst()
-    found = serve(trace, CacheSpec(64 * 500, page_size=16, index="hash"))
-    assert found.compute_ratio > 1.0
+    result = serve(trace, CacheSpec(64 * 500, page_size=16, index="hash"))
+    assert result.compute_ratio > 1.0
 
 
 def test_far_apart_it_is_the_direct_replay() -> None:
@@ -84,15 +83,15 @@ def test_far_apart_it_is_the_direct_replay() -> None:
 def test_times_are_those_of_the_model() -> None:
     """Alone: a step for the prompt, then a step for each token; the second one waits its turn."""
     trace = make_trace([([1, 2, 3, 4], [5, 6, 7]), ([8, 9], [5])], times=[0.0, 0.5])
-    found = serve(trace, CacheSpec(100), step=PLAIN)
+    result = serve(trace, CacheSpec(100), step=PLAIN)
     first = 1 + 4 * 0.1 + 4 * 0.001
     second = 1 + 0.01 + 5 * 0.001 + 2 * 0.1 + 2 * 0.001  # a decode and the other's prefill
     third = 1 + 0.01 + 6 * 0.001
-    assert found.ttft_s.tolist() == pytest.approx([first, first + second - 0.5])
-    assert found.span_s == pytest.approx(first + second + third)
-    assert found.steps == 3
-    assert found.computed_tokens == 4 + 2 + 2
-    assert found.ttft_at(50) == pytest.approx(found.mean_ttft_s)
+    assert result.ttft_s.tolist() == pytest.approx([first, first + second - 0.5])
+    assert result.span_s == pytest.approx(first + second + third)
+    assert result.steps == 3
+    assert result.computed_tokens == 4 + 2 + 2
+    assert result.ttft_at(50) == pytest.approx(result.mean_ttft_s)
 
 
 def test_a_turn_is_sent_after_the_answer_that_it_contains() -> None:
@@ -100,13 +99,13 @@ def test_a_turn_is_sent_after_the_answer_that_it_contains() -> None:
     first, second = ([1, 2, 3, 4], [5, 6, 7]), ([1, 2, 3, 4, 5, 6, 7, 8], [9, 9])
     trace = make_trace([first, second, ([20, 21], [1, 1])], times=[0.0, 0.1, 0.2])
     assert predecessors(trace, build_paths(trace)).tolist() == [-1, 0, -1]
-    found = serve(trace, CacheSpec(100), step=PLAIN)
+    result = serve(trace, CacheSpec(100), step=PLAIN)
     alone = serve(make_trace([first]), CacheSpec(100), step=PLAIN)
-    assert found.hits.tolist() == [0, 6, 0]
-    assert found.max_overtaken == 0  # the unrelated request was sent before the second turn
+    assert result.hits.tolist() == [0, 6, 0]
+    assert result.max_overtaken == 0  # the unrelated request was sent before the second turn
     last_step = 1 + 0.1 * 2 + 0.001 * 8  # of the prompt's last two tokens
-    assert found.ttft_s[1] == pytest.approx(last_step)
-    assert found.span_s > alone.span_s + last_step
+    assert result.ttft_s[1] == pytest.approx(last_step)
+    assert result.span_s > alone.span_s + last_step
 
 
 def test_predecessors() -> None:
@@ -128,8 +127,8 @@ def test_predecessors() -> None:
 def test_longest_prefix_first_overtakes_and_fcfs_does_not() -> None:
     """A warm prefix, then many unrelated requests and, after them, some that share it."""
     warm = list(range(100, 300))
-    unrelated = [([at] * 150, [1] * 5) for at in range(10)]
-    sharing = [([*warm, at], [1] * 5) for at in range(10)]
+    unrelated = [([number] * 150, [1] * 5) for number in range(10)]
+    sharing = [([*warm, number], [1] * 5) for number in range(10)]
     times = [0.0] + [20.0] * 20
     trace = make_trace([(warm, [1]), *unrelated, *sharing], times=times)
     settings = {"step": PLAIN, "max_running_requests": 2, "chunked_prefill_size": 200}
@@ -143,18 +142,18 @@ def test_longest_prefix_first_overtakes_and_fcfs_does_not() -> None:
 
 
 def test_preemption_is_counted_and_everything_ends() -> None:
-    turns = [([at] * 30, list(range(60))) for at in range(6)]
-    found = serve(make_trace(turns), CacheSpec(150), max_running_requests=6)
-    assert found.preemptions > 0
-    assert not np.isnan(found.ttft_s).any()
-    assert found.needed_tokens == 6 * 89
+    turns = [([number] * 30, list(range(60))) for number in range(6)]
+    result = serve(make_trace(turns), CacheSpec(150), max_running_requests=6)
+    assert result.preemptions > 0
+    assert not np.isnan(result.ttft_s).any()
+    assert result.needed_tokens == 6 * 89
 
 
 def test_what_does_not_fit_is_passed_over() -> None:
     trace = make_trace([([1, 2, 3], [4]), (list(range(50)), [1]), ([1, 2, 3], [4] * 50)])
-    found = serve(trace, CacheSpec(20))
-    assert found.num_too_large == 2
-    assert np.isnan(found.ttft_s).tolist() == [False, True, True]
+    result = serve(trace, CacheSpec(20))
+    assert result.num_too_large == 2
+    assert np.isnan(result.ttft_s).tolist() == [False, True, True]
     nothing = serve(make_trace([(list(range(50)), [1])]), CacheSpec(20))
     assert (nothing.compute_ratio, nothing.max_overtaken, nothing.span_s) == (1.0, 0, 0.0)
     assert np.isnan(nothing.ttft_at(99))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,9 @@ from radixserve.replay import (
     study_trace,
 )
 from radixserve.replay.caches import GIB, kv_bytes_per_token
-from radixserve.replay.document import best_fits, mean_gaps, next_gigabyte, page_losses
-from radixserve.replay.plots import draw
+from radixserve.replay.plots import draw, draw_rates
 from radixserve.replay.report import format_tokens
-from radixserve.replay.study import default_sizes
+from radixserve.replay.study import best_fits, default_sizes, mean_gaps, next_gigabyte, page_losses
 from tests.replay.traces import make_trace, synthetic_trace
 
 SIZES = (1000, 4000, 16000)
@@ -31,7 +31,7 @@ SIZES = (1000, 4000, 16000)
 @pytest.fixture(scope="module")
 def study() -> Study:
     specs = cross(SIZES, ["lru", "fifo"], [1, 16], ["radix", "hash"], use_sessions=True)
-    return study_trace(synthetic_trace(150), specs, [Serving(order="fcfs")])
+    return study_trace(synthetic_trace(60), specs, [Serving(order="fcfs")])
 
 
 def test_every_cache_is_between_nothing_and_the_bound(study: Study) -> None:
@@ -54,8 +54,8 @@ def test_the_next_gigabyte_is_the_slope_between_two_sizes(study: Study) -> None:
 
 def test_page_losses_are_against_page_size_1(study: Study) -> None:
     losses = {
-        (one["label"], one["page_size"], one["cache_tokens"]): one["hit_tokens"]
-        for one in page_losses(study)
+        (row["label"], row["page_size"], row["cache_tokens"]): row["hit_tokens"]
+        for row in page_losses(study)
     }
     assert len(losses) == 3 * (4 + 2)
     hits = {r.spec: r.hit_tokens for r in study.direct}
@@ -69,7 +69,7 @@ def test_the_best_is_the_one_with_most_hits(study: Study) -> None:
         rates = [r.hit_rate for r in study.direct if r.spec.cache_tokens == size]
         assert fit["hit_rate"] == max(rates)
         assert fit["gap"] == pytest.approx(study.bound_rate(size) - max(rates))
-    gaps = [one["gap"] for one in mean_gaps(study)]
+    gaps = [row["gap"] for row in mean_gaps(study)]
     assert gaps == sorted(gaps)
     assert len(gaps) == 10
 
@@ -85,7 +85,7 @@ def test_lengths_and_curves(study: Study) -> None:
 
 def test_a_document_is_plain_json(study: Study) -> None:
     document = json.loads(json.dumps(study_document(study, 1024), allow_nan=False))
-    assert document["requests"] == 150
+    assert document["requests"] == 60
     assert len(document["runs"]) == len(document["scheduled"]) == 30
     assert document["runs"][0]["label"] == "lru"
     assert document["scheduled"][0]["order"] == "fcfs"
@@ -108,6 +108,33 @@ def test_pictures(study: Study, tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(InvalidRequest, match="png"):
         draw([study], tmp_path / "hits.nonsense")
+
+
+def test_pictures_can_be_read(study: Study) -> None:
+    """Few ticks with short names, a label beside the end of each line, none above another."""
+    figures = pytest.importorskip("matplotlib.figure")
+    figure = figures.Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    draw_rates(study, axes)
+    figure.draw_without_rendering()
+    low, high = axes.get_xlim()
+    ticks = [tick for tick in axes.xaxis.get_major_ticks() if low <= tick.get_loc() <= high]
+    names = [tick.label1.get_text() for tick in ticks]
+    assert 3 <= len(names) <= 9
+    assert all(re.fullmatch(r"[125]0*k?", name) for name in names)
+    assert not list(axes.xaxis.get_minorticklocs())
+    extent = pytest.importorskip("matplotlib.text").Text.get_window_extent  # without the arrow
+    boxes = [extent(text) for text in axes.texts]
+    assert len(boxes) == len(study.by_kind()) + 2  # and the two bounds
+    assert axes.get_legend() is None
+    for number, box in enumerate(boxes):
+        assert box.x0 > axes.bbox.x1
+        assert not any(box.overlaps(other) for other in boxes[:number])
+    bottom, top = axes.get_ylim()
+    for line in axes.lines:  # none lies on the frame
+        rates = line.get_ydata()
+        assert bottom < min(rates)
+        assert max(rates) < top
 
 
 def test_sizes_that_suit_a_trace() -> None:
@@ -143,6 +170,9 @@ def test_bytes_of_a_token(tmp_path: Path, config: dict[str, object], size: int) 
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert kv_bytes_per_token(tmp_path) == size
     assert kv_bytes_per_token(tmp_path / "config.json") == size
+    if "head_dim" not in config and config.get("hidden_size") == 4096:
+        assert kv_bytes_per_token(tmp_path, "bfloat16") == size
+        assert kv_bytes_per_token(tmp_path, "int8") == size // 2 * 130 // 128
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from radixserve.replay.tokens import PackedTokens
-from radixserve.replay.trace import Trace
+from radixserve.replay.trace import PackedTokens, Trace
 
 SHARED = Path(__file__).parents[3] / "shared" / "traces"
 SHARED_NAMES = ("mooncake_conversation", "agentic_code", "tau_airline", "bbh_fewshot")

@@ -53,6 +53,6 @@ def test_it_is_read_from_text_mappings_and_itself() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(given: Any, words: str) -> None:
-    with pytest.raises(InvalidRequest) as found:
+    with pytest.raises(InvalidRequest) as refusal:
         Autoscaling.read("--autoscaling", given)
-    assert words in str(found.value)
+    assert words in str(refusal.value)

@@ -54,9 +54,9 @@ def test_siblings_that_arrive_together_stay_together_until_that_costs_more() -> 
     first = [router.choose(str(n), head + tokens(10_000 + n, 8)) for n in range(3)]
     assert len(set(first)) == 1
     places = first + [router.choose(str(n), head + tokens(10_000 + n, 8)) for n in range(3, 400)]
-    found = Counter(places)
-    assert len(found) == 4, "the prefix is computed on others, too"
-    assert max(found.values()) < 150
+    counts = Counter(places)
+    assert len(counts) == 4, "the prefix is computed on others, too"
+    assert max(counts.values()) < 150
     for number in range(400):
         router.end(str(number), 10)
         router.end(str(number), 10)
@@ -66,15 +66,15 @@ def test_siblings_that_arrive_together_stay_together_until_that_costs_more() -> 
 
 def test_prompts_that_nobody_has_are_spread() -> None:
     router = make_router(8)
-    found = Counter(router.choose(str(n), tokens(5000 * n, 3000 + n)) for n in range(80))
-    assert min(found.values()) >= 8
+    counts = Counter(router.choose(str(n), tokens(5000 * n, 3000 + n)) for n in range(80))
+    assert min(counts.values()) >= 8
 
 
 def test_a_slow_replica_gets_less() -> None:
     router = make_router(1)
     add(router, "slow", StepCosts(prefill_token_s=270e-6, decode_row_s=200e-6))
-    found = Counter(router.choose(str(n), tokens(5000 * n, 3000)) for n in range(110))
-    assert 5 <= found["slow"] <= 20
+    counts = Counter(router.choose(str(n), tokens(5000 * n, 3000)) for n in range(110))
+    assert 5 <= counts["slow"] <= 20
 
 
 def test_new_prompts_push_out_what_was_used_longest_ago() -> None:

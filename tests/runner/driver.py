@@ -15,6 +15,7 @@ from radixserve.schedule import (
     SampleOutput,
     SampleSpec,
     ScheduledRequest,
+    ScheduledRows,
     SchedulerOutput,
 )
 
@@ -87,7 +88,9 @@ class Driver:
         decodes = sum(len(row.token_ids) == 1 for row in rows)
         total = sum(len(row.token_ids) for row in rows)
         output = self.compute(
-            SchedulerOutput(self.num_steps, rows, copies, total - decodes, decodes)
+            SchedulerOutput(
+                self.num_steps, ScheduledRows.of(rows), copies, total - decodes, decodes
+            )
         )
         self.num_steps += 1
         for (sequence, count), row, sampled in zip(work, rows, output.outputs, strict=True):

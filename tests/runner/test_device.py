@@ -16,7 +16,12 @@ from radixserve.models.base import ModelInfo, StateShape
 from radixserve.runner import cuda_graph
 from radixserve.runner.base import ResolvedConfig
 from radixserve.runner.cuda_graph import CAPTURE_SIZES, capture_sizes
-from radixserve.runner.device import check_dtype, choose_device, describe_device
+from radixserve.runner.device import (
+    check_dtype,
+    choose_device,
+    choose_kv_dtype,
+    describe_device,
+)
 from radixserve.runner.profile_run import (
     MAX_TOKENS,
     MemoryUse,
@@ -183,7 +188,7 @@ def test_states_beside_the_pool() -> None:
     left = available_bytes(use_of(), 0.9)
     assert left == 107 * GIB
     count = choose_num_states(EngineConfig(max_running_requests=64), info, left)
-    assert count == 4 * 64 + left // 131_072 // 512
+    assert count == 4 * 64 + left // 131_072 // 64  # a state has the memory of 8 tokens
     pages = (left - (count << 20)) // 131_072
     assert fitting_pages(use_of(), 0.9, 131_072, 1, count << 20) == pages
     config = EngineConfig(max_running_requests=64)
@@ -192,7 +197,7 @@ def test_states_beside_the_pool() -> None:
     # A third at most; the pool's own size does not come from the host's memory.
     assert choose_num_states(EngineConfig(max_running_requests=9), info, 30 << 20) == 10
     few = EngineConfig(max_running_requests=2, num_pages=1024)
-    assert choose_num_states(few, info, GIB) == 4 * 2 + 2
+    assert choose_num_states(few, info, GIB) == 4 * 2 + 1024 // 64
     assert choose_num_states(EngineConfig(num_states=70), info, GIB) == 70
     with pytest.raises(InvalidRequest, match="a third of the memory left on the device"):
         choose_num_states(EngineConfig(max_running_requests=11), info, 30 << 20)
@@ -358,6 +363,39 @@ def test_what_the_log_says(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> 
     assert "capturing decode steps of 1, 2, 4, 8 rows" in text
     assert "decode steps captured in" in text
     assert f"on {runner.resolved_config}; 100 pages of 1 tokens" in text
+    assert "rows" in runner.resolved_config.inexact
     assert runner.resolved_config == ResolvedConfig(
-        "cpu", "float32", "triton", (1, 2, 4, 8), overlap=True, piecewise_tokens=72
+        "cpu",
+        "float32",
+        "triton",
+        (1, 2, 4, 8),
+        overlap=True,
+        piecewise_tokens=72,
+        inexact=runner.resolved_config.inexact,
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kv_dtype": "fp8_e4m3"}, "fp8_e4m3.* is not built"),
+        ({"kv_dtype": "int8", "device": "cuda"}, "on the CPU only"),
+        ({"kv_dtype": "float32"}, "kv_dtype must be"),
+    ],
+)
+def test_kv_dtypes_that_no_runner_has(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        EngineConfig(**settings)
+
+
+def test_kv_dtypes_of_a_model() -> None:
+    """Another one than the model's needs a backend that widens what it reads, on the CPU."""
+    cpu, cuda, bf16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
+    assert choose_kv_dtype("auto", bf16, cuda, "triton", can_widen=False) is None
+    assert choose_kv_dtype("bfloat16", bf16, cuda, "triton", can_widen=False) is None
+    assert choose_kv_dtype("bfloat16", torch.float32, cpu, "cpu", can_widen=True) == bf16
+    assert choose_kv_dtype("int8", bf16, cpu, "cpu", can_widen=True) == torch.int8
+    with pytest.raises(InvalidRequest, match="the device is cuda"):
+        choose_kv_dtype("bfloat16", torch.float32, cuda, "torch", can_widen=True)
+    with pytest.raises(InvalidRequest, match='attention_backend="triton" has none'):
+        Runtime("demo", num_pages=100, kv_dtype="int8", attention_backend="triton", device="cpu")

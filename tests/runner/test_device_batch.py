@@ -8,7 +8,7 @@ import torch
 
 from radixserve.runner.device_batch import PageTable, TableUpdate
 from radixserve.runner.input_batch import InputBatch, prepare_inputs
-from radixserve.schedule import ScheduledRequest
+from radixserve.schedule import ScheduledRequest, ScheduledRows
 from tests.runner.rows import SPEC
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def row(slot: int, pages: list[int], first_new_page: int = 0) -> ScheduledReques
 
 
 def batch_of(rows: list[ScheduledRequest], num_padding: int = 0) -> InputBatch:
-    batch = prepare_inputs(rows, 1)
+    batch = prepare_inputs(ScheduledRows.of(rows), 1)
     return batch.padded(len(rows) + num_padding) if num_padding else batch
 
 

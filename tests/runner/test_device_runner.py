@@ -22,7 +22,7 @@ from radixserve.runner.cuda_graph import DecodeGraph
 from radixserve.runner.cuda_runner import PendingStep
 from radixserve.runner.device_batch import PageTable
 from radixserve.runner.device_sampler import DeviceSampler
-from radixserve.schedule import ScheduledRequest, SchedulerOutput
+from radixserve.schedule import ScheduledRequest, ScheduledRows, SchedulerOutput
 from tests.attention.fake_flashinfer import Fake, mark_sides
 from tests.checkpoints import NATIVE, VOCAB_SIZE, greedy, load_reference, make_checkpoint
 from tests.runner.driver import GREEDY, Driver
@@ -104,11 +104,12 @@ def test_a_backend_that_cannot_be_made_ready(
 
 def take_fake_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The flashinfer backend in the place of any other, over a FlashInfer that computes here."""
-    monkeypatch.setattr(flashinfer_backend, "unsupported_reason", lambda *_: "")
+    monkeypatch.setattr(flashinfer_backend, "flashinfer_unsupported_reason", lambda *_: "")
     mark_sides(monkeypatch)
     library = Fake().library
 
     def make_backend(_: str, *args: Any, **kwargs: Any) -> FlashInferBackend:
+        del kwargs["is_exact"]  # not of FlashInfer
         return FlashInferBackend(*args, **kwargs, library=library)
 
     monkeypatch.setattr(cuda_runner, "make_backend", make_backend)
@@ -189,7 +190,7 @@ def jobs() -> tuple[list[list[int]], list[SamplingParams]]:
         {**few, "presence_penalty": 0.8, "frequency_penalty": 0.3, "logprobs": 1},
         {"temperature": 0.0, "prompt_logprobs": 2},
         {**few, "n": 2, "best_of": 4},
-        {"temperature": 0.0, "max_tokens": 1},
+        {"temperature": 0.0, "max_tokens": 2, "logprob_token_ids": [9, 200, 3]},
     ]
     return prompts, [SamplingParams(**{"max_tokens": 14, **kind}) for kind in kinds]
 
@@ -352,7 +353,9 @@ def test_an_error_that_the_device_does_not_survive(
 
 def decode_schedule(driver: Driver) -> SchedulerOutput:
     rows = tuple(driver.row(one, 1) for one in driver.sequences)
-    return SchedulerOutput(driver.num_steps, rows, np.empty((0, 3), np.int32), 0, len(rows))
+    return SchedulerOutput(
+        driver.num_steps, ScheduledRows.of(rows), np.empty((0, 3), np.int32), 0, len(rows)
+    )
 
 
 def prefilled(folder: Path, num_rows: int, params: SamplingParams = PLAIN, **fields: Any) -> Driver:
@@ -381,7 +384,9 @@ def test_a_decode_step_is_one_copy_in_and_one_out(
     schedule = decode_schedule(driver)
     rows = tuple(row._replace(first_new_page=len(row.page_ids) - 1) for row in schedule.rows)
     before = queue.num_uploads, queue.num_downloads
-    pending = driver.runner.launch(SchedulerOutput(9, rows, schedule.cow_copies, 0, 5))
+    pending = driver.runner.launch(
+        SchedulerOutput(9, ScheduledRows.of(rows), schedule.cow_copies, 0, 5)
+    )
     assert (queue.num_uploads, queue.num_downloads) == (before[0] + 1, before[1] + 1)
     assert len(driver.runner.collect(pending).outputs) == 5
     assert planned == [8, 8]
@@ -432,7 +437,7 @@ def test_steps_that_fit_no_graph_run_without(
 
 def launch_ahead(late: Driver, step: int, rows: list[ScheduledRequest]) -> PendingStep:
     """Launch a step of all sequences whose tokens nobody on the host knows."""
-    schedule = SchedulerOutput(step, tuple(rows), np.empty((0, 3), np.int32), 0, 3)
+    schedule = SchedulerOutput(step, ScheduledRows.of(rows), np.empty((0, 3), np.int32), 0, 3)
     pending = late.runner.launch(schedule)
     for one in late.sequences:
         one.computed += 1
@@ -506,12 +511,14 @@ def test_a_slot_of_a_failed_step_is_written_anew(
     stream.tokens += [7, 8, 9]
     row = driver.row(stream, len(stream.tokens) - stream.computed)
     known = row._replace(first_new_page=stream.computed)
-    schedule = SchedulerOutput(1, (known,), np.empty((0, 3), np.int32), 4, 0)
+    schedule = SchedulerOutput(1, ScheduledRows.of([known]), np.empty((0, 3), np.int32), 4, 0)
     with monkeypatch.context() as patch:
         patch.setattr(PageTable, "write", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             driver.runner.launch(schedule)
-    (output,) = driver.compute(SchedulerOutput(2, (row,), schedule.cow_copies, 4, 0)).outputs
+    (output,) = driver.compute(
+        SchedulerOutput(2, ScheduledRows.of([row]), schedule.cow_copies, 4, 0)
+    ).outputs
     assert output is not None
     wanted = greedy(load_reference(checkpoints["llama"]), stream.tokens, 1)[-1]
     assert output.token_id == wanted
@@ -522,7 +529,7 @@ def test_rows_that_do_not_fit_their_pages_are_refused(checkpoints: dict[str, Pat
     schedule = decode_schedule(driver)
     bad = schedule.rows[0]._replace(page_ids=np.zeros(3, np.int32))
     with pytest.raises(ValueError, match="has 3 pages of 1 tokens for 11 tokens"):
-        driver.compute(SchedulerOutput(0, (bad,), schedule.cow_copies, 0, 1))
+        driver.compute(SchedulerOutput(0, ScheduledRows.of([bad]), schedule.cow_copies, 0, 1))
     driver.step([(one, 1) for one in driver.sequences])
     assert all(out.error is None for one in driver.sequences for out in one.outputs)
 
@@ -532,7 +539,7 @@ def test_copies_alone(checkpoints: dict[str, Path]) -> None:
     runner.pool.kv.copy_(torch.randn_like(runner.pool.kv))
     before = runner.pool.kv.clone()
     copies = np.array([[0, 3, 3], [0, 4, 1], [1, 5, 4]], np.int32)
-    output = Driver(runner, 4).compute(SchedulerOutput(0, (), copies, 0, 0))
+    output = Driver(runner, 4).compute(SchedulerOutput(0, ScheduledRows(), copies, 0, 0))
     assert output.outputs == ()
     assert set(output.seconds) == {"prepare", "forward", "sample"}
     assert torch.equal(runner.pool.kv[:, :, 3, :3], before[:, :, 0, :3])

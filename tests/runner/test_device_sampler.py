@@ -12,9 +12,15 @@ import torch
 from radixserve.request import SamplingParams
 from radixserve.runner.device_sampler import DeviceSampler, PendingSample
 from radixserve.runner.input_batch import prepare_inputs
-from radixserve.runner.sample_plan import plan_samples
+from radixserve.runner.sample_plan import plan_device_samples
 from radixserve.runner.sampler import sample, score
-from radixserve.schedule import SampleOutput, SampleSpec, ScheduledRequest, SchedulerOutput
+from radixserve.schedule import (
+    SampleOutput,
+    SampleSpec,
+    ScheduledRequest,
+    ScheduledRows,
+    SchedulerOutput,
+)
 from tests.runner.late_queue import LateQueue
 
 VOCAB = 300
@@ -41,7 +47,7 @@ def row(at: int, asked: SampleSpec | None, **fields: object) -> ScheduledRequest
 
 
 def schedule_of(rows: list[ScheduledRequest]) -> SchedulerOutput:
-    return SchedulerOutput(0, tuple(rows), np.empty((0, 3), np.int32), 0, len(rows))
+    return SchedulerOutput(0, ScheduledRows.of(rows), np.empty((0, 3), np.int32), 0, len(rows))
 
 
 def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
@@ -65,7 +71,7 @@ def launch(
     inputs = prepare_inputs(schedule.rows, 1)
     if padding:
         inputs = inputs.padded(len(schedule.rows) + padding)
-    plan = plan_samples(inputs, VOCAB)
+    plan = plan_device_samples(inputs, VOCAB)
     arrays = sampler.plan(plan, schedule.rows)
     tensors = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
     return sampler.launch(logits, plan, tensors, previous, in_graph_buffer=bool(padding))
@@ -88,7 +94,7 @@ def assert_same(mine: SampleOutput | None, theirs: SampleOutput) -> None:
     assert mine._replace(candidates=None) == theirs._replace(candidates=None)
 
 
-PARAMS: list[dict[str, float]] = [
+PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.0, "logprobs": 0},
     {"temperature": 0.0, "logprobs": 4},
@@ -104,6 +110,8 @@ PARAMS: list[dict[str, float]] = [
     {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "logprobs": 2},
     {"temperature": 1e-5},
     {"temperature": 100.0, "logprobs": 100},
+    {"temperature": 0.5, "logprob_token_ids": (9, 3, 200)},
+    {"temperature": 0.0, "logprob_token_ids": range(7, 70)},
 ]
 PENALIZED: list[dict[str, Any]] = [
     {"logit_bias": {7: 50.0, 8: 49.0, 9: -3.0}, "temperature": 0.5},
@@ -164,7 +172,7 @@ def test_all_kinds_in_any_mix(padding: int) -> None:
             place = logit_of[at]
             theirs = sample(logits[place : place + 1], [asked])[0]
             assert_same(output, theirs)
-            if at in pending.plan.outputs:
+            if at in pending.plan.sampled_outputs:
                 assert pending.tokens[at] == theirs.token_id
     assert queue.num_waits == 60
 
@@ -250,7 +258,7 @@ def test_scores_with_and_without_a_draw() -> None:
 
 def test_plain_rows_send_nothing() -> None:
     rows = [row(at, spec(temperature=0.0)) for at in range(4)]
-    plan = plan_samples(prepare_inputs(rows, 1).padded(8), VOCAB)
+    plan = plan_device_samples(prepare_inputs(ScheduledRows.of(rows), 1).padded(8), VOCAB)
     assert not plan.arrays
     assert plan.is_whole
     assert not plan.has_gaps

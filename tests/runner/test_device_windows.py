@@ -12,7 +12,7 @@ from radixserve import RequestFailed, Runtime, SamplingParams
 from radixserve.output import Completion
 from radixserve.runner import cuda_runner
 from radixserve.runner.device_sampler import DeviceSampler
-from radixserve.schedule import SchedulerOutput, WindowUpdates
+from radixserve.schedule import ScheduledRows, SchedulerOutput, WindowUpdates
 from tests.checkpoints import load_reference, make_checkpoint
 from tests.runner.driver import Driver
 from tests.runner.on_device import DeviceRuntime, device_runner
@@ -29,7 +29,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: make_checkpoint(root / family, family) for family in FAMILIES}
 
 
-@pytest.mark.parametrize(("page_size", "graphs"), [(1, True), (16, True), (16, False)])
+@pytest.mark.parametrize(
+    ("page_size", "graphs"),
+    [(1, True), pytest.param(16, True, marks=pytest.mark.long), (16, False)],
+)
 @pytest.mark.parametrize(
     ("family", "backend"),
     [(family, "triton") for family in FAMILIES]
@@ -131,10 +134,10 @@ def test_steps_without_rows_and_those_that_are_refused(checkpoints: dict[str, Pa
     pages = np.concatenate([row.page_ids for row in rows])
     pairs = np.stack((pages, np.arange(len(pages), dtype=np.int32)), 1)
     first, rest = WindowUpdates(pairs[:9], []), WindowUpdates(pairs[9:], [])
-    runner.collect(runner.launch(SchedulerOutput(0, (), nothing, 0, 0, windows=first)))
+    runner.collect(runner.launch(SchedulerOutput(0, ScheduledRows(), nothing, 0, 0, windows=first)))
     broken = rows[0]._replace(page_ids=rows[0].page_ids[:-1])
     with pytest.raises(ValueError, match="has 4 pages"):
-        runner.launch(SchedulerOutput(1, (broken,), nothing, 0, 0, windows=rest))
+        runner.launch(SchedulerOutput(1, ScheduledRows.of([broken]), nothing, 0, 0, windows=rest))
     pool.kv.fill_(float("nan"))  # stays where nothing is written
     pool.kv[:, :, -1] = 0
     driver.step([(one, len(one.tokens)) for one in driver.sequences])

@@ -8,7 +8,7 @@ import torch
 
 from radixserve.request import SamplingParams
 from radixserve.runner.input_batch import build_forward_batch, padding_batch, prepare_inputs
-from radixserve.schedule import SampleSpec, ScheduledRequest
+from radixserve.schedule import SampleSpec, ScheduledRequest, ScheduledRows
 from tests.runner.rows import random_rows
 
 SPEC = SampleSpec(SamplingParams(), 0, 1, np.zeros(1, np.int32), ())
@@ -93,7 +93,7 @@ def test_random_rows_one_by_one(page_size: int) -> None:
     generator = np.random.default_rng(page_size)
     for step in range(60):
         rows = random_rows(generator, page_size, 1 + step % 7, are_decodes=step % 4 == 0)
-        batch = prepare_inputs(rows, page_size)
+        batch = prepare_inputs(ScheduledRows.of(rows), page_size)
         asked = [0 if row.logprob_targets is None else len(row.logprob_targets) for row in rows]
         counts = [a + (row.sample is not None) for a, row in zip(asked, rows, strict=True)]
         firsts, found = batch.logit_ranges()
@@ -127,8 +127,11 @@ def test_random_rows_one_by_one(page_size: int) -> None:
 def test_padding() -> None:
     generator = np.random.default_rng(0)
     rows = random_rows(generator, 4, 3, are_decodes=True)
-    plain, padded = prepare_inputs(rows, 4), prepare_inputs(rows, 4).padded(8)
-    assert (len(padded.requests), padded.num_rows, padded.num_tokens) == (3, 8, 8)
+    plain, padded = (
+        prepare_inputs(ScheduledRows.of(rows), 4),
+        prepare_inputs(ScheduledRows.of(rows), 4).padded(8),
+    )
+    assert (len(padded.rows), padded.num_rows, padded.num_tokens) == (3, 8, 8)
     assert padded.input_ids.tolist() == [*plain.input_ids, 0, 0, 0, 0, 0]
     assert padded.positions.tolist() == [*plain.positions, 0, 0, 0, 0, 0]
     assert padded.slot_mapping.tolist() == [*plain.slot_mapping, -1, -1, -1, -1, -1]
@@ -142,21 +145,27 @@ def test_padding() -> None:
     assert padded.num_pages == len(host.kv_indices)
     assert padding_batch(2, 4).slot_mapping.tolist() == [-1, -1]
     with pytest.raises(AssertionError):
-        prepare_inputs(rows, 4).padded(2)
+        prepare_inputs(ScheduledRows.of(rows), 4).padded(2)
 
 
 def test_tokens_that_the_device_has() -> None:
     generator = np.random.default_rng(0)
     rows = random_rows(generator, 1, 4, are_decodes=True)
     rows[1] = rows[1]._replace(future_index=5, token_ids=np.array([-1], np.int32))
-    assert [one.tolist() for one in prepare_inputs(rows, 1).future_tokens()] == [[1], [5]]
+    assert [one.tolist() for one in prepare_inputs(ScheduledRows.of(rows), 1).future_tokens()] == [
+        [1],
+        [5],
+    ]
     rows[3] = rows[3]._replace(future_index=0, token_ids=np.array([7, -1], np.int32), start=9)
     rows[3] = rows[3]._replace(page_ids=np.arange(11, dtype=np.int32))
-    assert [one.tolist() for one in prepare_inputs(rows, 1).future_tokens()] == [[1, 4], [5, 0]]
+    assert [one.tolist() for one in prepare_inputs(ScheduledRows.of(rows), 1).future_tokens()] == [
+        [1, 4],
+        [5, 0],
+    ]
 
 
 def test_released_page_ids_are_not_read() -> None:
-    host = prepare_inputs(random_rows(np.random.default_rng(0), 1, 3), 1).host
+    host = prepare_inputs(ScheduledRows.of(random_rows(np.random.default_rng(0), 1, 3)), 1).host
     host.release()
     with pytest.raises(ValueError, match="at least one array"):
         _ = host.kv_indices

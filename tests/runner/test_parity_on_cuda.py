@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from radixserve import Runtime, SamplingParams
-from radixserve.attention.choice import unsupported_reason
+from radixserve.attention.choice import unusable_reason
 from radixserve.attention.cuda import cascade
 from radixserve.attention.cuda.cascade import NodeFinder
 from radixserve.models.sizes import SIZES
@@ -87,7 +87,7 @@ def test_tokens_of_the_cpu(device: str, backend: str, variant: Variant) -> None:
         pytest.skip("there is no CUDA device")
     settings = {**BASE, **variant, "attention_backend": backend}
     dtype, shares = settings["dtype"], settings.get("cascade_attention", True)
-    if reason := unsupported_reason(backend, getattr(torch, dtype), torch.device(device), 128):
+    if reason := unusable_reason(backend, getattr(torch, dtype), torch.device(device), 128):
         pytest.skip(f"no {backend}: {reason}")
     is_large = device == "cuda"
     prompts = make_prompts(is_large)

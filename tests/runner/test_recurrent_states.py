@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from radixserve.attention.base import AttentionBackend, ForwardBatch
 from radixserve.models.base import ModelInfo, StateShape
 from radixserve.runner.recurrent_states import RecurrentStates
-from radixserve.schedule import SampleSpec, ScheduledRequest, SchedulerOutput
+from radixserve.schedule import SampleSpec, ScheduledRequest, ScheduledRows, SchedulerOutput
 from tests.checkpoints import make_model
 from tests.models.causal_models import tiny_config
 from tests.runner.driver import GREEDY
@@ -91,7 +91,7 @@ def test_rows_of_one_token_and_of_several() -> None:
         row_of(1, 9, 6, (10, 14)),
         row_of(2, 3, 7, (5, 15)),
     ]
-    step = states.plan(rows, [(0, 1), (1, 2)])
+    step = states.plan(ScheduledRows.of(rows), [(0, 1), (1, 2)])
     assert step is not None
     tensors = {name: torch.from_numpy(array) for name, array in step.arrays.items()}
     found = states.begin(step, tensors)
@@ -110,13 +110,13 @@ def test_rows_of_one_token_and_of_several() -> None:
     )
     assert (second.state_id, second.is_new, second.pieces) == (7, False, ((10, 12, 15),))
     # Where all rows have one token, nothing has to be picked out of the step.
-    step = states.plan(rows[:2])
+    step = states.plan(ScheduledRows.of(rows[:2]))
     assert step is not None
     assert sorted(step.arrays) == ["kept_in", "kept_rows", "new_rows", "state_ids"]
-    step = states.plan([rows[0]._replace(written_state_id=9), rows[1]])
+    step = states.plan(ScheduledRows.of([rows[0]._replace(written_state_id=9), rows[1]]))
     assert step is not None
     assert step.arrays["written_ids"].tolist() == [9, 4]
-    step = states.plan(rows[2:3])
+    step = states.plan(ScheduledRows.of(rows[2:3]))
     assert step is not None
     assert states.begin(step, {}).tokens is None
     assert RecurrentStates(info_of(), 0, CPU).plan(rows) is None
@@ -168,7 +168,9 @@ def test_no_layer_sends_an_index(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     for step, (rows, copies) in enumerate(((begin, ()), (go_on, ((11, 20),)), (mixed, ()))):
         num_uploads = queue.num_uploads
         with IndexedOperations() as operations:
-            pending = runner.launch(SchedulerOutput(step, rows, NO_COPIES, 5, 1, copies))
+            pending = runner.launch(
+                SchedulerOutput(step, ScheduledRows.of(rows), NO_COPIES, 5, 1, copies)
+            )
         assert queue.num_uploads == num_uploads + 1
         runner.collect(pending)
         batch = batches[step]
@@ -190,12 +192,12 @@ def test_no_layer_sends_an_index(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_copies_of_a_step_that_never_begins() -> None:
     states = states_of(4)
-    assert states.plan([row_of(2, 0, 3)], [(1, 0)]) is not None
-    step = states.plan([row_of(2, 2, 3)], [(0, 2)])
+    assert states.plan(ScheduledRows.of([row_of(2, 0, 3)]), [(1, 0)]) is not None
+    step = states.plan(ScheduledRows.of([row_of(2, 2, 3)]), [(0, 2)])
     assert step is not None
     tensors = {name: torch.from_numpy(array) for name, array in step.arrays.items()}
     assert ids(states.begin(step, tensors).states[1][:, 0]) == [1, 1, 1, 3]
-    step = states.plan([row_of(2, 4, 3)])
+    step = states.plan(ScheduledRows.of([row_of(2, 4, 3)]))
     assert step is not None
     assert not step.arrays
 
@@ -218,12 +220,16 @@ def test_copies_without_rows(folder: Path) -> None:
     """State 2 goes on where state 1 stands, as if it had computed the same tokens."""
     runner = device_runner(folder, num_pages=400, num_states=NUM_STATES)
     first = row_of(6, 0, 1)
-    outs = runner.collect(runner.launch(SchedulerOutput(0, (first,), NO_COPIES, 6, 0))).outputs
-    runner.collect(runner.launch(SchedulerOutput(1, (), NO_COPIES, 0, 0, ((1, 3), (3, 2)))))
+    outs = runner.collect(
+        runner.launch(SchedulerOutput(0, ScheduledRows.of([first]), NO_COPIES, 6, 0))
+    ).outputs
+    runner.collect(
+        runner.launch(SchedulerOutput(1, ScheduledRows(), NO_COPIES, 0, 0, ((1, 3), (3, 2))))
+    )
     found = []
     for step, state_id in ((2, 1), (3, 2)):
         row = row_of(1, 6, 1)._replace(state_id=state_id)
-        schedule = SchedulerOutput(step, (row,), NO_COPIES, 0, 1)
+        schedule = SchedulerOutput(step, ScheduledRows.of([row]), NO_COPIES, 0, 1)
         found.append(runner.collect(runner.launch(schedule)).outputs)
     assert outs[0] is not None
     assert found[0] == found[1]

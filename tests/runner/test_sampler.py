@@ -9,20 +9,13 @@ import pytest
 import torch
 
 from radixserve.request import SamplingParams
-from radixserve.runner import cpu_sampler, sampler
-from radixserve.runner.logits_processing import apply_penalties
-from radixserve.runner.random_stream import uniform_numbers
-from radixserve.runner.sampler import (
-    are_greedy_only,
-    best_tokens,
-    filter_tokens,
-    invert_distribution,
-    sample,
-    sample_tokens,
-    score,
-)
+from radixserve.runner import sampler
+from radixserve.runner.penalties import apply_penalties
+from radixserve.runner.sample_plan import are_greedy_only, row_parameters, uniform_numbers
+from radixserve.runner.sampler import sample, score
 from radixserve.schedule import SampleSpec
-from radixserve_kernels import cpu_ops
+from radixserve_kernels import cpu_ops, sampling
+from radixserve_kernels.sampling import best_tokens, invert_distribution
 
 VOCAB = 50
 
@@ -33,8 +26,7 @@ def _samples(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     is_compiled = request.param == "compiled"
     if is_compiled and (reason := cpu_ops.unsupported_reason(torch.float32)):
         pytest.skip(reason)
-    for module in (sampler, cpu_sampler):
-        monkeypatch.setattr(module, "is_loaded", lambda: is_compiled)
+    monkeypatch.setattr(sampler, "is_loaded", lambda: is_compiled)
 
 
 def spec(
@@ -112,6 +104,23 @@ def test_plain_rows_take_one_pass_with_the_same_result() -> None:
 
 def test_no_rows() -> None:
     assert sample(torch.empty(0, VOCAB), []) == []
+
+
+def test_logprobs_of_named_tokens_beside_other_rows() -> None:
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(5))
+    asked = [{"logprob_token_ids": (9, 2)}, {"logprobs": 2}, {}, {"logprob_token_ids": (4,)}]
+    outs = sample(logits, [spec(temperature=0.0, **params) for params in asked])
+    logprobs = logits.log_softmax(-1)
+    assert [token for token, _ in outs[0].top_logprobs] == [9, 2]
+    assert [value for _, value in outs[0].top_logprobs] == pytest.approx(
+        logprobs[0, [9, 2]].tolist()
+    )
+    assert [value for _, value in outs[1].top_logprobs] == pytest.approx(
+        logprobs[1].topk(2).values.tolist()
+    )
+    assert outs[2].top_logprobs == ()
+    assert [value for _, value in outs[3].top_logprobs] == pytest.approx([logprobs[3, 4].item()])
+    assert outs[3].logprob == pytest.approx(logprobs[3].max().item())
 
 
 def test_logprobs_are_raw() -> None:
@@ -198,6 +207,30 @@ FILTERS = [
     {"top_k": 12, "top_p": 0.6, "min_p": 0.2},
     {"top_p": 0.8, "min_p": 0.01},
 ]
+
+
+def columns_of(params: list[SamplingParams]) -> dict[str, torch.Tensor]:
+    """The columns that `sampling.filter_tokens` takes."""
+    return {
+        "top_k": torch.tensor([p.top_k for p in params], dtype=torch.int32),
+        "top_p": torch.tensor([p.top_p for p in params], dtype=torch.float64),
+        "min_p": torch.tensor([p.min_p for p in params]),
+    }
+
+
+def filter_tokens(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    best = logits.amax(-1, keepdim=True)
+    kept = sampling.filter_tokens(logits - best, **columns_of(params))
+    return logits.masked_fill(kept.isinf(), -torch.inf)
+
+
+def sample_tokens(logits: torch.Tensor, specs: list[SampleSpec]) -> torch.Tensor:
+    """Token ids [S] by the tensor operations alone."""
+    arrays = row_parameters(specs, logits.shape[1]).arrays
+    names = ("temperature", "top_k", "top_p", "min_p", "uniform")
+    tokens, is_finite = sampling.sample(logits, *(torch.from_numpy(arrays[n]) for n in names))
+    assert is_finite.all()
+    return tokens
 
 
 @pytest.mark.parametrize("vocab", [50, 2000])

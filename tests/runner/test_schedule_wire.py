@@ -9,7 +9,7 @@ import numpy as np
 
 from radixserve.request import SamplingParams
 from radixserve.runner.tensor_parallel.schedule_wire import ScheduleUnpacker, pack_schedule
-from radixserve.schedule import SampleSpec, ScheduledRequest, SchedulerOutput
+from radixserve.schedule import SampleSpec, ScheduledRequest, ScheduledRows, SchedulerOutput
 
 
 def ids(*numbers: int) -> np.ndarray:
@@ -31,7 +31,7 @@ def row(slot: int, pages: list[int], first_new: int = 0, **fields: object) -> Sc
 
 
 def schedule(*rows: ScheduledRequest, step: int = 0) -> SchedulerOutput:
-    return SchedulerOutput(step, rows, ids(7, 8, 2).reshape(1, 3), 4, 5)
+    return SchedulerOutput(step, ScheduledRows.of(rows), ids(7, 8, 2).reshape(1, 3), 4, 5)
 
 
 def check(sent: SchedulerOutput, arrived: SchedulerOutput) -> None:
@@ -59,7 +59,7 @@ def test_everything_arrives() -> None:
         row(2, [5, 6], token_ids=ids(9, 8, 7), logprob_targets=ids(1, 2)),
         row(3, [9], future_index=2),
     )
-    sent = SchedulerOutput(3, rows, ids().reshape(0, 3), 4, 5)
+    sent = SchedulerOutput(3, ScheduledRows.of(rows), ids().reshape(0, 3), 4, 5)
     check(sent, reader.unpack(pack_schedule(sent)))
     empty = schedule()
     check(empty, reader.unpack(pack_schedule(empty)))

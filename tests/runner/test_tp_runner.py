@@ -25,6 +25,7 @@ from radixserve.runner.tensor_parallel.schedule_wire import pack_schedule
 from radixserve.runner.tensor_parallel.worker_process import serve
 from radixserve.schedule import SchedulerOutput
 from tests.checkpoints import make_checkpoint
+from tests.exact.programs import differences_of
 from tests.models.test_parallel import Rendezvous, ThreadTPGroup
 from tests.pacing import PATIENCE_S, held, wait_until
 from tests.runner.test_worker_group import is_alive
@@ -95,6 +96,12 @@ def test_two_ranks_give_the_tokens_of_one(parallel: Watched) -> None:
         assert parallel.max_seq_len == one.max_seq_len
         assert 2 * parallel.memory.pool_bytes == one.memory.pool_bytes
         assert parallel.memory.weight_bytes < one.memory.weight_bytes
+
+
+def test_two_ranks_have_the_same_bits_warm_and_batched(parallel: Watched) -> None:
+    assert parallel.resolved_config.inexact == ""
+    for seed in range(2):
+        assert not list(differences_of(parallel, seed, 4, None, longest=60))
 
 
 def test_a_lost_rank_ends_the_engine(parallel: Watched) -> None:

@@ -26,8 +26,9 @@ from radixserve.models.base import ModelInfo, distinct_variants, layer_windows
 from radixserve.runner.input_batch import padding_batch, prepare_inputs
 from radixserve.runner.kv_pool import KVPool, PoolSize, choose_pool_size, divide_pool
 from radixserve.runner.window_table import DeviceWindows, WindowTable, independent_runs
-from radixserve.schedule import ScheduledRequest, WindowUpdates
+from radixserve.schedule import ScheduledRequest, ScheduledRows, WindowUpdates
 from radixserve_kernels import cpu_ops
+from tests.attention.cases import store_and_attend
 from tests.attention.fake_flashinfer import Fake, mark_sides
 
 CPU = torch.device("cpu")
@@ -160,7 +161,7 @@ def maker(name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Attention
     """Makes that backend, over a FlashInfer that computes here."""
     if name == "flashinfer":
         mark_sides(monkeypatch)
-        monkeypatch.setattr(flashinfer_backend, "unsupported_reason", lambda *_: "")
+        monkeypatch.setattr(flashinfer_backend, "flashinfer_unsupported_reason", lambda *_: "")
         monkeypatch.setattr(flashinfer_backend, "import_error", lambda: "")
         monkeypatch.setattr(flashinfer_backend, "load_library", lambda: Fake().library)
     variants = distinct_variants(FEATURES)
@@ -187,7 +188,7 @@ def test_attention_reads_window_pages(
     rows, order, kept = attended_pages([(0, 30), (37, 1), (411, 1), (230, 50)], page_size)
     window_pages = np.random.default_rng(1).permutation(len(kept)).astype(np.int32)
 
-    inputs = prepare_inputs(rows, page_size)
+    inputs = prepare_inputs(ScheduledRows.of(rows), page_size)
     table = WindowTable(PoolSize(len(order), len(kept)), page_size)
     dropped = np.setdiff1d(order, kept)
     table.update(np.stack((order, order), 1))  # as before, and dropped since
@@ -205,8 +206,8 @@ def test_attention_reads_window_pages(
     backend.plan(replace(batch, window=on_device(table.of_batch(inputs))))
     for layer, features in enumerate(FEATURES[:3]):
         q, k, v = (torch.randn(inputs.num_tokens, n, 16) for n in (4, 2, 2))
-        expected = plain.run(q, k, v, layer, features=features)
-        assert torch.equal(backend.run(q, k, v, layer, features=features), expected)
+        expected = store_and_attend(plain, q, k, v, layer, features=features)
+        assert torch.equal(store_and_attend(backend, q, k, v, layer, features=features), expected)
     assert torch.equal(others[1], kv_all(whole, 2))
     assert torch.equal(windowed[:, :, window_pages], whole[1:2, :, kept])
     assert not windowed[:, :, -1].any()
@@ -233,7 +234,9 @@ def test_graphs_read_the_window_pages_of_their_last_plan(
         window_pages = np.random.default_rng(turn).permutation(len(kept)).astype(np.int32)
         table.update(np.stack((kept, window_pages), 1))
         windowed[:, :, window_pages] = whole[1:, :, kept]
-        inputs = prepare_inputs(rows[:count], page_size).padded(4 if graph is large else 2)
+        inputs = prepare_inputs(ScheduledRows.of(rows[:count]), page_size).padded(
+            4 if graph is large else 2
+        )
         batch = inputs.to_device(CPU)
         window = on_device(table.of_batch(inputs))
         assert (window.slot_mapping[count:] == -1).all()  # nothing is stored

@@ -168,7 +168,13 @@ def test_one_that_does_not_start(monkeypatch: pytest.MonkeyPatch, body: str, wor
         workers.wait_until_ready()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "how",
+    [
+        signal.SIGINT,
+        *(pytest.param(how, marks=pytest.mark.long) for how in (signal.SIGKILL, signal.SIGTERM)),
+    ],
+)
 def test_ranks_end_with_their_parent(tmp_path: Path, how: signal.Signals) -> None:
     """However it ends; by Ctrl-C, which they see themselves, not before it."""
     child = tmp_path / "child.py"

@@ -260,6 +260,8 @@ class Driver:
     reuse: bool = True
     kind: str = "radix"  # of the cache, or "hash"
     eviction: str = "lru"
+    admission: str = "greedy"
+    max_wait_s: float | None = None
     num_states: int = 0
     windows: WindowLayers | None = None
     now: float = 0.0  # seconds on the cache's clock
@@ -267,6 +269,8 @@ class Driver:
     schedules: list[SchedulerOutput] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if self.admission == "priced":
+            self.eviction = "expected-return"
         self.cache = self.make_cache()
         self.runner = self.make_runner()
         self.runner.num_slots = self.max_running_requests
@@ -277,6 +281,8 @@ class Driver:
             chunked_prefill_size=self.chunked_prefill_size,
             max_running_requests=self.max_running_requests,
             max_overtake=self.max_overtake,
+            max_wait_s=self.max_wait_s,
+            admission=self.admission,
         )
         self.engine = OpenEngine(self.runner, config, self.cache)
         self.scheduler = self.engine.scheduler

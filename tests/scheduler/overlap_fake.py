@@ -21,6 +21,7 @@ from radixserve.schedule import (
     SampleOutput,
     SampleSpec,
     ScheduledRequest,
+    ScheduledRows,
     SchedulerOutput,
     WindowLayers,
 )
@@ -34,7 +35,7 @@ class Launched:
     """A step as its rows described it when it was launched."""
 
     def __init__(self, schedule: SchedulerOutput, runner: DelayedRunner) -> None:
-        rows = tuple(_snapshot(row) for row in schedule.rows)
+        rows = ScheduledRows.of(_snapshot(row) for row in schedule.rows)
         copies = [*runner.owed_copies, *schedule.state_copies]
         self.schedule = replace(
             schedule, rows=rows, cow_copies=schedule.cow_copies.copy(), state_copies=copies
@@ -195,7 +196,7 @@ class DelayedRunner(FakeRunner):
 
 def _with_rows(schedule: SchedulerOutput, rows: dict[int, ScheduledRequest]) -> SchedulerOutput:
     """Only those rows."""
-    return replace(schedule, rows=tuple(rows.values()))
+    return replace(schedule, rows=ScheduledRows.of(rows.values()))
 
 
 @dataclass

@@ -85,7 +85,7 @@ class TestRetain:
         answer = driver.hint("retain", session="agent", seconds=1e6)
         assert (answer.answer, answer.tokens_covered) == ("clipped", 40)
         assert answer.seconds == 3600.0
-        driver.scheduler.close_session("agent")
+        driver.scheduler.sessions.close("agent")
         driver.serve("other", block(3))
         driver.cache.evict(20)
         assert kept(driver, 1, 2, 3) == [1, 2]
@@ -106,6 +106,16 @@ class TestPin:
         assert (node["state"], node["sequences"]) == ("pinned", 0)
         driver.now += 10.0
         driver.scheduler.stats()
+        driver.drain()
+
+    def test_ends_in_an_engine_that_is_idle(self) -> None:
+        """Nothing is scheduled; the engine's statistics agree with each other all the same."""
+        driver = served(1)
+        driver.hint("pin", block(1), seconds=2.0)
+        driver.now += 25.0
+        stats = driver.engine.stats()
+        assert (stats["pages_pinned"], stats["pages_referenced"]) == (0, 0)
+        assert stats["hints"] == 0
         driver.drain()
 
     def test_is_released_by_zero_seconds(self) -> None:

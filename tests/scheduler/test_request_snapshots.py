@@ -24,7 +24,7 @@ def test_a_follower_names_the_one_that_it_waits_for() -> None:
     scheduler.add(request("other", range(40, 60), "tenant"))
     scheduler.add(request("late", range(70, 90)))
     assert scheduler.schedule() is not None
-    found = scheduler.snapshot_requests(SnapshotView())
+    found = scheduler.snapshot(SnapshotView())
     states = {one["id"]: one for one in found["requests"]}
     first, second, other, late = (states[name] for name in ("first", "second", "other", "late"))
     assert (found["running"], found["waiting"]) == (2, 2)
@@ -35,9 +35,9 @@ def test_a_follower_names_the_one_that_it_waits_for() -> None:
     assert (late["state"], late["waits_for"], late["pages"]) == ("queued", None, [])
     assert second["cached_tokens"] == late["cached_tokens"] == 0
 
-    own = scheduler.snapshot_requests(SnapshotView(within="tenant"))
+    own = scheduler.snapshot(SnapshotView(within="tenant"))
     assert [one["id"] for one in own["requests"]] == ["other"]
     assert (own["running"], own["waiting"]) == (1, 0)
-    few = scheduler.snapshot_requests(SnapshotView(max_requests=1))
+    few = scheduler.snapshot(SnapshotView(max_requests=1))
     assert [one["id"] for one in few["requests"]] == ["first"]
     assert few["waiting"] == 2

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 
 from radixserve.cache import RadixCache
-from radixserve.cache.radix import prefix_watch, radix_cache
-from radixserve.cache.radix.match import find_match
+from radixserve.cache.hash.block_pool import BlockPool
+from radixserve.cache.radix import lookup, radix_cache
+from radixserve.cache.radix.lookup import find_match
 from radixserve.errors import InvalidRequest
 from radixserve.request import Request, SamplingParams
-from radixserve.schedule import SampleSpec
-from radixserve.scheduler.page_budget import PageBudget
+from radixserve.schedule import SampleSpec, WindowLayers
+from radixserve.scheduler.admission import PageBudget
 from radixserve.scheduler.request_state import RequestState
 from radixserve.scheduler.waiting_queue import WaitingQueue
 from tests.scheduler.fake import EOS, VOCAB, Driver, random_prompt
 
 POLICIES = ["lpm", "fcfs", "dfs-weight"]
 PAGE_SIZES = [1, 2, 16, 64]
+MATCHED: list[dict[str, Any]] = [  # caches, as options of a `Driver`
+    {"page_size": 1},
+    {"page_size": 16},
+    {"page_size": 16, "kind": "hash"},
+    {"page_size": 4, "num_states": 24},
+    {"page_size": 4, "windows": WindowLayers(64, 20)},
+]
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -438,15 +447,45 @@ def publish(cache: RadixCache, tokens: list[int]) -> None:
 
 
 def count_walks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    count = [0]
+    """The matches of prompts against a cache, of either kind, from now on."""
+    count, match_blocks = [0], BlockPool.match
 
     def counted(*args: object) -> object:
         count[0] += 1
         return find_match(*args)  # type: ignore[arg-type]
 
-    for module in (radix_cache, prefix_watch):
+    def counted_blocks(*args: Any) -> object:
+        count[0] += 1
+        return match_blocks(*args)
+
+    for module in (radix_cache, lookup):
         monkeypatch.setattr(module, "find_match", counted)
+    monkeypatch.setattr(BlockPool, "match", counted_blocks)
     return count
+
+
+@pytest.mark.parametrize("options", MATCHED, ids=lambda options: str(options))
+def test_a_prompt_is_matched_once_and_again_where_the_tree_has_changed(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(512, **options)
+    driver.add("first", prompt(0, 100), max_tokens=2)
+    driver.run()
+    walks = count_walks(monkeypatch)
+    driver.add("hit", [*prompt(0, 80), *prompt(1, 20)], max_tokens=2)
+    driver.run()
+    driver.add("miss", prompt(2, 100), max_tokens=2)
+    driver.run()
+    assert walks == [2], "matched more often than once each"
+    driver.add("changed", prompt(0, 100), max_tokens=2)
+    driver.cache.evict(16)  # of its end
+    driver.run()
+    assert walks == [4], "not matched again, or twice"
+    driver.add("producer", prompt(3, 100), max_tokens=2)
+    driver.add("waiter", [*prompt(3, 90), *prompt(4, 10)], max_tokens=2)
+    driver.run()
+    assert walks[0] - 4 <= 2 + 2, "the waiter is matched again after what it waits for, once"
+    finished_as_expected(driver)
 
 
 def test_an_empty_prompt_is_refused() -> None:

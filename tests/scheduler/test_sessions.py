@@ -21,9 +21,9 @@ class RecordingCache(RadixCache):
         super().__init__(*args, **settings)
         self.asked: list[tuple[CacheSession | None, int]] = []
 
-    def acquire(self, *args: Any, **settings: Any) -> Any:
+    def acquire_watched(self, *args: Any, **settings: Any) -> Any:
         self.asked.append((settings["session"], settings["priority"]))
-        return super().acquire(*args, **settings)
+        return super().acquire_watched(*args, **settings)
 
 
 class RecordingDriver(Driver):
@@ -38,7 +38,7 @@ class RecordingDriver(Driver):
 
 def test_session_and_priority_reach_the_cache() -> None:
     driver = RecordingDriver(200)
-    driver.scheduler.open_session("chat", 5.0)
+    driver.scheduler.sessions.open("chat", 5.0)
     driver.add("a", prompt(0, 10), max_tokens=1, session="chat")
     driver.run()
     driver.add("b", prompt(1, 10), max_tokens=1, session="new", priority=3)
@@ -52,14 +52,14 @@ def test_session_and_priority_reach_the_cache() -> None:
 def test_a_name_is_one_session_until_it_is_closed() -> None:
     driver = RecordingDriver(200)
     for _ in range(2):
-        driver.scheduler.open_session("chat")
+        driver.scheduler.sessions.open("chat")
     for i in range(3):
         driver.add(f"r{i}", prompt(i, 10), max_tokens=1, session="chat")
     driver.run()
     assert driver.cache.stats()["sessions"] == 1
-    driver.scheduler.close_session("chat")
-    driver.scheduler.close_session("chat")
-    driver.scheduler.close_session("unknown")
+    driver.scheduler.sessions.close("chat")
+    driver.scheduler.sessions.close("chat")
+    driver.scheduler.sessions.close("unknown")
     assert driver.cache.stats()["sessions"] == 0
 
 
@@ -68,7 +68,7 @@ def test_closed_names_are_forgotten() -> None:
     for i in range(100):
         driver.add(f"r{i}", prompt(i, 5), max_tokens=1, session=f"chat {i}")
         driver.run()
-        driver.scheduler.close_session(f"chat {i}")
+        driver.scheduler.sessions.close(f"chat {i}")
     driver.scheduler.check()
     assert driver.cache.stats()["sessions"] == 0
 
@@ -78,8 +78,8 @@ def test_a_request_whose_session_was_closed_before_it_started_has_none() -> None
     driver.add("first", prompt(0, 10), max_tokens=3, session="chat", ignore_eos=True)
     driver.step()
     driver.add("late", prompt(1, 10), max_tokens=1, session="chat")
-    driver.scheduler.close_session("chat")
-    driver.scheduler.open_session("chat")  # somebody else by the same name
+    driver.scheduler.sessions.close("chat")
+    driver.scheduler.sessions.open("chat")  # somebody else by the same name
     driver.add("new", prompt(2, 10), max_tokens=1, session="chat")
     driver.run()
     assert [name for name, _ in driver.asked] == ["chat", None, "chat"]
@@ -101,7 +101,7 @@ def test_what_only_closed_sessions_reach_goes_first() -> None:
     for name in ("stays", "leaves"):  # the one that leaves was used last
         driver.add(name, prompt(len(name), 40), max_tokens=1, session=name)
         driver.run()
-    driver.scheduler.close_session("leaves")
+    driver.scheduler.sessions.close("leaves")
     driver.cache.evict(20)
     found = {name: driver.cache.lookup(prompt(len(name), 40)) for name in ("stays", "leaves")}
     assert found["stays"].cached_len == 39
@@ -113,7 +113,7 @@ def test_what_is_wrong_is_refused_and_changes_nothing(kind: str) -> None:
     driver = Driver(200, kind=kind)
     for name, lease in (("", None), (5, None), ("a", -1.0), ("a", float("inf"))):
         with pytest.raises(InvalidRequest):
-            driver.scheduler.open_session(name, lease)  # type: ignore[arg-type]
+            driver.scheduler.sessions.open(name, lease)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest):
         driver.add("big", prompt(0, 300), session="a")
     driver.scheduler.check()

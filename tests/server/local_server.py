@@ -15,10 +15,10 @@ import uvicorn
 from radixserve import Runtime
 from radixserve.server.app import make_app
 from radixserve.server.config import ServerConfig
-from radixserve.server.errors import ApiError
-from radixserve.server.process import listen
-from radixserve.server.state import Server
-from radixserve.server.tenants import Tenants
+from radixserve.server.gate.state import AppState
+from radixserve.server.gate.tenants import Tenants
+from radixserve.server.process import listen, uvicorn_config
+from radixserve.server.wire.errors import ApiError
 from tests.pacing import PATIENCE_S, held, wait_until
 
 
@@ -35,23 +35,15 @@ class LocalServer:
     ) -> None:
         """`send_buffer`: bytes that the system keeps for each connection."""
         config = ServerConfig(**{"port": 0, **settings})
-        self.server = Server(config, "demo", tenants or Tenants())
+        self.server = AppState(config, "demo", tenants or Tenants())
         if runtime is not None:
             self.server.set_runtime(runtime)
         self._sock = listen(config)
         if send_buffer is not None:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         self.url = f"http://127.0.0.1:{self._sock.getsockname()[1]}"
-        app = make_app(self.server)
-        self._uvicorn = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                timeout_keep_alive=600,  # none is closed while its client sends on it
-            )
-        )
+        # None is closed while its client sends on it.
+        self._uvicorn = uvicorn.Server(uvicorn_config(self.server, timeout_keep_alive=600))
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.loop: asyncio.AbstractEventLoop | None = None
 
@@ -73,6 +65,7 @@ class LocalServer:
         self.client.close()
         self._uvicorn.should_exit = True
         self._uvicorn.force_exit = True
+        self.server.json_parser.close()
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
@@ -90,11 +83,21 @@ class LocalServer:
         sock.connect(self._sock.getsockname())
         content = json.dumps(body).encode()
         head = (
-            f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
         )
         sock.sendall(head.encode() + content)
         return sock
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._uvicorn.server_state.connections)
+
+    @property
+    def post_paths(self) -> list[str]:
+        """Of every route that takes a body."""
+        paths = make_app(self.server).openapi()["paths"]
+        return [path for path, methods in paths.items() if "post" in methods]
 
     def post(self, path: str, body: Any, **options: Any) -> Any:
         """The answer's JSON; fails where the status is not 200."""

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -17,14 +18,16 @@ ROOT = Path(__file__).parent.parent.parent
 class Served:
     """The command in a process of its own."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(
+        self, *arguments: str, program: Sequence[str] = ("-m", "radixserve"), **pipes: int
+    ) -> None:
+        """`program`: what Python runs in place of radixserve; `pipes`: of its process."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        command = [sys.executable, "-m", "radixserve", "serve", *arguments, "--port",
-                   str(self.port)]  # fmt: skip
+        command = [sys.executable, *program, "serve", *arguments, "--port", str(self.port)]
         self.process = subprocess.Popen(
-            command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment()
+            command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment(), **pipes
         )
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
 

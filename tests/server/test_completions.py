@@ -266,3 +266,89 @@ def test_health_before_the_model_is_loaded() -> None:
         answer = served.client.post("/v1/completions", json={"prompt": "x"})
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "loading"
+
+
+def test_named_tokens_in_place_of_the_best(served: LocalServer, runtime: Runtime) -> None:
+    ids = [300, 7, 40]
+    params = SamplingParams(max_tokens=3, temperature=0, logprob_token_ids=ids)
+    expected = runtime.generate(PROMPTS[0], params).top_logprobs
+    assert expected is not None
+    body = {"prompt": PROMPTS[0], "max_tokens": 3, "temperature": 0, "logprobs": 5,
+            "logprob_token_ids": ids, "return_tokens_as_token_ids": True}  # fmt: skip
+    tops = served.post("/v1/completions", body)["choices"][0]["logprobs"]["top_logprobs"]
+    for top, values in zip(tops, expected, strict=True):
+        named = [top[f"token_id:{token_id}"] for token_id in ids]
+        assert named == pytest.approx(list(values.values()), abs=1e-4)
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "logprobs": True,
+            "logprob_token_ids": ids, "ignore_eos": True}  # fmt: skip
+    (choice,) = served.post("/v1/chat/completions", chat)["choices"]
+    assert [len(entry["top_logprobs"]) for entry in choice["logprobs"]["content"]] == [3, 3]
+    for path, wrong in (
+        ("/v1/completions", {**body, "logprobs": None}),
+        ("/v1/chat/completions", {**chat, "logprobs": False}),
+    ):
+        answer = served.client.post(path, json=wrong)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "logprob_token_ids"
+
+
+def test_the_side_that_is_cut_off(served: LocalServer, runtime: Runtime) -> None:
+    ids = runtime.tokenize(PROMPTS[1]).tolist()
+    body = {"prompt": ids, "max_tokens": 1, "return_token_ids": True, "truncate_prompt_tokens": 2}
+    for side, kept in (("left", ids[-2:]), ("right", ids[:2]), (None, ids[-2:])):
+        (choice,) = served.post("/v1/completions", {**body, "truncation_side": side})["choices"]
+        assert choice["prompt_token_ids"] == kept
+    chat = {"messages": [{"role": "user", "content": "one two three"}], "max_tokens": 1,
+            "return_token_ids": True}  # fmt: skip
+    whole = served.post("/v1/chat/completions", chat)["prompt_token_ids"]
+    cut = {**chat, "truncate_prompt_tokens": 3, "truncation_side": "right"}
+    assert served.post("/v1/chat/completions", cut)["prompt_token_ids"] == whole[:3]
+    params = SamplingParams(max_tokens=1, truncate_prompt_tokens=2, truncation_side="right")
+    assert runtime.generate(ids, params).usage.prompt_tokens == 2
+    answer = served.client.post("/v1/completions", json={**body, "truncation_side": "up"})
+    assert answer.status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_token_ids_of_prompt_and_answer_in_each_choice(served: LocalServer, path: str) -> None:
+    asked: dict[str, Any] = {"prompt": PROMPTS[:2]}
+    if "chat" in path:
+        asked = {"messages": [{"role": "user", "content": "Hi"}]}
+    body = {**asked, "max_tokens": 3, "n": 2, "seed": 1, "return_token_ids": True}
+    whole = served.post(path, body)["choices"]
+    prompts: dict[int, list[int]] = {}
+    answers: dict[int, list[int]] = {choice["index"]: [] for choice in whole}
+    for event in served.stream(path, body):
+        for choice in event["choices"]:
+            answers[choice["index"]] += choice.get("token_ids", [])
+            if "prompt_token_ids" in choice:
+                assert choice["index"] not in prompts  # once
+                prompts[choice["index"]] = choice["prompt_token_ids"]
+    assert answers == {choice["index"]: choice["token_ids"] for choice in whole}
+    assert prompts == {choice["index"]: choice["prompt_token_ids"] for choice in whole}
+
+
+def test_an_answer_that_the_context_cuts_is_said_in_a_header(
+    served: LocalServer, runtime: Runtime
+) -> None:
+    ids = [5] * (runtime.max_seq_len - 3)
+    for path, name, fields in (
+        ("/v1/completions", "prompt", {"max_tokens": 90}),
+        ("/generate", "input_ids", {"sampling_params": {"max_new_tokens": 90}}),
+        ("/generate", "prompt", {"max_tokens": 90, "stream": True}),
+    ):
+        answer = served.client.post(path, json={name: ids, **fields})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-radixserve-max-tokens"] == "3"
+        fits = served.client.post(path, json={name: [5, 6], **fields})
+        assert "x-radixserve-max-tokens" not in fits.headers
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_no_usage_where_it_is_refused_by_name(served: LocalServer, path: str) -> None:
+    asked: dict[str, Any] = {"max_tokens": 2, "prompt": "x"}
+    if "chat" in path:
+        asked = {"max_tokens": 2, "messages": [{"role": "user", "content": "x"}]}
+    refused = {**asked, "stream_options": {"include_usage": False}}
+    assert not any(event.get("usage") for event in served.stream(path, refused))
+    assert served.stream(path, asked)[-1]["usage"]

@@ -15,8 +15,8 @@ pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 import httpx
 
 from radixserve import Runtime
-from radixserve.server import session_table
-from radixserve.server.conversations import Conversations, RenderedChat
+from radixserve.server.gate import session_table
+from radixserve.text.conversations import AnsweredChat, ConversationTable
 from tests.pacing import held, wait_until
 from tests.server.local_server import LocalServer
 
@@ -170,16 +170,35 @@ def test_the_billing_header_is_taken_out(served: LocalServer, runtime: Runtime) 
         assert kept["prompt_token_ids"] == runtime.tokenize(messages("c3")).tolist()
 
 
+def test_messages_of_answers_are_taken_back(served: LocalServer) -> None:
+    """Whatever a server may have put into them, and members that nobody knows."""
+    for said, text in (
+        ({"content": None, "reasoning_content": "Hm."}, ""),
+        ({"content": None, "refusal": "No."}, "No."),
+        ({"content": None, "tool_calls": []}, ""),
+        ({"content": [], "annotations": [], "audio": None, "refusal": None}, ""),
+        ({"content": [{"type": "text", "text": ""}, {"type": "refusal", "refusal": "-"}]}, "\n-"),
+        ({"content": "Yes.", "annotations": [{"type": "url_citation"}], "audio": {"id": "a"},
+          "function_call": None, "unknown": 5}, "Yes."),
+    ):  # fmt: skip
+        messages = [USER, {"role": "assistant", **said}, {"role": "user", "content": "And?"}]
+        plain = [USER, {"role": "assistant", "content": text}, messages[-1]]
+        tokens = [
+            served.post("/tokenize", {"messages": chat})["tokens"] for chat in (messages, plain)
+        ]
+        assert tokens[0] == tokens[1]
+
+
 def test_the_longest_beginning_is_found() -> None:
     """Against a search through all of them."""
     rng = random.Random(1)
     for _ in range(200):
-        table = Conversations(40)
+        table = ConversationTable(40)
         texts: list[tuple[str, str, str]] = []
         for _ in range(rng.randint(0, 60)):
             space, answer = rng.choice("xy"), rng.choice("pq")
             text = "".join(rng.choice("ab") for _ in range(rng.randint(1, 9)))
-            table.note(space, RenderedChat(text, np.empty(0, np.int32), answer))
+            table.note(space, AnsweredChat(text, np.empty(0, np.int32), answer))
             texts = [one for one in texts if one[:2] != (space, text)]
             texts = [*texts, (space, text, answer)][-40:]
         assert len(table) == len(texts)

@@ -15,10 +15,11 @@ pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 from radixserve import Runtime
 from radixserve.cache import SnapshotView
 from radixserve.server.config import ServerConfig
-from radixserve.server.errors import ApiError
-from radixserve.server.snapshots import EVERY_S, LONGEST_S, SHARE, Snapshots, session_id
-from radixserve.server.state import Server
-from radixserve.server.tenants import Caller, Tenants
+from radixserve.server.gate.limits import LONGEST_S, SHARE
+from radixserve.server.gate.state import AppState
+from radixserve.server.gate.tenants import Caller, Tenants
+from radixserve.server.routes.dashboard_page import EVERY_S, Snapshots, session_id
+from radixserve.server.wire.errors import ApiError
 from tests.pacing import held
 from tests.server.local_server import LocalServer
 from tests.server.test_tenants import KEYS, as_, write
@@ -48,7 +49,8 @@ def guarded(
 
 
 def test_the_files_need_no_key_and_allow_no_script_but_their_own(guarded: LocalServer) -> None:
-    for path, kind in (("/", "html"), ("/page/style.css", "css"), ("/page/page.js", "javascript")):
+    scripts = [(f"/page/{name}.js", "javascript") for name in ("page", "chat")]
+    for path, kind in (("/", "html"), ("/page/style.css", "css"), *scripts):
         answer = guarded.client.get(path)
         assert answer.status_code == 200
         assert kind in answer.headers["content-type"]
@@ -63,10 +65,11 @@ def test_the_files_need_no_key_and_allow_no_script_but_their_own(guarded: LocalS
 
 
 def test_the_page_stays_small() -> None:
-    folder = Path(__file__).parents[2] / "radixserve/server/dashboard"
+    folder = Path(__file__).parents[2] / "radixserve/server/routes/dashboard"
     sizes = {path.name: len(path.read_text().splitlines()) for path in folder.iterdir()}
-    assert sorted(sizes) == ["index.html", "page.js", "style.css"]
-    assert sizes["page.js"] <= 900
+    assert sorted(sizes) == ["chat.js", "index.html", "page.js", "style.css"]
+    assert sizes["page.js"] <= 920
+    assert sizes["chat.js"] <= 460
     assert sizes["style.css"] < 250
 
 
@@ -157,7 +160,7 @@ def test_wrong_bodies(served: LocalServer) -> None:
 
 
 def test_the_comparison(guarded: LocalServer) -> None:
-    assert guarded.client.post("/v1/cache/compare", headers=as_("ann")).status_code == 403
+    assert guarded.client.post("/v1/cache/compare", json={}, headers=as_("ann")).status_code == 403
     found = guarded.post("/v1/cache/compare", {}, headers=as_("root"))
     assert [run["cache"] for run in found["caches"]] == ["radix", "hash", "off"]
     radix, hashed, off = (run["computed_tokens"] for run in found["caches"])
@@ -196,7 +199,7 @@ def test_viewers_share_snapshots_within_the_share_of_time(runtime: Runtime) -> N
     """200 viewers, each asking again when it was told to, for 100 seconds of a clock."""
     cost_s, now = 0.02, 0.0
     fake: Any = FakeRuntime(runtime, cost_s)
-    server = Server(ServerConfig(port=0), "demo", Tenants())
+    server = AppState(ServerConfig(port=0), "demo", Tenants())
     server._runtime = fake
     snapshots = Snapshots(server, lambda: now)
     caller = Caller("", is_admin=True)
@@ -222,7 +225,7 @@ def test_viewers_share_snapshots_within_the_share_of_time(runtime: Runtime) -> N
 
 def test_nothing_is_taken_for_nobody_and_many_different_ones_are_refused(runtime: Runtime) -> None:
     fake: Any = FakeRuntime(runtime, 1.0)  # 100 seconds of the share: the longest wait
-    server = Server(ServerConfig(port=0), "demo", Tenants())
+    server = AppState(ServerConfig(port=0), "demo", Tenants())
     server._runtime = fake
     snapshots = Snapshots(server)
     caller = Caller("", is_admin=True)

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 
 from radixserve import Runtime
-from radixserve.server.tenants import Tenants
+from radixserve.server.gate.tenants import Tenants
 from tests.pacing import wait_until
 from tests.server.local_server import LocalServer
 

@@ -11,8 +11,9 @@ import pytest
 pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 
 from radixserve import Runtime
-from radixserve.server.anthropic_messages.translate import chat_messages
-from radixserve.server.tenants import Tenants
+from radixserve.server.gate.tenants import Tenants
+from radixserve.server.routes.anthropic_messages.schema import MessagesRequest
+from radixserve.server.routes.anthropic_messages.translate import chat_messages
 from tests.pacing import held, wait_until
 from tests.server.local_server import LocalServer
 
@@ -213,7 +214,9 @@ def test_the_turns_of_a_chat() -> None:
         {"role": "assistant", "content": []},
     ]  # fmt: skip
     call = {"id": "t1", "type": "function", "function": {"name": "f", "arguments": '{"x": "ü"}'}}
-    assert chat_messages([{"type": "text", "text": "s"}], messages) == [
+    system = [{"type": "text", "text": "s"}]
+    fields = {"model": "demo", "max_tokens": 1, "system": system, "messages": messages}
+    assert chat_messages(MessagesRequest.model_validate(fields)) == [
         {"role": "system", "content": "s"},
         {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": "cd", "reasoning_content": "hm", "tool_calls": [call]},

@@ -11,13 +11,23 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 
-from radixserve.server.answer_parts import AnswerParts, parts_of
-from radixserve.server.output_parser import OutputParser, OutputParserConfig, ParsedAnswer
-from radixserve.server.parser_configs import shown_parser
-from radixserve.server.tool_parsers.hermes import HermesParser
-from radixserve.server.tool_parsers.llama3 import Llama3Parser
-from radixserve.server.tool_parsers.mistral import MistralParser
+from radixserve.server.answer.content_blocks import ContentBlocks, content_blocks_of
+from radixserve.server.answer.output_parser import OutputParser, OutputParserConfig, ParsedAnswer
+from radixserve.server.answer.tool_parsers.json_calls import (
+    HermesParser,
+    Llama3Parser,
+    MistralParser,
+)
+from radixserve.server.answer.tool_styles import STYLES, shown_style
+from radixserve.server.config import TOOL_CALL_PARSERS
 
+TYPED = [
+    {"name": "f", "parameters": {"type": "object", "properties": {
+        "a": {"type": "integer"}, "s": {"type": "string"}, "o": {"type": ["string", "null"]},
+        "l": {"$ref": "#/$defs/list"}, "b": {"anyOf": [{"type": "boolean"}, {"type": "string"}]},
+    }, "$defs": {"list": {"type": "array"}}}},
+    {"name": "g"},
+]  # fmt: skip
 FORMS = {
     "hermes": OutputParserConfig(calls=HermesParser),
     "llama3": OutputParserConfig(
@@ -30,11 +40,49 @@ FORMS = {
     "think": OutputParserConfig(calls=HermesParser, reasoning=True),
     "thinking": OutputParserConfig(calls=HermesParser, reasoning=True, is_thinking=True),
     "plain": OutputParserConfig(),
+    **{
+        name: OutputParserConfig(calls=partial(style.make, TYPED), hidden=style.around)
+        for name, style in STYLES.items()
+        if name not in ("hermes", "llama3", "mistral", "generic")
+    },
 }
 F: tuple[str, Any] = ("f", {"a": 1})
 G: tuple[str, Any] = ("g", {})
 HERMES_F = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 HERMES_G = '<tool_call>{"name":"g"}</tool_call>'
+ONE_F, ONE_G = '{"name": "f", "arguments": {"a": 1}}', '{"name":"g"}'
+DS = "<｜tool▁"
+DS_CALLS = [
+    f"{DS}calls▁begin｜>{'%s'.join(calls)}{DS}calls▁end｜>" % between
+    for between, calls in (
+        ("\n", [
+            f"{DS}call▁begin｜>function{DS}sep｜>{name}\n```json\n{arguments}\n```{DS}call▁end｜>"
+            for name, arguments in (("f", '{"a": 1}'), ("g", "{}"))
+        ]),
+        ("", [
+            f"{DS}call▁begin｜>{name}{DS}sep｜>{arguments}{DS}call▁end｜>"
+            for name, arguments in (("f", '{"a": 1}'), ("g", "{}"))
+        ]),
+    )
+]  # fmt: skip
+KIMI_CALLS = "".join(
+    ["<|tool_calls_section_begin|>",
+     '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>',
+     "<|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{}<|tool_call_end|>",
+     "<|tool_calls_section_end|>"]
+)  # fmt: skip
+
+
+def coder(name: str, **arguments: str) -> str:
+    """A call as Qwen3-Coder writes it."""
+    each = (f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{''.join(each)}</function>\n</tool_call>"
+
+
+def gemma4(call: str) -> str:
+    return "<|tool_call>call:" + call.replace('"', '<|"|>') + "<tool_call|>"
+
+
 LLAMA_F = '{"name": "f", "parameters": {"a": 1}}'
 DEEP = '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 5_000 + "]" * 5_000 + "}}</tool_call>"
 
@@ -99,6 +147,50 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, Any]], str | None]] = [
     ("thinking", "why</think>so", "so", [], "why"),
     ("thinking", "<think>why\nnot </think> so ", "so ", [], "why\nnot"),
     ("thinking", "why", None, [], "why"),
+    ("granite", f"Well:\n<|tool_call|>[{ONE_F}, {ONE_G}]", "Well:", [F, G], None),
+    ("granite", "<|tool_call|>[5]", "=", [], None),
+    ("granite", "<|tool_call|>{}", "=", [], None),
+    ("deepseek-v3", DS_CALLS[0], None, [F, G], None),
+    ("deepseek-v3.1", f"So.{DS_CALLS[1]}", "So.", [F, G], None),
+    ("deepseek-v3.1", f'{DS}call▁begin｜>f{DS}sep｜>{{"a"', "=", [], None),
+    ("deepseek-v3.1", f"{DS}call▁begin｜>f g{{}} and {DS}call▁begin｜>g{DS}sep｜>{{}}",
+     f"{DS}call▁begin｜>f g{{}} and", [G], None),
+    ("kimi", KIMI_CALLS, None, [F, G], None),
+    ("kimi", "<|tool_call_begin|>functions.f:0{}", "=", [], None),
+    ("qwen3-coder", f"I look.\n{coder('f', a='1', s='1 <b>', l='[1, null]')}\n{coder('g')}",
+     "I look.", [("f", {"a": 1, "s": "1 <b>", "l": [1, None]}), G], None),
+    ("qwen3-coder", coder("f", s="\n x\n\n"), None, [("f", {"s": "\n x\n\n"})], None),
+    ("qwen3-coder", coder("f", b="True", o="null", new="5", other="five"), None,
+     [("f", {"b": True, "o": None, "new": "5", "other": "five"})], None),
+    ("qwen3-coder", coder("f", a="1").removesuffix("\n</tool_call>"), None, [F], None),
+    ("qwen3-coder", "<tool_call>\n<function=f>\n<parameter=a>\n1", "=", [], None),
+    ("qwen3-coder", "<tool_call>\n<function=f>junk</function>\n</tool_call>", "=", [], None),
+    ("qwen3-coder", "<tool_call><function=f><parameter=a>1</parameter><parameter=a>2</parameter>"
+     "</function></tool_call>", "=", [], None),
+    ("glm", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>\n"
+     "<tool_call>g\n</tool_call>", None, [F, G], None),
+    ("glm", "<tool_call>f<arg_key>s</arg_key><arg_value>1</arg_value><arg_key>b</arg_key>"
+     "<arg_value>yes</arg_value></tool_call>", None, [("f", {"s": "1", "b": "yes"})], None),
+    ("glm", "<tool_call>f(1)</tool_call>", "=", [], None),
+    ("gemma4", gemma4("f{a:1}") + gemma4("g{}"), None, [F, G], None),
+    ("gemma4", "A" + gemma4('f{s:"x<tool_call|>,{",l:[1,{k:"v"}],b:true,n:null}'), "A",
+     [("f", {"s": "x<tool_call|>,{", "l": [1, {"k": "v"}], "b": True, "n": None})], None),
+    ("gemma4", gemma4("f{a:}"), "=", [], None),
+    ("gemma4", gemma4("f{a 1}"), "=", [], None),
+    ("function-gemma", "<start_function_call>call:f{a:1,s:<escape>é<escape>}<end_function_call>",
+     None, [("f", {"a": 1, "s": "é"})], None),
+    ("harmony", "<|channel|>analysis<|message|>I think.<|end|><|start|>assistant<|channel|>final"
+     "<|message|>So.", "So.", [], "I think."),
+    ("harmony", "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>commentary "
+     'to=functions.f <|constrain|>json<|message|>{"a": 1}', None, [F], "Hm"),
+    ("harmony", ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>', None,
+     [F], None),
+    ("harmony", "<|channel|>commentary<|message|>First.<|end|><|start|>assistant to=functions.g"
+     "<|channel|>commentary<|message|>{}", "First.", [G], None),
+    ("harmony", "<|channel|>commentary to=functions.f<|message|>{", "{", [], None),
+    ("harmony", "<|channel|>analysis<|message|>cut", None, [], "cut"),
+    ("harmony", "no channel at all <|message|>", "no channel at all <|message|>", [], None),
+    ("harmony", "<|channel|>fin", "", [], None),
 ]  # fmt: skip
 
 
@@ -121,11 +213,13 @@ def parse(form: str, pieces: list[str]) -> tuple[ParsedAnswer, ParsedAnswer]:
     content = "".join(delta.content for delta in deltas)
     reasoning = "".join(delta.reasoning for delta in deltas)
     whole = parser.answer()
-    streamed = AnswerParts()
+    streamed = ContentBlocks()
     for delta in deltas:
         list(streamed.push(delta))
-    shown = [(part.kind, part.index, part.text, part.name) for part in streamed.parts]
-    assert shown == [(part.kind, part.index, part.text, part.name) for part in parts_of(whole)]
+    shown = [(part.kind, part.index, part.text, part.name) for part in streamed.blocks]
+    assert shown == [
+        (part.kind, part.index, part.text, part.name) for part in content_blocks_of(whole)
+    ]
     assert [tuple(call) for call in whole.tool_calls] == found
     assert (whole.content or "", whole.reasoning or "") == (content, reasoning)
     return whole, parser.answer()
@@ -144,7 +238,7 @@ def check(case: Any, pieces: list[str]) -> None:
 
 def test_text_stays_where_it_is_among_calls() -> None:
     found, _ = parse("hermes", [f"One: {HERMES_F} two: {HERMES_G} three."])
-    assert [(part.kind, part.text) for part in parts_of(found)] == [
+    assert [(part.kind, part.text) for part in content_blocks_of(found)] == [
         ("text", "One:"),
         ("tool_call", '{"a": 1}'),
         ("text", " two:"),
@@ -174,13 +268,16 @@ def test_nothing_is_held_that_is_surely_no_call() -> None:
     assert parser.feed("Hello {").content == "Hello {"
 
 
-@pytest.mark.parametrize("form", ["hermes", "llama3", "mistral", "think", "thinking"])
+@pytest.mark.parametrize("form", sorted(FORMS))
 def test_random_texts_lose_nothing(form: str) -> None:
     """However a text of tags, brackets and letters is cut, the answer is the same."""
     rng = random.Random(form)
     words = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>",
              "</think>", "{", "}", "[", "]", '"', "\\", " ", "\n", "f", LLAMA_F, HERMES_G, ";",
-             '{"name": "f"}', "<", "["]  # fmt: skip
+             '{"name": "f"}', "<", "[", *STYLES["harmony"].marks,
+             *(STYLES[form].marks * 2 if form in STYLES else ()),
+             "<function=f>", "</function>", "<parameter=a>", "</parameter>", "call:f", "to=",
+             "functions.f", "json"]  # fmt: skip
     for _ in range(300):
         text = "".join(rng.choices(words, k=rng.randint(1, 12)))
         whole, _ = parse(form, [text])
@@ -199,13 +296,25 @@ def test_random_texts_lose_nothing(form: str) -> None:
     ("text", "name"),
     [
         ('<tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>', "hermes"),
-        ("<tool_call>\n<function=f>\n<parameter=a>", "none"),
-        ("<tool_call>{name}\n<arg_key>", "none"),
+        ("<tool_call>\n<function=f>\n<parameter=a>", "qwen3-coder"),
+        ("<tool_call>{name}\n<arg_key>", "glm"),
+        (f"{DS}calls▁begin｜>{DS}call▁begin｜>function ```json", "deepseek-v3"),
+        (f"{DS}calls▁begin｜>{DS}call▁begin｜>", "deepseek-v3.1"),
+        ("<|tool_calls_section_begin|>", "kimi"),
+        ("<|tool_call|>[", "granite"),
+        ("<|tool_call>call:<tool_call|>", "gemma4"),
+        ("<start_function_call>call:", "function-gemma"),
+        ("<|channel|>final<|message|>", "harmony"),
+        ("[TOOL_CALLS] [ARGS]", "mistral-args"),
         ('{{ \'<|start_header_id|>\' }} {"name": , "parameters": }', "llama3"),
         ("<|python_tag|>", "llama3"),
         ("[TOOL_CALLS]", "mistral"),
-        ("{{ message.content }}", "none"),
+        ("{{ message.content }}", "generic"),
     ],
 )
 def test_the_parser_that_a_template_shows(text: str, name: str) -> None:
-    assert shown_parser(text) == name
+    assert shown_style(text) == name
+
+
+def test_the_styles_of_calls_are_the_settings_choices() -> None:
+    assert {*STYLES, "auto", "none"} == set(TOOL_CALL_PARSERS)

@@ -12,10 +12,10 @@ pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 openai = pytest.importorskip("openai", reason="pip install openai==3.54.0")
 
 from radixserve import Runtime  # noqa: E402
-from radixserve.server.answer_parts import AnswerParts  # noqa: E402
-from radixserve.server.output_parser import Delta, ToolCallDelta  # noqa: E402
-from radixserve.server.responses.store import ResponseStore, StoredResponse  # noqa: E402
-from radixserve.server.tenants import Tenants  # noqa: E402
+from radixserve.server.answer.content_blocks import ContentBlocks  # noqa: E402
+from radixserve.server.answer.output_parser import Delta, ToolCallDelta  # noqa: E402
+from radixserve.server.gate.response_store import ResponseStore, StoredResponse  # noqa: E402
+from radixserve.server.gate.tenants import Tenants  # noqa: E402
 from tests.server.local_server import LocalServer  # noqa: E402
 
 R = "/v1/responses"
@@ -44,6 +44,22 @@ def test_an_answer(served: LocalServer) -> None:
     messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": ASK}]
     chat = served.post("/v1/chat/completions", {"messages": messages, "temperature": 0})
     assert chat["choices"][0]["message"]["content"] == answer.output_text
+
+
+def test_sampling_fields_mean_what_they_mean_in_a_chat(served: LocalServer) -> None:
+    fields = {
+        "temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2,
+        "presence_penalty": 0.3, "frequency_penalty": 0.2, "seed": 7, "min_tokens": 4,
+        "logit_bias": {"300": -5}, "bad_words": ["list"], "stop": ["\n\n"], "ignore_eos": True,
+    }  # fmt: skip
+    response = served.post(R, {"input": ASK, "max_output_tokens": 30, **fields})
+    messages = [{"role": "user", "content": ASK}]
+    chat = served.post("/v1/chat/completions", {"messages": messages, "max_tokens": 30, **fields})
+    (item,) = response["output"]
+    assert item["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    assert response["usage"]["output_tokens"] == chat["usage"]["completion_tokens"] >= 4
+    plain = served.post(R, {"input": ASK, "max_output_tokens": 30, "temperature": 0})
+    assert plain["output"][0]["content"][0]["text"] != item["content"][0]["text"]
 
 
 def test_the_events_of_a_stream(calling: LocalServer) -> None:
@@ -250,15 +266,15 @@ def test_tenants_share_nothing(runtime: Runtime, tmp_path: Path) -> None:
 def test_the_parts_of_an_answer() -> None:
     """Text may go on after a call: it is a part of its own then."""
     call = ToolCallDelta(0, "c", "f", "{}")
-    parts = AnswerParts()
+    parts = ContentBlocks()
     events = []
     for delta in (Delta(reasoning="r"), Delta(("a",)), Delta(("b", call, "c")), Delta(("d",))):
         events += [(kind, part.index, piece) for kind, part, piece in parts.push(delta)]
     events += [(kind, part.index, piece) for kind, part, piece in parts.finish()]
     assert events == [
-        ("open", 0, ""), ("grow", 0, "r"), ("close", 0, ""),
-        ("open", 1, ""), ("grow", 1, "a"), ("grow", 1, "b"), ("close", 1, ""),
-        ("open", 2, ""), ("grow", 2, "{}"), ("close", 2, ""),
-        ("open", 3, ""), ("grow", 3, "c"), ("grow", 3, "d"), ("close", 3, ""),
+        ("start", 0, ""), ("delta", 0, "r"), ("stop", 0, ""),
+        ("start", 1, ""), ("delta", 1, "a"), ("delta", 1, "b"), ("stop", 1, ""),
+        ("start", 2, ""), ("delta", 2, "{}"), ("stop", 2, ""),
+        ("start", 3, ""), ("delta", 3, "c"), ("delta", 3, "d"), ("stop", 3, ""),
     ]  # fmt: skip
-    assert [part.text for part in parts.parts] == ["r", "ab", "{}", "cd"]
+    assert [part.text for part in parts.blocks] == ["r", "ab", "{}", "cd"]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st  # noqa: E402
 from hypothesis.errors import Unsatisfiable  # noqa: E402
 
 from radixserve import Runtime  # noqa: E402
+from tests.pacing import PATIENCE_S  # noqa: E402
 from tests.server.local_server import LocalServer  # noqa: E402
 
 EXAMPLES = int(os.environ.get("RADIXSERVE_SCHEMA_EXAMPLES", "6"))  # a route and kind
@@ -29,7 +30,7 @@ def short_served() -> Iterator[LocalServer]:
 
 
 def test_no_generated_request_is_an_error_of_the_server(short_served: LocalServer) -> None:
-    schema = schemathesis.openapi.from_url(f"{short_served.url}/openapi.json")
+    schema = schemathesis.openapi.from_url(f"{short_served.url}/openapi.json", timeout=PATIENCE_S)
     operations = [found.ok() for found in schema.get_all_operations()]
     assert len(operations) >= 15
     seen: set[int] = set()
@@ -41,7 +42,9 @@ def test_no_generated_request_is_an_error_of_the_server(short_served: LocalServe
             @given(case=operation.as_strategy(generation_mode=mode), data=st.data())
             @settings(max_examples=EXAMPLES, phases=[Phase.generate])
             def ask(case: object, data: object) -> None:  # noqa: ARG001
-                answer = case.call(base_url=short_served.url)  # type: ignore[attr-defined]
+                answer = case.call(  # type: ignore[attr-defined]
+                    base_url=short_served.url, timeout=PATIENCE_S
+                )
                 seen.add(answer.status_code)
                 assert answer.status_code < 500, answer.text
 

@@ -81,7 +81,7 @@ async def ask(port: int, path: str, body: dict[str, Any], rng: random.Random) ->
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     content = json.dumps(body).encode()
     head = (
-        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
     )
     try:

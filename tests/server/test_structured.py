@@ -38,6 +38,26 @@ def test_response_format_of_a_chat(served: LocalServer, strict: bool | None) -> 
     assert bounded["message"]["content"].startswith("{")
 
 
+def test_strict_refuses_unique_items_that_cannot_be_held(served: LocalServer) -> None:
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "minItems": 2}
+    for items, strict, status in (
+        ({"enum": [1, 2]}, True, 200),
+        ({"type": "integer"}, True, 400),
+        ({"type": "integer", "minimum": 0, "maximum": 99}, None, 200),
+    ):
+        inner = {"name": "set", "schema": {**schema, "items": items, "maxItems": 3}}
+        inner |= {} if strict is None else {"strict": strict}
+        body = {"messages": USER, "max_tokens": 150, "seed": 1,
+                "response_format": {"type": "json_schema", "json_schema": inner}}  # fmt: skip
+        answer = served.client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == status, answer.text
+        if status == 400:
+            assert "uniqueItems cannot be held" in answer.json()["error"]["message"]
+        elif strict:
+            content = answer.json()["choices"][0]["message"]["content"]
+            assert sorted(json.loads(content)) == [1, 2]
+
+
 def test_a_stream_is_the_same_answer(served: LocalServer) -> None:
     fields: dict[str, Any] = {"structured_outputs": {"json": SCHEMA}, "temperature": 0}
     whole = chat(served, **fields)["message"]["content"]

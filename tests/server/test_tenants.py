@@ -13,8 +13,8 @@ pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 
 from radixserve import InvalidRequest, Runtime
 from radixserve.server.config import ServerConfig
-from radixserve.server.errors import ApiError
-from radixserve.server.tenants import Tenants
+from radixserve.server.gate.tenants import Tenants
+from radixserve.server.wire.errors import ApiError
 from tests.server.local_server import LocalServer
 
 KEYS = {name: f"key-of-{name}-0123456789" for name in ("ann", "bob", "root")}
@@ -23,7 +23,7 @@ ROUTES = ["/v1/models", "/v1/models/demo", "/tokenizer_info", "/v1/cache/stats",
           "/metrics", "/openapi.json", "/v1/responses/a", "/v1/nothing"]  # fmt: skip
 POSTS = ["/v1/completions", "/v1/chat/completions", "/generate", "/v1/score", "/tokenize",
          "/detokenize", "/v1/cache/lookup", "/v1/cache/flush", "/v1/cache/snapshot",
-         "/v1/cache/compare", "/v1/cache/hints", "/v1/responses"]  # fmt: skip
+         "/v1/cache/compare", "/v1/cache/hints", "/v1/responses", "/v1/decisions"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -119,13 +119,15 @@ def test_chats_scores_and_generate_keep_apart(guarded: LocalServer) -> None:
         "/generate": {"text": "A generation apart from others", "sampling_params":
                       {"max_new_tokens": 2}},
         "/v1/score": {"prompt": "A score apart from others", "candidates": [" a b", " c d"]},
+        "/v1/decisions": {"input": "A decision apart from others", "questions":
+                          [{"type": "predicate", "instructions": "It is apart."}]},
     }  # fmt: skip
     for path, body in bodies.items():
         counts = []
         for name in ("ann", "bob", "ann"):
             answer = guarded.post(path, body, headers=as_(name))
             usage = answer.get("usage") or answer["meta_info"]
-            details = usage.get("prompt_tokens_details", usage)
+            details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details", usage)
             counts.append(details["cached_tokens"])
         assert counts[0] == counts[1] < counts[2], path
 
@@ -184,7 +186,7 @@ def test_key_files(tmp_path: Path) -> None:
         ("ann", "a line is TENANT KEY"),
         ("ann 0123456789abcdef boss", "a line is TENANT KEY"),
         ("a/b 0123456789abcdef", "a tenant's name"),
-        ("ann short", "at least 16 characters"),
+        ("ann short", "16 to 512 printable ASCII characters"),
         ("ann sha256:abc", "64 hexadecimal digits"),
         (f"ann {digest}\nbob {digest}", "holds a key twice"),
     ):

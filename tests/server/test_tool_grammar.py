@@ -10,8 +10,10 @@ import pytest
 pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 llguidance = pytest.importorskip("llguidance", reason="calls are forced by the extra [grammar]")
 
-from radixserve.server.tool_grammar import annotated_schema, tool_grammar  # noqa: E402
-from radixserve.structured_output import StructuredOutput  # noqa: E402
+from radixserve.server.answer.tool_grammar import annotated_schema, tool_grammar  # noqa: E402
+from radixserve.server.answer.tool_parsers.base import Call  # noqa: E402
+from radixserve.server.answer.tool_styles import STYLES  # noqa: E402
+from radixserve.structured_outputs import StructuredOutput  # noqa: E402
 from tests.server.tool_models import DEMO  # noqa: E402
 
 F = {
@@ -29,6 +31,9 @@ MARKS = {"[TOOL_CALLS]": 3, "[ARGS]": 4, "<think>": 3, "</think>": 4}  # <|syste
 ONE = '{"name": "f", "arguments": {"a": 1}}'
 TWO = '{"name": "g.h-1", "arguments": {}}'
 H1, H2 = (f"<tool_call>\n{one}\n</tool_call>" for one in (ONE, TWO))
+DS = "<｜tool▁"
+X1 = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+X2 = "<tool_call>\n<function=g.h-1>\n</function>\n</tool_call>"
 L1, L2 = (one.replace("arguments", "parameters") for one in (ONE, TWO))
 
 # form, special tokens, parallel, thinking, what is allowed, what is not
@@ -48,6 +53,27 @@ CASES: list[tuple[str, dict[str, int], bool, str, list[str], list[str]]] = [
     ("mistral-args", MARKS, True, "none", ['<|system|>f<|user|>{"a": 1}<|system|>g.h-1<|user|>{}'],
      ['<|system|>h<|user|>{}', 'f{"a": 1}']),
     ("mistral-args", {}, True, "none", ['[TOOL_CALLS]f[ARGS]{"a": 1}'], ['[TOOL_CALLS]f{"a": 1}']),
+    ("granite", {}, True, "none", [f"<|tool_call|>[{ONE}, {TWO}]"], [ONE, "<|tool_call|>[]"]),
+    ("deepseek-v3", {}, False, "none",
+     [f"{DS}calls▁begin｜>{DS}call▁begin｜>function{DS}sep｜>f\n```json\n{{\"a\": 1}}\n```"
+      f"{DS}call▁end｜>{DS}calls▁end｜>"], [ONE]),
+    ("deepseek-v3.1", {f"{DS}call▁begin｜>": 3}, True, "none",
+     [f"{DS}calls▁begin｜><|system|>f{DS}sep｜>{{\"a\": 1}}{DS}call▁end｜><|system|>g.h-1{DS}sep｜>"
+      f"{{}}{DS}call▁end｜>{DS}calls▁end｜>"], [f"{DS}calls▁begin｜>{DS}calls▁end｜>"]),
+    ("kimi", {}, True, "none",
+     ["<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+      '{"a": 1}<|tool_call_end|><|tool_calls_section_end|>'], [ONE]),
+    ("qwen3-coder", {}, True, "none", [X1, X2, f"{X1}\n{X2}"],
+     [X1.replace("1", "one"), X1.replace("=a", "=b"), X2.replace("g.h-1", "f")]),
+    ("glm", {"<arg_key>": 3}, True, "none",
+     ["<tool_call>f\n<|system|>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"],
+     ["<tool_call>f\n</tool_call>"]),
+    ("gemma4", {}, True, "none", ["<|tool_call>call:f{a:1}<tool_call|>"],
+     ["<|tool_call>call:f{}<tool_call|>", "<|tool_call>call:f{a:x}<tool_call|>"]),
+    ("harmony", {"<|message|>": 3, "<|end|>": 6}, True, "may",
+     ['<|channel|>commentary to=functions.f <|constrain|>json<|system|>{"a": 1}',
+      "<|channel|>analysis<|system|>so<|end|><|start|>assistant<|channel|>commentary "
+      'to=functions.f <|constrain|>json<|system|>{"a": 1}'], ["so", "<|channel|>final<|system|>x"]),
 ]  # fmt: skip
 
 
@@ -111,3 +137,74 @@ def test_every_name_and_schema_stands_in_it() -> None:
     functions = [{**F, "name": f"f{number}"} for number in range(50)]
     lark = tool_grammar("hermes", functions, {}, parallel=True, thinking="none")
     assert all(json.dumps(f'"f{number}"')[1:-1] in lark for number in range(50))
+
+
+RICH = {
+    "name": "f",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"},
+            "kind": {"enum": ["a b", 3, None]},
+            "code": {"type": "string", "pattern": "^[a-c]{2}$"},
+            "short": {"type": "string", "maxLength": 3},
+            "list": {"type": "array", "items": {"type": "string"}},
+            "inner": {"type": "object", "properties": {"x": {"type": "boolean"}}},
+        },
+        "required": ["text"],
+    },
+}
+
+
+def call_in(style: str, **members: str) -> str:
+    if style == "qwen3-coder":
+        each = (f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in members.items())
+        return f"<tool_call>\n<function=f>\n{''.join(each)}</function>\n</tool_call>"
+    if style == "glm":
+        each = (
+            f"<arg_key>{name}</arg_key>\n<arg_value>{text}</arg_value>\n"
+            for name, text in members.items()
+        )
+        return f"<tool_call>f\n{''.join(each)}</tool_call>"
+    pairs = ",".join(f"{name}:{text}" for name, text in sorted(members.items()))
+    return "<|tool_call>call:f{" + pairs.replace("'", '<|"|>') + "}<tool_call|>"
+
+
+@pytest.mark.parametrize("style", ["qwen3-coder", "glm", "gemma4"])
+def test_arguments_that_are_no_json(tokens: Any, style: str) -> None:
+    """What the grammar allows is read by the parser, as the schema has it."""
+    quote = "'" if style == "gemma4" else ""
+    in_list = "['x','y']" if style == "gemma4" else '["x", "y"]'
+    inner = "{x:true}" if style == "gemma4" else '{"x": true}'
+    members = {
+        "text": f"{quote}1 <b> {{\n{quote}", "kind": f"{quote}a b{quote}",
+        "code": f"{quote}ab{quote}", "short": f"{quote}x\ny{quote}", "list": in_list,
+        "inner": inner,
+    }  # fmt: skip
+    allowed = [members, {"text": members["text"]}, {"text": members["text"], "kind": "3"},
+               {"text": members["text"], "inner": inner}]  # fmt: skip
+    forbidden = [{}, {**members, "code": f"{quote}abc{quote}"}, {**members, "kind": "4"},
+                 {**members, "short": f"{quote}long{quote}"}, {**members, "new": "1"},
+                 {**members, "inner": "5"}]  # fmt: skip
+    lark = tool_grammar(style, [RICH], {}, parallel=True, thinking="none")
+    check(tokens, lark, [call_in(style, **each) for each in allowed],
+          [call_in(style, **each) for each in forbidden])  # fmt: skip
+    parser = STYLES[style].make([RICH])
+    (call,) = [*parser.feed(call_in(style, **members)), *parser.finish()]
+    assert isinstance(call, Call)
+    assert json.loads(call.arguments) == {
+        "text": "1 <b> {\n", "kind": "a b", "code": "ab", "short": "x\ny",
+        "list": ["x", "y"], "inner": {"x": True},
+    }  # fmt: skip
+
+
+def test_a_generic_call_is_held_once_it_has_begun(tokens: Any) -> None:
+    for special in ({}, {"<tool_call>": 3}):
+        mark = "<|system|>" if special else "<tool_call>"
+        lark = tool_grammar(
+            "generic", [F, G], special, parallel=True, thinking="none", may_speak=True
+        )
+        calls = [f"Well: {one}".replace("<tool_call>", mark) for one in (H1, f"{H1}\n{H2}")]
+        check(tokens, lark, ["", "just text < and <tool", *calls],
+              [f"so {mark}", f"so {mark}no", calls[0] + " more",
+               calls[0].replace('"f"', '"h"')])  # fmt: skip

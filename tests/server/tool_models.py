@@ -117,7 +117,148 @@ MISTRAL_ARGS = _MISTRAL.replace(
 THINKING = QWEN3.replace(
     "{{ '<|assistant|>' }}{%- endif -%}\n", "{{ '<|assistant|><think>\\n' }}{%- endif -%}\n"
 )
+# Turns as the demo model knows them; each family's own tools, calls and results.
+_FAMILY = """{{- bos_token -}}
+{%- if tools -%}<|system|>TOOLS<|end|>{%- endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'system' -%}
+{{- '<|system|>' + message.content + '<|end|>' -}}
+{%- elif message.role == 'user' -%}
+{{- '<|user|>' + message.content + '<|end|>' -}}
+{%- elif message.role == 'assistant' -%}
+{{- '<|assistant|>' + message.content -}}
+{%- if message.tool_calls -%}CALLS{%- endif -%}
+{{- '<|end|>' -}}
+{%- else -%}
+{{- '<|user|>RESULT' + message.content + '<|end|>' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}
+"""
+_JSON_TOOLS = "{%- for tool in tools -%}{{ tool | tojson }}{%- endfor -%}"
+_EACH = "{%- for call in message.tool_calls -%}BODY{%- endfor -%}"
+_NAME, _ARGUMENTS = "{{ call.function.name }}", "{{ call.function.arguments | tojson }}"
+
+
+def _family(calls: str, result: str, tools: str = _JSON_TOOLS) -> str:
+    template = _FAMILY.replace("TOOLS", tools).replace("RESULT", result)
+    return template.replace("CALLS", calls)
+
+
+def _each(body: str) -> str:
+    return _EACH.replace("BODY", body)
+
+
+_LINE = "{{ '\\n' }}"  # a line break behind a block, which Jinja takes away otherwise
+_VALUE = "{{ value if value is string else value | tojson }}"
+CODER = _family(
+    _each(
+        "{{ '\\n' if message.content or not loop.first }}<tool_call>\n<function=" + _NAME + ">\n"
+        "{%- for key, value in call.function.arguments.items() -%}" + _LINE
+        + "<parameter={{ key }}>" + _LINE + _VALUE + "\n</parameter>{%- endfor -%}" + _LINE
+        + "</function>\n</tool_call>"
+    ),
+    "<tool_response>",
+)  # fmt: skip
+GLM = _family(
+    _each(
+        "{{ '\\n' if message.content or not loop.first }}<tool_call>" + _NAME
+        + "{%- for key, value in call.function.arguments.items() -%}" + _LINE
+        + "<arg_key>{{ key }}</arg_key>\n<arg_value>" + _VALUE + "</arg_value>{%- endfor -%}"
+        + _LINE + "</tool_call>"
+    ),
+    "<|observation|>",
+)  # fmt: skip
+_DS = "<｜tool▁"
+DEEPSEEK_V3 = _family(
+    _DS + "calls▁begin｜>" + _each(
+        "{{ '' if loop.first else '\\n' }}" + _DS + "call▁begin｜>function" + _DS + "sep｜>" + _NAME
+        + "\n```json\n" + _ARGUMENTS + "\n```" + _DS + "call▁end｜>"
+    ) + _DS + "calls▁end｜>",
+    _DS + "output▁begin｜>",
+)  # fmt: skip
+DEEPSEEK_V31 = _family(
+    _DS + "calls▁begin｜>" + _each(
+        _DS + "call▁begin｜>" + _NAME + _DS + "sep｜>" + _ARGUMENTS + _DS + "call▁end｜>"
+    ) + _DS + "calls▁end｜>",
+    _DS + "output▁begin｜>",
+)  # fmt: skip
+KIMI = _family(
+    "<|tool_calls_section_begin|>" + _each(
+        "<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>" + _ARGUMENTS
+        + "<|tool_call_end|>"
+    ) + "<|tool_calls_section_end|>",
+    "## Return of ",
+)  # fmt: skip
+GRANITE = _family(
+    "<|tool_call|>[" + _each(
+        '{"name": "' + _NAME + '", "arguments": ' + _ARGUMENTS + "}{{ '' if loop.last else ', ' }}"
+    ) + "]",
+    "<|tool_response|>",
+)  # fmt: skip
+
+
+def _gemma(opening: str, closing: str, quote: str) -> str:
+    """Members in the order of their names."""
+    value = (
+        "{%- macro text(v) -%}{%- if v is string -%}" + quote + "{{ v }}" + quote
+        + "{%- else -%}{{ v | tojson }}{%- endif -%}{%- endmacro -%}"
+    )  # fmt: skip
+    call = (
+        opening + "call:" + _NAME + "{{ '{' }}{%- for key, v in call.function.arguments | dictsort "
+        "-%}{{ key }}:{{ text(v) }}{{ '' if loop.last else ',' }}{%- endfor -%}{{ '}' }}" + closing
+    )  # fmt: skip
+    return value + _family(_each(call), "response:")
+
+
+# Channels; thoughts stay between a call and its results.
+HARMONY = """{{- bos_token -}}
+{%- macro turn(role, text) -%}
+{{- '<|start|>' + role + '<|message|>' + text + '<|end|>' -}}
+{%- endmacro -%}
+{{- turn('system', 'Channels: <|channel|>') -}}
+{%- set dev = namespace(text='') -%}
+{%- if messages[0].role in ['system', 'developer'] -%}
+{%- set dev.text = messages[0].content -%}{%- set messages = messages[1:] -%}
+{%- endif -%}
+{%- if dev.text or tools -%}
+{%- for tool in tools or [] -%}{%- set dev.text = dev.text + tool | tojson -%}{%- endfor -%}
+{{- turn('developer', dev.text) -}}
+{%- endif -%}
+{%- set last = namespace(name='') -%}
+{%- for message in messages -%}
+{%- if message.role == 'user' -%}{{ turn('user', message.content) }}
+{%- elif message.role == 'tool' -%}
+{{- '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary<|message|>' -}}
+{{- message.content | tojson + '<|end|>' -}}
+{%- elif message.tool_calls -%}
+{%- if message.reasoning_content -%}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.reasoning_content + '<|end|>' -}}
+{%- endif -%}
+{%- set last.name = message.tool_calls[0].function.name -%}
+{{- '<|start|>assistant to=functions.' + last.name + '<|channel|>commentary json<|message|>' -}}
+{{- message.tool_calls[0].function.arguments | tojson + '<|call|>' -}}
+{%- elif message.role == 'assistant' -%}
+{{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|start|>assistant' }}{%- endif -%}
+"""
+# Another family's turns and nothing about tools.
+PLAIN = _FAMILY.replace("TOOLS", "").replace("{%- if message.tool_calls -%}CALLS{%- endif -%}", "")
+PLAIN = PLAIN.replace("{%- if tools -%}<|system|><|end|>{%- endif -%}\n", "").replace("RESULT", "")
+PLAIN = PLAIN.replace("{%- else -%}", "{%- elif message.role == 'none' -%}")
 TEMPLATES = {
+    "qwen3-coder": CODER,
+    "glm": GLM,
+    "deepseek-v3": DEEPSEEK_V3,
+    "deepseek-v3.1": DEEPSEEK_V31,
+    "kimi": KIMI,
+    "granite": GRANITE,
+    "gemma4": _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
+    "function-gemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
+    "harmony": HARMONY,
+    "generic": PLAIN,
     "hermes": HERMES,
     "qwen3": QWEN3,
     "llama3": LLAMA3,
@@ -130,7 +271,12 @@ _MARKS = {
     "llama3": {"<|pad|>": "<|python_tag|>"},
     "mistral": {"<|pad|>": "[TOOL_CALLS]"},
     "mistral-args": {"<|pad|>": "[TOOL_CALLS]", "<|system|>": "[ARGS]"},
-}
+    "deepseek-v3.1": {"<|pad|>": "<｜tool▁call▁begin｜>"},
+    "kimi": {"<|pad|>": "<|tool_calls_section_begin|>"},
+    "gemma4": {"<|pad|>": '<|\\"|>'},
+    "harmony": {"<|end|>": "<|call|>", "<|endoftext|>": "<|return|>", "<|assistant|>": "<|end|>",
+                "<|pad|>": "<|start|>", "<|system|>": "<|channel|>", "<|user|>": "<|message|>"},
+}  # fmt: skip
 
 
 assert "<think>" not in HERMES

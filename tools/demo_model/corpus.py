@@ -154,8 +154,8 @@ def source_entries(root: Path) -> Iterator[Entry]:
         if name in SKIPPED_MODULES or OTHER_LICENCE.search(source[:6000]):
             continue
         tree = ast.parse(source)
-        found = [make_entry(name, "module", name, "", ast.get_docstring(tree) or "")]
-        yield from filter(None, itertools.chain(found, walk_definitions(tree, name)))
+        entries = [make_entry(name, "module", name, "", ast.get_docstring(tree) or "")]
+        yield from filter(None, itertools.chain(entries, walk_definitions(tree, name)))
 
 
 def live_signature(thing: object) -> str:
@@ -186,13 +186,13 @@ def live_entries(module: ModuleType) -> Iterator[Entry]:
         if home.split(".")[0].strip("_") not in {name, "builtins", "posix", "socket", "io"}:
             continue
         signature = live_signature(thing) if kind == "function" else ""
-        found = [make_entry(prefix + key, kind, name, signature, doc)]
+        entries = [make_entry(prefix + key, kind, name, signature, doc)]
         for attribute, member in sorted(vars(thing).items()) if kind == "class" else ():
             text = getattr(member, "__doc__", None)
             if inspect.isroutine(member) and isinstance(text, str) and attribute[0] != "_":
                 method = f"{prefix}{key}.{attribute}"
-                found.append(make_entry(method, "method", name, live_signature(member), text))
-        yield from filter(None, found)
+                entries.append(make_entry(method, "method", name, live_signature(member), text))
+        yield from filter(None, entries)
 
 
 def topic_entries() -> Iterator[Entry]:
@@ -213,11 +213,11 @@ def topic_entries() -> Iterator[Entry]:
 
 def load_entries() -> list[Entry]:
     """Every documented thing once, in a fixed order."""
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     live = itertools.chain.from_iterable(
         live_entries(importlib.import_module(name)) for name in BUILT_IN
     )
     sources = source_entries(Path(sysconfig.get_path("stdlib")))
     for entry in itertools.chain(topic_entries(), sources, live):
-        found.setdefault(entry.kind + entry.name, entry)
-    return list(found.values())
+        entries.setdefault(entry.kind + entry.name, entry)
+    return list(entries.values())

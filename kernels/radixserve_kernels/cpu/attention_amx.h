@@ -2,7 +2,8 @@
 //
 // Sixteen keys are the upper matrix of a product and the queries of a head the lower one: the keys, of which
 // there are many, need no packing. Values are the lower matrix: where that has pairs of features side by side,
-// weights next to zeros select the even features, zeros next to weights the odd ones.
+// weights next to zeros select the even features, zeros next to weights the odd ones. So a tile sums in another order
+// than with packed values, where two keys make a pair.
 #pragma once
 
 #include "attention_direct.h"
@@ -26,8 +27,9 @@ inline bool is_strided(const int64_t *offsets) {
 
 // The tile of the next 16 keys or values, `count` of which exist. If they do not lie at equal distances, or
 // fewer exist, they are copied to `copies` [16][size], with zeros.
-inline KeyTile make_tile(const bf16 *from, const int64_t *offsets, int64_t count, int64_t size, bf16 *copies) {
-    if (count >= TILE_KEYS && is_strided(offsets)) return {from + offsets[0], offsets[1] - offsets[0]};
+inline KeyTile make_tile(const char *from, const int64_t *offsets, int64_t count, int64_t size, bf16 *copies) {
+    if (count >= TILE_KEYS && is_strided(offsets))
+        return {(const bf16 *)(from + offsets[0]), (offsets[1] - offsets[0]) / int64_t(sizeof(bf16))};
     for (int j = 0; j < TILE_KEYS; j++) {
         if (j < count)
             memcpy((void *)(copies + j * size), from + offsets[j], size * sizeof(bf16));
@@ -38,7 +40,7 @@ inline KeyTile make_tile(const bf16 *from, const int64_t *offsets, int64_t count
 }
 
 // The next one or two tiles of `count` keys or values that are left; `copies` [32][size]. Returns their number.
-inline int make_tiles(const bf16 *from, const int64_t *offsets, int64_t count, int64_t size, bf16 *copies,
+inline int make_tiles(const char *from, const int64_t *offsets, int64_t count, int64_t size, bf16 *copies,
                     KeyTile (&tiles)[2]) {
     tiles[0] = make_tile(from, offsets, count, size, copies);
     if (count <= TILE_KEYS) return 1;
@@ -60,7 +62,7 @@ inline void configure_qk(int rows) {
 // Scores of one or two tiles of keys for the rows of a head: [16 or 32][rows].
 template <bool TWO>
 inline void qk_tiles(const bf16 *pairs, int64_t rows, const KeyTile *keys, int64_t at, int64_t dim,
-                        float *scores, RowPrefetcher<bf16> &prefetcher) {
+                        float *scores, RowPrefetcher &prefetcher) {
     _tile_zero(0);
     if (TWO) _tile_zero(1);
     for (int64_t d = at; d < at + dim; d += 32, pairs += 32 * rows) {
@@ -94,7 +96,7 @@ inline void configure_pv(int rows) {
 // first. Weights: [tile][even, odd][rows][16].
 template <bool TWO>
 inline void pv_tiles(const uint32_t *weights, int64_t rows, const KeyTile *values, int64_t at, int64_t dim,
-                      float *acc, int64_t width, RowPrefetcher<bf16> &prefetcher) {
+                      float *acc, int64_t width, RowPrefetcher &prefetcher) {
     const int64_t size = rows * TILE_KEYS;
     _tile_loadd(2, weights, 64);
     _tile_loadd(3, weights + size, 64);
@@ -144,13 +146,14 @@ inline void merge_even_odd(float *acc, int64_t dim) {
 inline void qk_amx(const PagedKv<bf16> &kv, const TaskState<bf16> &state, const int64_t *offsets, int64_t count,
                    const bf16 *pairs, float *scores, ThreadScratch &scratch) {
     const int64_t rows = state.rows, num_heads = state.task.num_heads, dim = kv.heads.dim, size = num_heads * dim;
+    const int64_t num_bytes = num_heads * kv.head_bytes;
     bf16 *copies = scratch.keys.get<bf16>(2 * TILE_KEYS * size);
     float *untransposed = scratch.untransposed.get<float>(num_heads * 2 * TILE_KEYS * rows + TILE_KEYS);
     configure_qk(int(rows));
     for (int64_t j = 0; j < count; j += 2 * TILE_KEYS) {
         const int64_t done = min(j + 2 * TILE_KEYS, count);
-        RowPrefetcher<bf16> prefetcher(kv.k, offsets + done, count - done, size);
-        if (done == count) prefetcher = RowPrefetcher<bf16>(kv.v, offsets, count, size);
+        RowPrefetcher prefetcher(kv.k, offsets + done, count - done, num_bytes);
+        if (done == count) prefetcher = RowPrefetcher(kv.v, offsets, count, num_bytes);
         KeyTile tiles[2];
         const int number = make_tiles(kv.k, offsets + j, count - j, size, copies, tiles);
         for (int64_t head = 0; head < num_heads; head++) {
@@ -177,21 +180,35 @@ inline void qk_amx(const PagedKv<bf16> &kv, const TaskState<bf16> &state, const 
 inline void pv_amx(const PagedKv<bf16> &kv, const TaskState<bf16> &state, const int64_t *offsets, int64_t count,
                    const uint32_t *expanded, const int64_t *later, int64_t num_later, ThreadScratch &scratch) {
     const int64_t rows = state.rows, num_heads = state.task.num_heads, dim = kv.heads.dim, size = num_heads * dim;
+    const int64_t num_bytes = num_heads * kv.head_bytes;
     bf16 *copies = scratch.keys.get<bf16>(2 * TILE_KEYS * size);
     configure_pv(int(rows));
     for (int64_t j = 0; j < count; j += 2 * TILE_KEYS) {
         const int64_t done = min(j + 2 * TILE_KEYS, count);
-        RowPrefetcher<bf16> prefetcher(kv.v, offsets + done, count - done, size);
-        if (done == count) prefetcher = RowPrefetcher<bf16>(kv.k, later, num_later, size);
+        RowPrefetcher prefetcher(kv.v, offsets + done, count - done, num_bytes);
+        if (done == count) prefetcher = RowPrefetcher(kv.k, later, num_later, num_bytes);
         KeyTile tiles[2];
         const int number = make_tiles(kv.v, offsets + j, count - j, size, copies, tiles);
         for (int64_t head = 0; head < num_heads; head++) {
             const uint32_t *weights = expanded + (head * KEYS + j) * 2 * rows;
-            float *acc = state.head(head).acc;
+            float *acc = state.head(head).part.acc;
             if (number == 2)
                 pv_tiles<true>(weights, rows, tiles, head * dim, dim, acc, state.width, prefetcher);
             else
                 pv_tiles<false>(weights, rows, tiles, head * dim, dim, acc, state.width, prefetcher);
+        }
+    }
+}
+
+// Adds the weighted values of some keys to the output of one row, as pv_tiles has it.
+inline void pv_row(const bf16 *weights, const char *v, const int64_t *offsets, int64_t count, int64_t at, int64_t dim,
+                   float *acc) {
+    for (int64_t j = 0; j < count; j++) {
+        const vec weight = broadcast(to_f32(weights[j]));
+        for (int64_t d = 0; d < dim; d += 32) {
+            const uvec pairs = load_pairs((const bf16 *)(v + offsets[j]) + at + d);
+            store(acc + d, load(acc + d) + weight * low_halves(pairs));
+            store(acc + d + LANES, load(acc + d + LANES) + weight * high_halves(pairs));
         }
     }
 }
@@ -207,29 +224,28 @@ inline void attend_amx(const PagedKv<bf16> &kv, const TaskState<bf16> &state, co
     const int64_t expanded_size = KEYS * 2 * rows;
     uint32_t *expanded = scratch.expanded.get<uint32_t>(num_heads * expanded_size);
     for (int64_t head = 0; head < num_heads; head++) {
-        const HeadState<bf16> part = state.head(head);
-        pack_query_pairs(part.queries, state.depth, rows, dim, pairs + head * rows * dim);
+        const HeadState<bf16> of_head = state.head(head);
+        pack_query_pairs(of_head.queries, state.depth, rows, dim, pairs + head * rows * dim);
         for (int64_t row = 0; row < rows; row++) {
-            float *acc = part.acc + row * state.width;
-            if (state.begins) memset(acc, 0, state.width * sizeof(float));
-            split_even_odd(acc, dim);
+            split_even_odd(of_head.part.acc + row * state.width, dim);
+            split_even_odd(of_head.merged.acc + row * state.width, dim);
         }
     }
-    int64_t offsets_of[2][KEYS];  // of a block and of the next one
-    const int64_t first = state.first_block(KEYS);
-    int64_t *begin = offsets_of[first / KEYS % 2];
-    int64_t count = first < state.end ? kv.key_offsets(task, first, state.end, begin) : 0, num_later = 0;
-    for (int64_t from = first; from < state.end; from += KEYS, count = num_later) {
-        const int64_t *offsets = offsets_of[from / KEYS % 2];
-        int64_t *later = offsets_of[(from / KEYS + 1) % 2];
+    int64_t offsets_of[2][KEYS], *offsets = offsets_of[0], *later = offsets_of[1];  // of a block and of the next one
+    int64_t from = state.begin, num_later = 0;
+    int64_t count = from < state.end ? kv.key_offsets(task, from, state.block_end(from), offsets) : 0;
+    for (; from < state.end; from += count, count = num_later, std::swap(offsets, later)) {
+        state.begin_block(from);
         qk_amx(kv, state, offsets, count, pairs, scores, scratch);
-        num_later = kv.next_offsets(state, from, next, later);
+        num_later = kv.next_offsets(state, from + count, KEYS, next, later);
         for (int64_t head = 0; head < num_heads; head++) {
-            const HeadState<bf16> part = state.head(head);
             for (int64_t row = 0; row < rows; row++) {
+                const SoftmaxState part = state.head(head).part.from_row(row, state.width);
                 kv.softmax_row(state, row, from, count, padded_depth<bf16>(count),
-                               scores + (head * rows + row) * KEYS, weights, part.row_max[row],
-                               part.sums + row * LANES, part.acc + row * state.width, state.width);
+                               scores + (head * rows + row) * KEYS, weights, BlockScales(), part,
+                               [&](int64_t first, int64_t end) {
+                                   pv_row(weights + first, kv.v, offsets + first, end - first, head * dim, dim, part.acc);
+                               });
                 uint32_t *to = expanded + head * expanded_size + row * TILE_KEYS;
                 for (int64_t j = 0; j < count; j += TILE_KEYS, to += 2 * rows * TILE_KEYS)
                     expand_weights(weights + j, to, rows * TILE_KEYS);
@@ -239,7 +255,10 @@ inline void attend_amx(const PagedKv<bf16> &kv, const TaskState<bf16> &state, co
     }
     release_tiles();
     for (int64_t head = 0; head < num_heads; head++)
-        for (int64_t row = 0; row < rows; row++) merge_even_odd(state.head(head).acc + row * state.width, dim);
+        for (int64_t row = 0; row < rows; row++) {
+            merge_even_odd(state.head(head).part.acc + row * state.width, dim);
+            merge_even_odd(state.head(head).merged.acc + row * state.width, dim);
+        }
 }
 
 #endif

@@ -10,14 +10,16 @@
 #include "pack_kv.h"
 
 constexpr int FOUR = 4;  // rows of one step
+constexpr int64_t DIRECT_KEYS = 64;  // of a block: what is prefetched a block ahead is still in the cache, measured
 
 // Whether bfloat16 is multiplied by AMX, in an order of its own.
 template <class T> inline bool is_by_tiles() { return has_amx && sizeof(Operand<T>) == 2; }
 
 // Whether a job of `rows` rows and heads of `dim` features is read without packing: up to as many rows as that is
-// faster, measured, and with AMX up to those of a tile.
-template <class T> inline bool is_direct(int64_t rows, int64_t dim, bool exact) {
-    if (is_by_tiles<T>() && exact) return false;
+// faster, measured, and with AMX up to those of a tile, unless the bits have to be those of packed keys or numbers have to
+// be widened.
+template <class T> inline bool is_direct(int64_t rows, int64_t dim, bool exact, KvType type) {
+    if (is_by_tiles<T>() && (exact || type != SAME_KV)) return false;
     return rows <= (is_by_tiles<T>() ? 16 : LANES == 16 ? 8 : 12) && dim % (64 / int64_t(sizeof(Operand<T>))) == 0;
 }
 
@@ -29,21 +31,21 @@ template <class T> struct HeadRows {
 
 // Prefetches keys or values of whole blocks in the order in which they lie, so that the processor's own prefetcher
 // follows.
-template <class T> class RowPrefetcher {
+class RowPrefetcher {
   public:
-    // `count` rows of `size` elements, at from + offsets[...].
-    RowPrefetcher(const T *from, const int64_t *offsets, int64_t count, int64_t size)
+    // `count` rows of `size` bytes, at from + offsets[...].
+    RowPrefetcher(const char *from, const int64_t *offsets, int64_t count, int64_t size)
         : from(from), offsets(offsets), end(offsets + count), size(size) {}
     void fetch(int lines) {
         for (; lines && offsets < end; lines--) {
             __builtin_prefetch(from + *offsets + at, 0, 2);
-            at += 64 / sizeof(T);
+            at += 64;
             if (at >= size) at = 0, offsets++;
         }
     }
 
   private:
-    const T *from;
+    const char *from;
     const int64_t *offsets, *end;
     int64_t size, at = 0;
 };
@@ -64,17 +66,17 @@ template <class T> inline vec add_word(vec sum, const Operand<T> *query, uvec wo
     }
 }
 
-// Scores of PANEL keys from `first` on for H rows, to scores[row * stride + key].
-template <int H, class T>
+// Scores of N vectors of keys from `first` on for H rows, to scores[row * stride + key].
+template <int H, int N, class T>
 inline void qk_panel(const Operand<T> *queries, int64_t depth, const HeadRows<T> &keys, int64_t first, float *scores,
-                     int64_t stride, RowPrefetcher<T> &shared_prefetcher) {
+                     int64_t stride, RowPrefetcher &shared_prefetcher) {
     constexpr int64_t NUMBERS = 4 / sizeof(T), STEP = 4 * NUMBERS;
-    RowPrefetcher<T> prefetcher = shared_prefetcher;  // a copy stays in registers
-    vec sums[H][2] = {};
+    RowPrefetcher prefetcher = shared_prefetcher;  // a copy stays in registers
+    vec sums[H][N] = {};
     for (int64_t d = 0; d < keys.dim; d += STEP) {
-        prefetcher.fetch(PANEL / 4);  // as much as is read
+        prefetcher.fetch(N * LANES / 4);  // as much as is read
 #pragma GCC unroll 2
-        for (int n = 0; n < 2; n++) {
+        for (int n = 0; n < N; n++) {
             uvec words[4];
             transpose_words((const uint32_t *const *)keys.rows + first + n * LANES, (keys.at + d) / NUMBERS, words);
 #pragma GCC unroll 4
@@ -86,16 +88,18 @@ inline void qk_panel(const Operand<T> *queries, int64_t depth, const HeadRows<T>
     }
     shared_prefetcher = prefetcher;
     for (int h = 0; h < H; h++)
-        for (int n = 0; n < 2; n++) store(scores + h * stride + first + n * LANES, sums[h][n]);
+        for (int n = 0; n < N; n++) store(scores + h * stride + first + n * LANES, sums[h][n]);
 }
 
-// out[row][d ...] = the weighted sum of the values, or plus it, for H rows and V vectors from d on.
+// Adds the weighted values to out[row][d ...], key after key, for H rows and V vectors from d on.
 template <int H, int V, class T>
-inline void pv_vectors(const float *weights, int64_t stride, const HeadRows<T> &values, int64_t d, bool adds,
-                       float *out, int64_t width, RowPrefetcher<T> &shared_prefetcher) {
-    RowPrefetcher<T> prefetcher = shared_prefetcher;
+inline void pv_vectors(const float *weights, int64_t stride, const HeadRows<T> &values, int64_t d, float *out,
+                       int64_t width, RowPrefetcher &shared_prefetcher) {
+    RowPrefetcher prefetcher = shared_prefetcher;
     const int64_t at = values.at + d;
-    vec sums[H][V] = {};
+    vec sums[H][V];
+    for (int h = 0; h < H; h++)
+        for (int v = 0; v < V; v++) sums[h][v] = load(out + h * width + d + v * LANES);
     for (int64_t k = 0; k < values.count; k++) {
         vec some[V];
 #pragma GCC unroll 4
@@ -110,31 +114,39 @@ inline void pv_vectors(const float *weights, int64_t stride, const HeadRows<T> &
     }
     shared_prefetcher = prefetcher;
     for (int h = 0; h < H; h++)
-        for (int v = 0; v < V; v++) {
-            float *to = out + h * width + d + v * LANES;
-            store(to, adds ? load(to) + sums[h][v] : sums[h][v]);
-        }
+        for (int v = 0; v < V; v++) store(out + h * width + d + v * LANES, sums[h][v]);
 }
 
 template <int H, class T>
-inline void pv_rows(const float *weights, int64_t stride, const HeadRows<T> &values, bool adds, float *out,
-                    int64_t width, RowPrefetcher<T> &prefetcher) {
+inline void pv_rows(const float *weights, int64_t stride, const HeadRows<T> &values, float *out,
+                    int64_t width, RowPrefetcher &prefetcher) {
     constexpr int V = LANES == 16 || H <= 2 ? 4 : 2;  // bounded by registers
     int64_t d = 0;
     for (; d + V * LANES <= values.dim; d += V * LANES)
-        pv_vectors<H, V>(weights, stride, values, d, adds, out, width, prefetcher);
-    for (; d < values.dim; d += LANES) pv_vectors<H, 1>(weights, stride, values, d, adds, out, width, prefetcher);
+        pv_vectors<H, V>(weights, stride, values, d, out, width, prefetcher);
+    for (; d < values.dim; d += LANES) pv_vectors<H, 1>(weights, stride, values, d, out, width, prefetcher);
 }
 
 #if defined(RADIXSERVE_BF16)
 // V lines of 32 features. Two values at a time, their features interleaved for the dot product of pairs: in
 // every quarter of a line the lower four features come first, then the upper four.
 template <int H, int V>
-inline void pv_vectors(const bf16 *weights, int64_t stride, const HeadRows<bf16> &values, int64_t d, bool adds,
-                       float *out, int64_t width, RowPrefetcher<bf16> &shared_prefetcher) {
-    RowPrefetcher<bf16> prefetcher = shared_prefetcher;
+inline void pv_vectors(const bf16 *weights, int64_t stride, const HeadRows<bf16> &values, int64_t d, float *out,
+                       int64_t width, RowPrefetcher &shared_prefetcher) {
+    RowPrefetcher prefetcher = shared_prefetcher;
     const int64_t at = values.at + d;
-    __m512 sums[H][2 * V] = {};
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    const __m512i lower = _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+    const __m512i upper = _mm512_add_epi32(lower, _mm512_set1_epi32(4));
+    __m512 sums[H][2 * V];
+    for (int h = 0; h < H; h++)
+        for (int v = 0; v < V; v++) {
+            const float *from = out + h * width + d + v * 32;
+            const __m512 low = (__m512)load(from), high = (__m512)load(from + LANES);
+            sums[h][2 * v] = _mm512_permutex2var_ps(low, lower, high);
+            sums[h][2 * v + 1] = _mm512_permutex2var_ps(low, upper, high);
+        }
     for (int64_t k = 0; k < values.count; k += 2) {
         __m512i some[2 * V];
 #pragma GCC unroll 2
@@ -156,23 +168,21 @@ inline void pv_vectors(const bf16 *weights, int64_t stride, const HeadRows<bf16>
         }
     }
     shared_prefetcher = prefetcher;
-    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
     for (int h = 0; h < H; h++)
         for (int v = 0; v < V; v++) {
             float *to = out + h * width + d + v * 32;
             const vec low = (vec)_mm512_permutex2var_ps(sums[h][2 * v], first, sums[h][2 * v + 1]);
             const vec high = (vec)_mm512_permutex2var_ps(sums[h][2 * v], second, sums[h][2 * v + 1]);
-            store2(to, adds ? load(to) + low : low, adds ? load(to + LANES) + high : high);
+            store2(to, low, high);
         }
 }
 
 template <int H>
-inline void pv_rows(const bf16 *weights, int64_t stride, const HeadRows<bf16> &values, bool adds, float *out,
-                    int64_t width, RowPrefetcher<bf16> &prefetcher) {
+inline void pv_rows(const bf16 *weights, int64_t stride, const HeadRows<bf16> &values, float *out, int64_t width,
+                    RowPrefetcher &prefetcher) {
     int64_t d = 0;
-    for (; d + 64 <= values.dim; d += 64) pv_vectors<H, 2>(weights, stride, values, d, adds, out, width, prefetcher);
-    for (; d < values.dim; d += 32) pv_vectors<H, 1>(weights, stride, values, d, adds, out, width, prefetcher);
+    for (; d + 64 <= values.dim; d += 64) pv_vectors<H, 2>(weights, stride, values, d, out, width, prefetcher);
+    for (; d < values.dim; d += 32) pv_vectors<H, 1>(weights, stride, values, d, out, width, prefetcher);
 }
 #endif
 
@@ -182,32 +192,46 @@ template <class Call> inline void for_row_quads(int64_t rows, Call &&call) {
         with_row_count<FOUR>(int(min<int64_t>(rows - row, FOUR)), [&](auto count) { call(row, count); });
 }
 
-// Keys or values of a block: zeros after the last one.
-template <class T> inline void point_at(const T *(&rows)[KEYS], const T *from, const int64_t *offsets, int64_t count,
+// Keys or values of a block: zeros after the last one, up to a whole panel.
+template <class T> inline void point_at(const T *(&rows)[KEYS], const char *from, const int64_t *offsets, int64_t count,
                                         const T *zeros) {
-    for (int64_t j = 0; j < KEYS; j++) rows[j] = j < count ? from + offsets[j] : zeros;
+    for (int64_t j = 0; j < round_up(count, PANEL); j++) rows[j] = j < count ? (const T *)(from + offsets[j]) : zeros;
 }
 
-// Scores of a block for all heads and rows of a task, [heads][rows][stride].
+// The same of what is stored otherwise, widened to `widened` [count][heads][dim].
+template <class T>
+inline void point_at_widened(const PagedKv<T> &kv, int64_t num_heads, const T *(&rows)[KEYS], const char *from,
+                             const int64_t *offsets, int64_t count, const T *zeros, T *widened, float *scales) {
+    const int64_t size = num_heads * kv.heads.dim;
+    for (int64_t j = 0; j < count; j++)
+        widen_heads(kv.type, from + offsets[j], num_heads, kv.heads.dim, widened + j * size, scales + j, KEYS);
+    for (int64_t j = 0; j < round_up(count, PANEL); j++) rows[j] = j < count ? widened + j * size : zeros;
+}
+
+// Scores of a block for all heads and rows of a task, [heads][rows][KEYS].
 template <class T>
 void qk_block(const TaskState<T> &state, const T *const *keys, int64_t count, int64_t dim, float *scores,
-              int64_t stride, RowPrefetcher<T> &prefetcher) {
+              RowPrefetcher &prefetcher) {
     for (int64_t j = 0; j < count; j += PANEL)
         for (int64_t head = 0; head < state.task.num_heads; head++)
             for_row_quads(state.rows, [&](int64_t row, auto some) {
-                qk_panel<some, T>(state.head(head).queries + row * state.depth, state.depth,
-                                  {keys, count, head * dim, dim}, j,
-                                  scores + (head * state.rows + row) * stride, stride, prefetcher);
+                const Operand<T> *queries = state.head(head).queries + row * state.depth;
+                const HeadRows<T> of_head{keys, count, head * dim, dim};
+                float *to = scores + (head * state.rows + row) * KEYS;
+                if (count - j > LANES)
+                    qk_panel<some, 2, T>(queries, state.depth, of_head, j, to, KEYS, prefetcher);
+                else
+                    qk_panel<some, 1, T>(queries, state.depth, of_head, j, to, KEYS, prefetcher);
             });
 }
 
-// Weighted values of a block for the rows of one head, [rows][width], or added to what is there.
+// Adds the weighted values of a block to the outputs of one head's rows.
 template <class T>
-void pv_block(const TaskState<T> &state, int64_t head, const Operand<T> *weights, int64_t stride,
-              const T *const *values, int64_t count, int64_t dim, bool adds, float *out, RowPrefetcher<T> &prefetcher) {
+void pv_block(const TaskState<T> &state, int64_t head, const Operand<T> *weights, const T *const *values,
+              int64_t count, int64_t dim, RowPrefetcher &prefetcher) {
     for_row_quads(state.rows, [&](int64_t row, auto some) {
-        pv_rows<some>(weights + row * stride, stride, HeadRows<T>{values, count, head * dim, dim}, adds,
-                      out + row * state.width, state.width, prefetcher);
+        pv_rows<some>(weights + row * KEYS, KEYS, HeadRows<T>{values, count, head * dim, dim},
+                      state.head(head).part.acc + row * state.width, state.width, prefetcher);
     });
 }
 
@@ -218,26 +242,47 @@ void attend_direct(const PagedKv<T> &kv, const TaskState<T> &state, const Task *
     const int64_t rows = state.rows, dim = kv.heads.dim, size = task.num_heads * dim;
     float *scores = scratch.scores.get<float>(task.num_heads * rows * KEYS);
     Operand<T> *weights = scratch.weights.get<Operand<T>>(rows * KEYS);
+    const int64_t num_bytes = task.num_heads * kv.head_bytes;  // of a row as it is stored
     const T *zeros = scratch.zeros.get<T>(size);
     const T *keys[KEYS], *values[KEYS];
+    const BlockScales scales = kv.scales(task, scratch);
+    T *widened_keys = nullptr, *widened_values = nullptr;
+    if (kv.type != SAME_KV) {
+        widened_keys = scratch.key_rows.get<T>(DIRECT_KEYS * size);
+        widened_values = scratch.value_rows.get<T>(DIRECT_KEYS * size);
+    }
     int64_t offsets_of[2][KEYS], *offsets = offsets_of[0], *later = offsets_of[1];  // of a block and of the next one
-    const int64_t first = state.first_block(KEYS);
-    int64_t count = first < state.end ? kv.key_offsets(task, first, state.end, offsets) : 0, num_later = 0;
-    for (int64_t from = first; from < state.end; from += KEYS, count = num_later, std::swap(offsets, later)) {
-        point_at(keys, kv.k, offsets, count, zeros);
-        point_at(values, kv.v, offsets, count, zeros);
-        const bool starts = state.begins && !from && !state.first_seen;
-        num_later = kv.next_offsets(state, from, next, later);
-        RowPrefetcher<T> prefetcher(kv.v, offsets, count, size);
-        qk_block(state, keys, count, dim, scores, KEYS, prefetcher);
-        prefetcher = RowPrefetcher<T>(kv.k, later, num_later, size);
+    int64_t from = state.begin, num_later = 0;
+    int64_t count = from < state.end ? kv.key_offsets(task, from, state.block_end(from, DIRECT_KEYS), offsets) : 0;
+    for (; from < state.end; from += count, count = num_later, std::swap(offsets, later)) {
+        state.begin_block(from);
+        if (widened_keys) {
+            point_at_widened(kv, task.num_heads, keys, kv.k, offsets, count, zeros, widened_keys, scales.keys);
+        } else {
+            point_at(keys, kv.k, offsets, count, zeros);
+            point_at(values, kv.v, offsets, count, zeros);
+        }
+        num_later = kv.next_offsets(state, from + count, DIRECT_KEYS, next, later);
+        RowPrefetcher prefetcher(kv.v, offsets, count, num_bytes);
+        qk_block(state, keys, count, dim, scores, prefetcher);
+        prefetcher = RowPrefetcher(kv.k, later, num_later, num_bytes);
+        if (widened_values)
+            point_at_widened(kv, task.num_heads, values, kv.v, offsets, count, zeros, widened_values, scales.values);
         for (int64_t head = 0; head < task.num_heads; head++) {
-            const HeadState<T> part = state.head(head);
-            for (int64_t row = 0; row < rows; row++)
+            const HeadState<T> of_head = state.head(head);
+            for (int64_t row = 0; row < rows; row++) {
+                const SoftmaxState part = of_head.part.from_row(row, state.width);
+                Operand<T> *row_weights = weights + row * KEYS;
                 kv.softmax_row(state, row, from, count, padded_depth<Operand<T>>(count),
-                               scores + (head * rows + row) * KEYS, weights + row * KEYS, part.row_max[row],
-                               part.sums + row * LANES, starts ? nullptr : part.acc + row * state.width, state.width);
-            pv_block(state, head, weights, KEYS, values, count, dim, !starts, part.acc, prefetcher);
+                               scores + (head * rows + row) * KEYS, row_weights, scales.of_head(head), part,
+                               [&](int64_t first, int64_t end) {
+                                   RowPrefetcher no_prefetcher(kv.v, offsets, 0, num_bytes);
+                                   pv_rows<1>(row_weights + first, KEYS,
+                                              HeadRows<T>{values + first, end - first, head * dim, dim}, part.acc,
+                                              state.width, no_prefetcher);
+                               });
+            }
+            pv_block(state, head, weights, values, count, dim, prefetcher);
         }
     }
 }

@@ -1,6 +1,9 @@
 // Attention of many rows: keys and values are packed block by block and multiplied as weights are.
 #pragma once
 
+#include <optional>
+
+#include "attention_int8.h"
 #include "attention_task.h"
 #include "pack_kv.h"
 
@@ -17,19 +20,30 @@ template <class T> class PackedReader {
         keys = scratch.keys.get<Number>(task.num_heads * KEYS * state.depth);
         values = scratch.values.get<Number>(task.num_heads * KEYS * state.width);
         scores = scratch.scores.get<float>(SCORE_ROWS * KEYS);
-        weights = scratch.weights.get<Number>(SCORE_ROWS * KEYS);
+        weights = scratch.weights.get<Number>((SCORE_ROWS + 1) * KEYS);
         zeros = scratch.zeros.get<T>(state.width);
+        scales = kv.scales(task, scratch);
+        if (kv.type == SAME_KV) return;
+        if (has_integer_scores(kv)) {
+            queries.emplace(state, dim, scratch);
+            key_numbers = scratch.key_numbers.get<uint8_t>(task.num_heads * KEYS * dim);
+        }
+        widened_keys = scratch.key_rows.get<T>(PACK_KEYS * task.num_heads * dim);
+        widened_values = scratch.value_rows.get<T>(PACK_KEYS * task.num_heads * dim);
     }
 
     void run() {
-        for (int64_t from = state.first_block(KEYS); from < state.end; from += KEYS) {
-            const int64_t count = min<int64_t>(state.end - from, KEYS), used = padded_depth<Number>(count);
+        for (int64_t from = state.begin, end; from < state.end; from = end) {
+            state.begin_block(from);
+            end = state.block_end(from);
+            const int64_t count = end - from, used = padded_depth<Number>(count);
             for (int64_t some = 0; some < count; some += PACK_KEYS) {
                 KvPrefetcher soon = prefetch.for_packing(from + some);
                 pack(from + some, min(count - some, int64_t(PACK_KEYS)), keys + some * state.depth,
-                     values + some * PANEL, used, soon);
+                     values + some * PANEL, used, scales.from_key(some),
+                     key_numbers + (queries ? some * dim : 0), soon);
             }
-            KvPrefetcher next_block = prefetch.for_softmax(from);
+            KvPrefetcher next_block = prefetch.for_softmax(end);
             for (int64_t head = 0; head < task.num_heads; head++)
                 for (int64_t top = 0; top < state.rows; top += SCORE_ROWS)
                     attend_rows(from, count, used, head, top, next_block);
@@ -46,13 +60,13 @@ template <class T> class PackedReader {
         KvPrefetcher(const PagedKv<T> &kv, const Task &task, int64_t first, int64_t count)
             : kv(&kv), task(&task), key(first), end(first) {
             if (kv.plan.is_far || task.num_queries > 1) end = min(first + count, kv.plan.jobs.num_keys[task.job]);
-            size = task.num_heads * kv.heads.dim * int64_t(sizeof(T));
+            size = task.num_heads * kv.head_bytes;
         }
         void fetch(int lines) {
             for (; lines && key < end; lines--) {
-                if (!at) offset = kv->key_offset(*task, key) * int64_t(sizeof(T));
-                __builtin_prefetch((const char *)kv->k + offset + at, 0, 2);
-                __builtin_prefetch((const char *)kv->v + offset + at, 0, 2);
+                if (!at) offset = kv->key_offset(*task, key);
+                __builtin_prefetch(kv->k + offset + at, 0, 2);
+                __builtin_prefetch(kv->v + offset + at, 0, 2);
                 at += 64;
                 if (at >= size) at = 0, key++;
             }
@@ -75,14 +89,14 @@ template <class T> class PackedReader {
         PrefetchPolicy(const PagedKv<T> &kv, const TaskState<T> &state, const Task *next)
             : kv(kv), state(state), next(next) {
             const int64_t rows = state.rows * state.task.num_heads;
-            const int64_t lines = KEYS * state.task.num_heads * kv.heads.dim * int64_t(sizeof(T)) / 64;
+            const int64_t lines = KEYS * state.task.num_heads * kv.head_bytes / 64;
             row_lines = rows * MAX_PREFETCH_LINES < lines ? 0 : int((lines + rows - 1) / rows);
         }
         KvPrefetcher for_packing(int64_t key) const {
             return row_lines ? KvPrefetcher() : KvPrefetcher(kv, state.task, key + PACK_KEYS, PACK_KEYS);
         }
         KvPrefetcher for_softmax(int64_t from) const {
-            if (row_lines && from + KEYS < state.end) return KvPrefetcher(kv, state.task, from + KEYS, KEYS);
+            if (row_lines && from < state.end) return KvPrefetcher(kv, state.task, from, KEYS);
             return row_lines && next ? KvPrefetcher(kv, *next, 0, KEYS) : KvPrefetcher();
         }
     };
@@ -94,53 +108,105 @@ template <class T> class PackedReader {
     const int64_t dim;
     Number *keys, *values;  // of a block, in panels: [heads][KEYS x depth], [heads][KEYS x width]
     float *scores;          // [SCORE_ROWS][KEYS]
-    Number *weights;        // [SCORE_ROWS][KEYS]
+    Number *weights;        // [SCORE_ROWS + 1][KEYS], the last of them for `flush`
     const T *zeros;
+    T *widened_keys = nullptr, *widened_values = nullptr;  // [PACK_KEYS][heads][dim] of what is stored otherwise
+    BlockScales scales;
+    std::optional<IntegerQueries> queries;  // where keys are multiplied as the integers that are stored
+    uint8_t *key_numbers = nullptr;         // of a block, in panels: [heads][KEYS x dim]
 
     // Packs `count` keys and values from `first` on for each head of the task: the heads of a row lie side
     // by side in memory.
-    void pack(int64_t first, int64_t count, Number *keys, Number *values, int64_t used, KvPrefetcher &prefetcher) const {
+    void pack(int64_t first, int64_t count, Number *keys, Number *values, int64_t used, const BlockScales &scales,
+              uint8_t *numbers, KvPrefetcher &prefetcher) const {
         const int64_t padded = round_up(count, PANEL), deep = padded_depth<Number>(count);
         const T *key_rows[PACK_KEYS], *value_rows[PACK_KEYS];
         auto fetch = [&](int lines) { prefetcher.fetch(lines); };
+        if (widened_keys) widen_rows(first, count, scales);
+        if (queries) pack_numbers(first, count, padded, numbers, prefetcher);
+        const int64_t size = task.num_heads * dim;
         for (int64_t head = 0; head < task.num_heads; head++) {
             for (int64_t j = 0; j < PACK_KEYS; j++) {
-                const int64_t at = j < count && !head ? kv.key_offset(task, first + j) : 0;
-                key_rows[j] = j >= count ? zeros : head ? key_rows[j] + dim : kv.k + at;
-                value_rows[j] = j >= count ? zeros : head ? value_rows[j] + dim : kv.v + at;
+                if (j >= count) {
+                    key_rows[j] = value_rows[j] = zeros;
+                } else if (head) {
+                    key_rows[j] += dim, value_rows[j] += dim;
+                } else if (widened_keys) {
+                    key_rows[j] = widened_keys + j * size, value_rows[j] = widened_values + j * size;
+                } else {
+                    const int64_t offset = kv.key_offset(task, first + j);
+                    key_rows[j] = (const T *)(kv.k + offset), value_rows[j] = (const T *)(kv.v + offset);
+                }
             }
-            pack_keys(key_rows, padded, dim, keys + head * KEYS * state.depth, fetch);
+            if (!queries) pack_keys(key_rows, padded, dim, keys + head * KEYS * state.depth, fetch);
             pack_values(value_rows, deep, dim, used, values + head * KEYS * state.width, fetch);
+        }
+    }
+
+    void widen_rows(int64_t first, int64_t count, const BlockScales &scales) const {
+        const int64_t size = task.num_heads * dim;
+        for (int64_t j = 0; j < count; j++) {
+            const int64_t offset = kv.key_offset(task, first + j);
+            if (!queries)
+                widen_heads(kv.type, kv.k + offset, task.num_heads, dim, widened_keys + j * size, scales.keys + j, KEYS);
+            for (int64_t head = 0; queries && head < task.num_heads; head++)
+                scales.keys[head * KEYS + j] = load_scale(kv.k + offset + head * kv.head_bytes + dim);
+            widen_heads(kv.type, kv.v + offset, task.num_heads, dim, widened_values + j * size, scales.values + j, KEYS);
+        }
+    }
+
+    // The keys' integers, as `pack` has them.
+    void pack_numbers(int64_t first, int64_t count, int64_t padded, uint8_t *numbers, KvPrefetcher &prefetcher) const {
+        const char *rows[PACK_KEYS];
+        for (int64_t head = 0; head < task.num_heads; head++) {
+            prefetcher.fetch(16);
+            for (int64_t j = 0; j < padded; j++)
+                rows[j] = j < count ? kv.k + kv.key_offset(task, first + j) + head * kv.head_bytes : (const char *)zeros;
+            pack_integer_keys(rows, padded, dim, numbers + head * KEYS * dim);
         }
     }
 
     // Scores, weights and outputs of the rows [top, top + SCORE_ROWS) of a head for the packed block.
     void attend_rows(int64_t from, int64_t count, int64_t used, int64_t head, int64_t top,
                      KvPrefetcher &prefetcher) const {
-        const HeadState<T> part = state.head(head);
+        const HeadState<T> of_head = state.head(head);
         const int some = int(min<int64_t>(state.rows - top, SCORE_ROWS));
         const int64_t reach = min(state.seen_by(top + some - 1) - from, count);
         if (reach <= 0 || state.is_hidden(top, top + some, from + count)) return;
         const int64_t depth = state.depth, width = state.width, deep = min(padded_depth<Number>(reach), used);
-        const bool starts = state.begins && !from && !state.first_seen;
         const int num_panels = int((reach + PANEL - 1) / PANEL);
         const Panels<Number> key_panels{keys + head * KEYS * depth, PANEL * depth, num_panels, depth};
         const Panels<Number> value_panels{values + head * KEYS * width, PANEL * used, int(width / PANEL), deep};
-        with_level<Number>([&](auto level) {
-            level.template gemm_into<false>(part.queries + top * depth, depth, some, key_panels, scores, KEYS);
-        });
+        if (queries)
+            packed_integer_scores(*queries, head * state.rows + top, some, key_numbers + head * KEYS * dim, num_panels,
+                                  scores);
+        else
+            with_level<Number>([&](auto level) {
+                level.template gemm_into<Store>(of_head.queries + top * depth, depth, some, key_panels, scores, KEYS);
+            });
         for (int m = 0; m < some; m++) {
             const int64_t row = top + m;
+            const SoftmaxState part = of_head.part.from_row(row, width);
             prefetcher.fetch(prefetch.row_lines);
-            kv.softmax_row(state, row, from, count, deep, scores + m * KEYS, weights + m * KEYS, part.row_max[row],
-                           part.sums + row * LANES, starts ? nullptr : part.acc + row * width, width);
+            kv.softmax_row(state, row, from, count, deep, scores + m * KEYS, weights + m * KEYS, scales.of_head(head),
+                           part, [&](int64_t first, int64_t end) {
+                               flush(weights + m * KEYS, first, end, value_panels, part.acc);
+                           });
         }
         with_level<Number>([&](auto level) {
-            float *out = part.acc + top * width;
-            if (starts)
-                level.template gemm_into<false>(weights, KEYS, some, value_panels, out, width);
-            else
-                level.template gemm_into<true>(weights, KEYS, some, value_panels, out, width);
+            level.template gemm_into<Accumulate>(weights, KEYS, some, value_panels, of_head.part.acc + top * width,
+                                                 width);
+        });
+    }
+
+    // Adds a row's values of the keys [first, end) of the block to its output.
+    void flush(const Number *row_weights, int64_t first, int64_t end, const Panels<Number> &value_panels,
+               float *acc) const {
+        Number *some = weights + SCORE_ROWS * KEYS;
+        memset((void *)some, 0, KEYS * sizeof(*some));
+        memcpy((void *)(some + first), row_weights + first, (end - first) * sizeof(*some));
+        with_level<Number>([&](auto level) {
+            level.template gemm_into<Accumulate>(some, KEYS, 1, value_panels, acc, state.width);
         });
     }
 };

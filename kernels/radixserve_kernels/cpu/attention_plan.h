@@ -13,6 +13,7 @@ constexpr int MAX_TASK_ROWS = 768;  // queries x query heads of a K/V head that 
 constexpr int MIN_TASK_ROWS = 192;  // the same where several threads share the work
 constexpr int SMALL_JOB_ROWS = 128;  // up to here a job's K/V heads are read side by side, as they lie
 constexpr int64_t FAR_BYTES = 8 << 20;
+constexpr int64_t PARTITION_KEYS = 1024;  // whose softmax is one: see attention_task.h
 
 enum JobFlags { CAUSAL = 1, BEGINS = 2, ENDS = 4 };
 
@@ -64,6 +65,16 @@ struct Task {
 struct Split {
     Task task;  // all queries and K/V heads
     int64_t level, num_keys;
+    int64_t origin;      // position of its first key
+    int64_t unit_heads;  // K/V heads that a thread reads at a time
+
+    int64_t num_partitions() const { return (origin + num_keys - 1) / PARTITION_KEYS - origin / PARTITION_KEYS + 1; }
+    // The p-th partition has the keys from key(p) to key(p + 1), counted from the job's first.
+    int64_t key(int64_t partition) const {
+        const int64_t key = (origin / PARTITION_KEYS + partition) * PARTITION_KEYS - origin;
+        return key < 0 ? 0 : min(key, num_keys);
+    }
+    int64_t num_units() const { return num_partitions() * (task.num_heads / unit_heads); }
 };
 
 constexpr int64_t SPLIT_ROWS = 8;     // of a K/V head, up to which a job is split
@@ -77,8 +88,9 @@ struct Plan {
     double key_rows = 0;             // sum of keys x queries x query heads
     bool has_state = false;          // some tokens are served by several jobs
     bool is_far = false;             // K and V of a layer exceed the caches
+    bool is_exact;                   // no bit of a row's result depends on other rows or on how its keys are read
 
-    Plan(const Jobs &jobs, const Heads &heads) : jobs(jobs) {
+    Plan(const Jobs &jobs, const Heads &heads, bool is_exact) : jobs(jobs), is_exact(is_exact) {
         const int64_t rows = max_threads > 1 ? MIN_TASK_ROWS : MAX_TASK_ROWS;
         const int64_t most = (rows + heads.group() - 1) / heads.group();
         int64_t num_keys = 0;
@@ -97,7 +109,12 @@ struct Plan {
                 const bool is_split = max_threads > 1 && count * heads.group() <= SPLIT_ROWS &&
                                       jobs.num_keys[job] >= SPLIT_KEYS &&
                                       4.0 * max_threads * count * jobs.num_keys[job] > level_rows;
-                if (is_split) splits.push_back({{job, 0, heads.num_kv_heads, 0, count}, level, jobs.num_keys[job]});
+                if (is_split) {
+                    const int64_t all = heads.num_kv_heads;
+                    Split split{{job, 0, all, 0, count}, level, jobs.num_keys[job], jobs.first_key[job], all};
+                    if (split.num_partitions() < 4 * max_threads) split.unit_heads = 1;  // or some threads would wait
+                    splits.push_back(split);
+                }
                 // Parts of nearly equal size: up to a third larger than `most` rather than one part more.
                 const int64_t parts = (3 * count + 4 * most - 1) / (4 * most);
                 for (int64_t part = 0; part < parts; part++) {

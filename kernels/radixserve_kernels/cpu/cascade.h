@@ -96,11 +96,11 @@ class SharedPages {
 // A step's `Jobs`, with the arrays that they point to.
 class StepJobs {
   public:
-    // boundary: 0 shares no pages, see SharedPages.
+    // See SharedPages; merge_tokens: negative where no pages are shared.
     StepJobs(const AttentionMetadata &step, int64_t boundary, int64_t merge_tokens) {
         std::vector<int64_t> covered(step.num_rows, 0);
         query_indptr.push_back(0);
-        if (boundary && step.num_rows > 1) {
+        if (merge_tokens >= 0 && step.num_rows > 1) {
             SharedPages shared(step, merge_tokens, boundary);
             int64_t level = -1;
             for (const SharedNode &node : shared.nodes) {

@@ -7,15 +7,23 @@
 
 #include "layers.h"
 
-// As Python passes them. The shared expert, which every token has, is the last, gated by a sigmoid.
+// As Python passes them, see `Routing` of experts.py. The shared expert, which every token has, is the last.
 template <class T> struct Experts {
     Weight<T> router;                  // hidden to num_experts, and the gate of the shared expert
     const Weight<T> *gate_up, *down;   // of each expert; gate and up interleaved as for `gated_linear`
     int64_t num_experts, top_k;        // without the shared one
-    int64_t has_shared, renormalizes;  // renormalizes: weights of the chosen experts sum to 1
+    int64_t has_shared, has_shared_gate, renormalizes, has_sigmoid, is_gated;
+    const float *choice_bias;          // [num_experts] is added to sigmoids where experts are chosen; or null
     float alpha, limit;                // swiglu_alpha and swiglu_limit of the clamped swiglu; limit 0: silu
+    float sum_eps, scale;              // of weights
     int64_t num_slots() const { return top_k + has_shared; }  // experts of a token
     int64_t num_all() const { return num_experts + has_shared; }
+    int64_t num_logits() const { return num_experts + (has_shared && has_shared_gate); }
+    // What experts are chosen by.
+    float key(int64_t expert, float logit) const {
+        if (!has_sigmoid) return logit;
+        return precise_sigmoid(logit) + (choice_bias ? choice_bias[expert] : 0.0f);
+    }
     int64_t hidden() const { return router.depth; }
     bool is_quantized() const { return gate_up[0].is_quantized() || down[0].is_quantized(); }
     // Nanoseconds of one thread for so many tokens.
@@ -42,7 +50,7 @@ template <class T, class A> class ExpertMlp {
     // Called once before any thread runs; the largest of `tokens` and of the layers.
     void prepare(const Experts<T> &experts, int64_t tokens) {
         const int64_t rows = tokens * experts.num_slots(), hidden = experts.hidden();
-        logits = logits_scratch.template get<A>(tokens * experts.num_all());
+        logits = logits_scratch.template get<A>(tokens * experts.num_logits());
         weights = weight_scratch.template get<float>(rows);
         ids = id_scratch.template get<int32_t>(rows), place = place_scratch.template get<int32_t>(rows);
         out_rows = out_scratch.template get<float>(rows * row_size<float>(hidden));
@@ -62,10 +70,10 @@ template <class T, class A> class ExpertMlp {
              float *out, int64_t out_stride, float scale) {
         if (!tokens) return;
         const int64_t slots = experts.num_slots(), rows = tokens * slots, hidden = experts.hidden();
-        linear<A>(thread, x, stride, tokens, experts.router, nullptr, logits, experts.num_all());
+        linear<A>(thread, x, stride, tokens, experts.router, nullptr, logits, experts.num_logits());
         thread.share(tokens, price(40.0 * tokens * experts.num_all(), 0), [&](int64_t first, int64_t last) {
             for (int64_t token = first; token < last; token++)
-                choose(experts, logits + token * experts.num_all(), ids + token * slots, weights + token * slots);
+                choose(experts, logits + token * experts.num_logits(), ids + token * slots, weights + token * slots);
         });
         thread.barrier();
         if (thread.index == 0) group(experts, tokens);
@@ -100,7 +108,7 @@ template <class T, class A> class ExpertMlp {
     Scratch number_scratch, block_scratch;
     std::vector<ExpertRows> groups;  // of the experts that have rows
     std::vector<int64_t> counts;
-    A *logits = nullptr;       // [tokens][num_all]
+    A *logits = nullptr;       // [tokens][num_logits]
     float *weights = nullptr;  // [tokens][num_slots]
     int32_t *ids = nullptr, *place = nullptr;  // [tokens][num_slots] expert, and its row below
     A *x_rows = nullptr, *inner_rows = nullptr;  // by expert: inputs, and what down multiplies
@@ -113,14 +121,34 @@ template <class T, class A> class ExpertMlp {
     static void choose(const Experts<T> &experts, const A *logits, int32_t *ids, float *weights) {
         int64_t found = 0;
         for (int64_t e = 0; e < experts.num_experts; e++) {
-            const float logit = to_f32(logits[e]);
+            const float key = experts.key(e, to_f32(logits[e]));
             int64_t at = found;
-            while (at && (logit > weights[at - 1] || (logit != logit && weights[at - 1] == weights[at - 1]))) at--;
+            while (at && (key > weights[at - 1] || (key != key && weights[at - 1] == weights[at - 1]))) at--;
             if (at == experts.top_k) continue;
             found = min(found + 1, experts.top_k);
             for (int64_t i = found - 1; i > at; i--) ids[i] = ids[i - 1], weights[i] = weights[i - 1];
-            ids[at] = int32_t(e), weights[at] = logit;
+            ids[at] = int32_t(e), weights[at] = key;
         }
+        if (experts.has_sigmoid)
+            weigh_sigmoids(experts, logits, ids, weights);
+        else
+            weigh_softmax(experts, logits, weights);
+        for (int64_t i = 0; i < experts.top_k && experts.scale != 1; i++) weights[i] *= experts.scale;
+        if (experts.has_shared) {
+            ids[experts.top_k] = int32_t(experts.num_experts);
+            weights[experts.top_k] =
+                experts.has_shared_gate ? precise_sigmoid(to_f32(logits[experts.num_experts])) : 1.0f;
+        }
+    }
+
+    static void weigh_sigmoids(const Experts<T> &experts, const A *logits, const int32_t *ids, float *weights) {
+        float sum = 0;
+        for (int64_t i = 0; i < experts.top_k; i++) sum += weights[i] = precise_sigmoid(to_f32(logits[ids[i]]));
+        for (int64_t i = 0; i < experts.top_k && experts.renormalizes; i++) weights[i] /= sum + experts.sum_eps;
+    }
+
+    // weights: logits of the chosen experts, best first.
+    static void weigh_softmax(const Experts<T> &experts, const A *logits, float *weights) {
         const float row_max = weights[0];
         float sum = 0;
         for (int64_t e = 0; e < experts.num_experts && !experts.renormalizes; e++)
@@ -130,10 +158,6 @@ template <class T, class A> class ExpertMlp {
             if (experts.renormalizes) sum += weights[i];
         }
         for (int64_t i = 0; i < experts.top_k; i++) weights[i] /= sum;
-        if (experts.has_shared) {
-            ids[experts.top_k] = int32_t(experts.num_experts);
-            weights[experts.top_k] = 1 / (1 + std::exp(-to_f32(logits[experts.num_experts])));
-        }
     }
 
     // Places for the rows of all experts. One thread.
@@ -232,11 +256,19 @@ template <class T, class A> class ExpertMlp {
     void gate_up(const Experts<T> &experts, const ExpertRows &some, int64_t first, int64_t last) const {
         const Weight<T> &w = experts.gate_up[some.expert];
         const int64_t size = row_size<A>(w.depth), out_size = row_size<A>(experts.down[some.expert].depth);
+        const int64_t panel = experts.is_gated ? LANES : PANEL;  // columns that one gives
         A *out = inner_rows + some.inner;
         if (last == w.num_panels())  // what a product reads after the last column is zero
-            for (int64_t i = 0, end = last * LANES; i < some.count && end < out_size; i++)
+            for (int64_t i = 0, end = last * panel; i < some.count && end < out_size; i++)
                 memset((void *)(out + i * out_size + end), 0, (out_size - end) * sizeof(A));
-        const OutputTile tile{(char *)out, out_size * int64_t(sizeof(A)), LANES * int64_t(sizeof(A))};
+        const OutputTile tile{(char *)out, out_size * int64_t(sizeof(A)), panel * int64_t(sizeof(A))};
+        if (!experts.is_gated)
+            return multiply(w, x_rows + some.first * size, size, some.first * num_blocks(w.depth), some.count, first, last,
+                            tile, [&](int64_t row, int64_t column, vec low, vec high) {
+                                A *to = out + row * out_size;
+                                store_tail(to, column, out_size, activate<A>(RELU2, low));
+                                store_tail(to, column + LANES, out_size, activate<A>(RELU2, high));
+                            });
         multiply(w, x_rows + some.first * size, size, some.first * num_blocks(w.depth), some.count, first, last, tile,
                  [&](int64_t row, int64_t column, vec gate, vec up) {
                      if (w.bias) {

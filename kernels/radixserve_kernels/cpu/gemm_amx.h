@@ -74,11 +74,11 @@ class AmxBf16 {
     static Rows read_rows(const bf16 *x, int64_t stride, int, int64_t) { return {x, stride}; }
     static int64_t row_bytes(int64_t depth) { return depth * int64_t(sizeof(bf16)); }
 
-    template <bool ADD>
+    template <Output OUT>
     static void gemm_into(const bf16 *x, int64_t stride, int rows, const Panels<bf16> &panels, float *out,
                              int64_t out_stride) {
         for (int panel = 0; panel < panels.count; panel++)
-            panel_gemm(x, stride, rows, panels[panel], panels.depth, out + panel * PANEL, out_stride, ADD,
+            panel_gemm(x, stride, rows, panels[panel], panels.depth, out + panel * PANEL, out_stride, OUT == Accumulate,
                           NoPrefetch(), [](int, int) {});
     }
 

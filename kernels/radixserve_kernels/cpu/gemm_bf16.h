@@ -40,13 +40,13 @@ class VectorBf16 {
     static Rows read_rows(const bf16 *x, int64_t stride, int, int64_t) { return {x, stride}; }
     static int64_t row_bytes(int64_t depth) { return depth * int64_t(sizeof(bf16)); }
 
-    template <bool ADD>
+    template <Output OUT>
     static void gemm_into(const bf16 *x, int64_t stride, int rows, const Panels<bf16> &panels, float *out,
                              int64_t out_stride) {
         NoPrefetch no_prefetch;
         for (int panel = 0; panel < panels.count; panel++)
             for_row_blocks(rows, [&](int first, int some) {
-                tile_rows<ADD>(some, x + first * stride, stride, panels[panel], panels.depth,
+                tile_rows<OUT>(some, x + first * stride, stride, panels[panel], panels.depth,
                                out + panel * PANEL + first * out_stride, out_stride, no_prefetch);
             });
     }
@@ -63,7 +63,7 @@ class VectorBf16 {
             if (panel + 1 < panels.count) prefetcher.lines = (lines + blocks - 1) / blocks;
             for_row_blocks(count, [&](int first, int some) {
                 prefetcher.writes(tile, top + first, some, panel);
-                tile_rows<false>(some, x + (top + first) * stride, stride, panels[panel], panels.depth,
+                tile_rows<Store>(some, x + (top + first) * stride, stride, panels[panel], panels.depth,
                                  sums + first * PANEL, PANEL, prefetcher);
                 finish_rows(sums, top, first, some, panel, epilogue);
             });
@@ -78,7 +78,7 @@ class VectorBf16 {
         alignas(64) float sums[ROWS * PANEL];
         PanelPrefetch prefetcher;
         for (int panel = 0; panel < panels.count; panel++) {
-            tile_rows<false>(rows, x, stride, panels[panel], panels.depth, sums, PANEL, prefetcher);
+            tile_rows<Store>(rows, x, stride, panels[panel], panels.depth, sums, PANEL, prefetcher);
             finish_rows(sums, 0, 0, rows, panel, epilogue);
         }
     }
@@ -131,28 +131,28 @@ class VectorBf16 {
         }
     }
 
-    // M rows of x times one panel, to out[M][PANEL] or added to it.
-    template <int M, bool ADD, class Fetch>
+    // M rows of x times one panel, to out[M][PANEL].
+    template <int M, Output OUT, class Fetch>
     static void tile(const bf16 *x, int64_t stride, const bf16 *panel, int64_t depth, float *out,
                      int64_t out_stride, Fetch &prefetcher) {
         __m512 sums[M][2] = {};
+#pragma GCC unroll 12
+        for (int m = 0; OUT == Accumulate && m < M; m++)
+            for (int n = 0; n < 2; n++) sums[m][n] = (__m512)load(out + m * out_stride + n * LANES);
         if constexpr (M <= BF16_BOUND_BY_READS && std::is_same<Fetch, PanelPrefetch>::value)
             panel_sums_in_order<M>(x, stride, panel, depth, sums);
         else
             panel_sums<M>(x, stride, panel, depth, sums, prefetcher);
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++)
-            for (int n = 0; n < 2; n++) {
-                float *to = out + m * out_stride + n * LANES;
-                store(to, ADD ? load(to) + (vec)sums[m][n] : (vec)sums[m][n]);
-            }
+            for (int n = 0; n < 2; n++) store(out + m * out_stride + n * LANES, (vec)sums[m][n]);
     }
 
-    template <bool ADD, class Fetch>
+    template <Output OUT, class Fetch>
     static void tile_rows(int rows, const bf16 *x, int64_t stride, const bf16 *panel, int64_t depth, float *out,
                           int64_t out_stride, Fetch &prefetcher) {
         with_row_count<ROWS>(rows, [&](auto count) {
-            tile<count, ADD>(x, stride, panel, depth, out, out_stride, prefetcher);
+            tile<count, OUT>(x, stride, panel, depth, out, out_stride, prefetcher);
         });
     }
 };

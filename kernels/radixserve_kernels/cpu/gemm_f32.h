@@ -33,11 +33,10 @@ template <class T, class W = T> class VectorF32 {
     // Bytes of a row of x that are in use at a time.
     static int64_t row_bytes(int64_t depth) { return depth / k_splits(depth) * int64_t(sizeof(float)); }
 
-    // out[row][panel * PANEL ...] = x [rows][stride] times each panel; added to `out` with ADD.
-    template <bool ADD>
+    // out[row][panel * PANEL ...] = x [rows][stride] times each panel, or with Accumulate its sums go on.
+    template <Output OUT>
     static void gemm_into(const float *x, int64_t stride, int rows, const Panels<float> &panels,
                              float *out, int64_t out_stride) {
-        constexpr Output OUT = ADD ? Add : Store;
         int panel = 0;
         if (rows * 4 <= ROWS)  // too few rows to hide the latency of the sums: four panels at a time
             for (; panel + 4 <= panels.count; panel += 4)

@@ -13,6 +13,7 @@ template <class T> struct Weight {
     const T *bias;       // [columns] or null
     const Weight *next;  // a weight of the same depth whose columns follow, in another form; or null
     int64_t columns, depth, form;
+    int64_t parts;  // of a quantised form: 1, or 2 where rows of x are rounded to 8 bits and their rest to 8 more
     int num_panels() const { return int((columns + PANEL - 1) / PANEL); }
     bool is_quantized() const { return (form != DENSE && form != FLOAT16) || (next && next->is_quantized()); }
     double num_numbers() const { return double(columns) * depth + (next ? next->num_numbers() : 0); }
@@ -38,26 +39,39 @@ template <class T> struct Mlp {
     const Experts<T> *experts;  // instead, or null
 };
 
+struct Recurrence;
+struct ShortConv;
+struct StepStates;
+
 // One layer's weights and what its attention needs, as Python passes them; see decoder_layer.py.
 template <class T> struct Layer {
     // [hidden] or null: before and after attention and the MLP, the latter of what they add to the residual.
     const float *pre_attention_norm, *post_attention_norm, *pre_mlp_norm, *post_mlp_norm;
     const float *qk_norm;  // [num_heads + num_kv_heads, head_dim] or null
-    Weight<T> qkv, o;
-    Mlp<T> mlp;
+    Weight<T> qkv, o;  // qkv without columns: the layer is an MLP alone
+    Weight<T> beside;  // as o, of a recurrence beside attention; without columns where there is none
+    Mlp<T> mlp;        // without columns and experts: the layer has none
     Features features;
     int64_t rotary;  // index of Step.rotations, -1: q and k are not rotated
+    int64_t has_gate;  // the columns of qkv after v are logits of factors of what attention gives
+    const Recurrence *recurrence;  // instead of attention or beside it, or null
+    const ShortConv *short_conv;   // instead of attention, or null
+    bool mixes() const { return qkv.columns; }
+    bool attends() const { return mixes() && !short_conv && (!recurrence || beside.columns); }
+    bool has_mlp() const { return mlp.experts || mlp.gate_up.columns; }
 };
 
 enum NormType { RMS_NORM, LAYER_NORM };
-enum Activation { SILU, GELU_TANH };
+enum Activation { SILU, GELU_TANH, RELU2 };
 
 struct DecoderShape {
     int64_t num_layers, num_heads, num_kv_heads, head_dim, hidden, intermediate, vocab;
     int64_t norm_type, activation;
     int64_t has_whole_qk_norm;  // of all heads together
     int64_t has_parallel_residual;  // the MLP reads what attention reads
+    int64_t has_gated_mlp;
     float eps, attention_scale, embedding_scale, residual_scale, logit_scale, logit_soft_cap;  // 0: no cap
+    float attention_out_scale, gate_scale, mlp_out_scale;
 };
 
 // The inputs and the output of one step.
@@ -70,12 +84,7 @@ struct Step {
     // As `slots` and the plan's page ids, of layers that have window pages; null where none has.
     const int64_t *window_slots;
     const int32_t *window_page_ids;
-};
-
-// K and V of a layer, [slots][kv_heads][head_dim] each.
-struct LayerKv {
-    void *k, *v;
-    int64_t has_window_pages;
+    const StepStates *states;  // of layers with recurrent states; null where none has any
 };
 
 constexpr int64_t BLOCK_BYTES = 1100 << 10;  // of the second-level cache, for rows of x
@@ -98,19 +107,24 @@ inline int block_rows(int64_t rows, int64_t row_bytes, int unit) {
 constexpr int64_t OWN_ROWS = 4;  // rows of x up to which each thread of a team quantises all of them
 constexpr int64_t QUANTIZED_ROWS = 256;  // rows of x that a panel is multiplied with at a time
 
-// Panels [first, last) of a weight in one of the other forms, see `gemm`.
+// Panels [first, last) of a weight in one of the other forms, see `gemm`. x: [rows][w.parts].
 template <class T, class Epilogue>
 void quantized_panels(const QuantizedRows &x, int64_t rows, const Weight<T> &w, int64_t first, int64_t last,
                       Epilogue &&epilogue) {
     alignas(64) float sums[QUANTIZED_ROWS * PANEL];
     const QuantizedForm &form = quantized_form(w.form);
     const int64_t panel_bytes = num_blocks(w.depth) * form.block_bytes;
-    for (int64_t top = 0; top < rows; top += QUANTIZED_ROWS)
+    const int parts = int(w.parts);
+    static_assert(QUANTIZED_ROWS % 2 == 0, "the parts of a row are multiplied together");
+    for (int64_t top = 0; top < rows * parts; top += QUANTIZED_ROWS)
         for (int64_t panel = first; panel < last; panel++) {
-            const int some = int(min(rows - top, QUANTIZED_ROWS));
+            const int some = int(min(rows * parts - top, QUANTIZED_ROWS));
             form.multiply(x.from(top), some, (const uint8_t *)w.panels + panel * panel_bytes, sums);
-            for (int m = 0; m < some; m++)
-                epilogue(top + m, panel * PANEL, load(sums + m * PANEL), load(sums + m * PANEL + LANES));
+            for (int m = 0; m < some; m += parts) {
+                vec low = load(sums + m * PANEL), high = load(sums + m * PANEL + LANES);
+                if (parts == 2) low += load(sums + (m + 1) * PANEL), high += load(sums + (m + 1) * PANEL + LANES);
+                epilogue((top + m) / parts, panel * PANEL, low, high);
+            }
         }
 }
 
@@ -124,17 +138,22 @@ void quantized_gemm(const TeamThread &thread, const A *x, int64_t stride, int64_
     Scratch &block_scratch = is_shared ? thread.state.scratches[1] : own_blocks;
     const QuantizedForm &form = quantized_form(w.form);
     const int64_t blocks = num_blocks(w.depth), panel_bytes = blocks * form.block_bytes;
+    const int64_t parts = w.parts, row_blocks_size = parts * blocks;
     if (is_shared) {  // one thread makes room
         if (thread.index == 0)
-            number_scratch.get<int8_t>(rows * blocks * BLOCK), block_scratch.get<RowBlock>(rows * blocks);
+            number_scratch.get<int8_t>(rows * row_blocks_size * BLOCK),
+                block_scratch.get<RowBlock>(rows * row_blocks_size);
         thread.barrier();
     }
-    int8_t *numbers = number_scratch.get<int8_t>(rows * blocks * BLOCK);
-    RowBlock *row_blocks = block_scratch.get<RowBlock>(rows * blocks);
+    int8_t *numbers = number_scratch.get<int8_t>(rows * row_blocks_size * BLOCK);
+    RowBlock *row_blocks = block_scratch.get<RowBlock>(rows * row_blocks_size);
     auto quantize = [&](int64_t first, int64_t last) {
-        for (int64_t row = first; row < last; row++)
-            quantize_row(x + row * stride, w.depth, form.limit, numbers + row * blocks * BLOCK,
-                         row_blocks + row * blocks);
+        for (int64_t row = first; row < last; row++) {
+            int8_t *own = numbers + row * row_blocks_size * BLOCK;
+            RowBlock *own_blocks = row_blocks + row * row_blocks_size;
+            if (parts == 2) quantize_row_finely(x + row * stride, w.depth, form.limit, own, own_blocks);
+            else quantize_row(x + row * stride, w.depth, form.limit, own, own_blocks);
+        }
     };
     if (is_shared) {
         thread.share(rows, price(8.0 * rows * w.depth, 0), quantize);
@@ -143,7 +162,7 @@ void quantized_gemm(const TeamThread &thread, const A *x, int64_t stride, int64_
         quantize(0, rows);
     }
     const QuantizedRows quantized{numbers, row_blocks, blocks};
-    const double ns = price(2.0 * rows * w.columns * w.depth, double(w.num_panels()) * panel_bytes);
+    const double ns = price(2.0 * parts * rows * w.columns * w.depth, double(w.num_panels()) * panel_bytes);
     thread.share(w.num_panels(), ns, [&](int64_t first, int64_t last) {
         quantized_panels(quantized, rows, w, first, last, epilogue);
     });
@@ -263,25 +282,50 @@ void linear(const TeamThread &thread, const A *x, int64_t stride, int64_t rows, 
     });
 }
 
-// silu(x) = x sigmoid(x); gelu in its tanh form is x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)).
+// silu(x) = x sigmoid(x); gelu in its tanh form is x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)); relu2 is relu(x)^2.
 template <class A> inline vec activate(Activation activation, vec x) {
+    if (activation == RELU2) {
+        const vec y = max(vec{}, x);  // in this order NaN stays NaN
+        return y * y;
+    }
     const vec of = activation == SILU ? x : x * (broadcast(1.5957691216f) + broadcast(0.0713548163f) * x * x);
     vec exponent = of * broadcast(-1.44269504f);
     exponent = exponent < broadcast(126.0f) ? exponent : broadcast(126.0f);
     return divide<A>(x, broadcast(1.0f) + fast_exp2<A>(exponent));
 }
 
-// out = activation(gate) * up, for a weight whose panels hold LANES rows of gate and as many of up.
+inline vec sigmoid(vec x) {
+    vec exponent = x * broadcast(-1.44269504f);
+    exponent = exponent < broadcast(126.0f) ? exponent : broadcast(126.0f);
+    return divide<float>(broadcast(1.0f), broadcast(1.0f) + fast_exp2<float>(exponent));
+}
+
+inline float precise_sigmoid(float x) { return 1 / (1 + __builtin_expf(-x)); }
+
+// out = activation(x W^T + bias).
+template <class A, class T>
+void activated_linear(const TeamThread &thread, const A *x, int64_t stride, int64_t rows, const Weight<T> &w,
+                      Activation activation, A *out, int64_t out_stride) {
+    const OutputTile tile{(char *)out, out_stride * int64_t(sizeof(A)), PANEL * int64_t(sizeof(A))};
+    gemm(thread, x, stride, rows, w, tile, [&](int64_t row, int64_t column, vec low, vec high) {
+        if (w.bias) low += load_tail(w.bias, column, w.columns), high += load_tail(w.bias, column + LANES, w.columns);
+        store_tail(out + row * out_stride, column, out_stride, activate<A>(activation, low));
+        store_tail(out + row * out_stride, column + LANES, out_stride, activate<A>(activation, high));
+    });
+}
+
+// out = activation(scale * gate) * up, for a weight whose panels hold LANES rows of gate and as many of up.
 template <class A, class T>
 void gated_linear(const TeamThread &thread, const A *x, int64_t stride, int64_t rows, const Weight<T> &w,
-                  Activation activation, A *out, int64_t out_stride) {
+                  Activation activation, float scale, A *out, int64_t out_stride) {
+    const vec factor = broadcast(scale);
     const OutputTile tile{(char *)out, out_stride * int64_t(sizeof(T)), LANES * int64_t(sizeof(A))};
     gemm(thread, x, stride, rows, w, tile, [&](int64_t row, int64_t column, vec gate, vec up) {
         if (w.bias) {
             gate += load_tail(w.bias, column, w.columns);
             up += load_tail(w.bias, column + LANES, w.columns);
         }
-        store_tail(out + row * out_stride, column / 2, out_stride, activate<A>(activation, gate) * up);
+        store_tail(out + row * out_stride, column / 2, out_stride, activate<A>(activation, gate * factor) * up);
     });
 }
 

@@ -55,8 +55,8 @@ struct NativePlan {
     Heads heads;
     StepJobs step;
     Plan plan;
-    NativePlan(const AttentionMetadata &rows, const Heads &heads, int64_t boundary, int64_t merge_tokens)
-        : heads(heads), step(rows, boundary, merge_tokens), plan(step.jobs, heads) {}
+    NativePlan(const AttentionMetadata &rows, const Heads &heads, int64_t merge_tokens, bool is_exact)
+        : heads(heads), step(rows, is_exact ? job_grid() : 1, merge_tokens), plan(step.jobs, heads, is_exact) {}
 };
 
 // Empty after it could not be replaced.
@@ -125,16 +125,17 @@ int radixserve_experts(int is_bf16, const void *experts, const void *x, int64_t 
     }); });
 }
 
-void *radixserve_plan(const AttentionMetadata *rows, const Heads *heads, int64_t boundary, int64_t merge_tokens) {
-    return make_or_null([&] { return new AnyPlan(std::in_place, *rows, *heads, boundary, merge_tokens); });
+// merge_tokens: see SharedPages; negative: rows share no pages.
+void *radixserve_plan(const AttentionMetadata *rows, const Heads *heads, int64_t merge_tokens, int is_exact) {
+    return make_or_null([&] { return new AnyPlan(std::in_place, *rows, *heads, merge_tokens, bool(is_exact)); });
 }
 // Replaces a plan in place.
-int radixserve_reset_plan(void *plan, const AttentionMetadata *rows, const Heads *heads, int64_t boundary,
-                          int64_t merge_tokens) {
-    return lacks_memory([&] { ((AnyPlan *)plan)->emplace(*rows, *heads, boundary, merge_tokens); });
+int radixserve_reset_plan(void *plan, const AttentionMetadata *rows, const Heads *heads, int64_t merge_tokens,
+                          int is_exact) {
+    return lacks_memory([&] { ((AnyPlan *)plan)->emplace(*rows, *heads, merge_tokens, bool(is_exact)); });
 }
-// Tokens: attention over shared pages that end at a multiple of it has the bits of attention on its own.
-int radixserve_key_block() { return KEYS; }
+// Tokens of which the first position of a job is a multiple.
+int radixserve_job_grid() { return int(job_grid()); }
 // Arrays of *jobs live as long as the plan, the page ids as long as the rows.
 int radixserve_jobs(void *plan, Jobs *jobs) {
     return lacks_memory([&] { *jobs = native(plan).step.jobs; });
@@ -146,11 +147,10 @@ void *radixserve_attention() {
 }
 void radixserve_delete_attention(void *attention) { delete (AttentionRunner *)attention; }
 
-// q, out [tokens][heads][dim] with a stride between tokens; k, v [slots][kv_heads][dim]. page_ids: window pages in the
-// places of the plan's pages, or null.
-int radixserve_attend(int is_bf16, void *attention, void *plan, const void *q, int64_t q_stride, const void *k,
-                      const void *v, void *out, int64_t out_stride, float scale, const Features *features,
-                      const int32_t *page_ids) {
+// q, out [tokens][heads][dim] with a stride between tokens. page_ids: window pages in the places of the plan's pages, or
+// null.
+int radixserve_attend(int is_bf16, void *attention, void *plan, const void *q, int64_t q_stride, const LayerKV *kv,
+                      void *out, int64_t out_stride, float scale, const Features *features, const int32_t *page_ids) {
     AttentionRunner *runner = (AttentionRunner *)attention;
     return lacks_memory([&] { with_type(is_bf16, [&](auto zero) {
         using T = decltype(zero);
@@ -160,8 +160,7 @@ int radixserve_attend(int is_bf16, void *attention, void *plan, const void *q, i
         const Features needs = features ? *features : Features();
         attention.prepare(runner->scratches, runner->state);
         this_team().run(num_threads_for(attention.work()), [&](const TeamThread &thread) {
-            attention.run(thread, (const T *)q, q_stride, (const T *)k, (const T *)v, (T *)out, out_stride, needs,
-                          page_ids);
+            attention.run(thread, (const T *)q, q_stride, *kv, (T *)out, out_stride, needs, page_ids);
         });
     }); });
 }
@@ -239,7 +238,7 @@ void *radixserve_decoder(int is_bf16, const DecoderShape *shape, const void *lay
 }
 void radixserve_delete_decoder(void *decoder) { delete (AnyDecoder *)decoder; }
 
-int radixserve_run(void *decoder, const Step *step, void *plan, const LayerKv *kv) {
+int radixserve_run(void *decoder, const Step *step, void *plan, const LayerKV *kv) {
     return lacks_memory([&] { ((AnyDecoder *)decoder)->run(*step, native(plan).plan, kv); });
 }
 

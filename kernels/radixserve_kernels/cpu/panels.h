@@ -46,9 +46,9 @@ struct OutputTile {
     int64_t stride, size;
 };
 
-// How a product combines with its destination: overwrite it, add the finished sums to it, or continue
-// its sums, which to the bit is one longer sum.
-enum Output { Store, Add, Accumulate };
+// How a product combines with its destination: overwrite it, or continue its sums, which to the bit is one
+// longer sum.
+enum Output { Store, Accumulate };
 
 // -- prefetch policies: fetch() is called once for each step of a product
 

@@ -62,6 +62,22 @@ void quantize_row(const T *x, int64_t depth, int limit, int8_t *numbers, RowBloc
     }
 }
 
+// One row in two parts of 8 bits, together nearly 16: the rounded row, and what rounding has left of it, rounded too.
+// The second part follows the first in `numbers` and `blocks`.
+template <class T>
+void quantize_row_finely(const T *x, int64_t depth, int limit, int8_t *numbers, RowBlock *blocks) {
+    const int64_t count = num_blocks(depth);
+    for (int64_t b = 0; b < count; b++) {
+        const int64_t some = min<int64_t>(depth - b * BLOCK, BLOCK);
+        const T *from = x + b * BLOCK;
+        int8_t *own = numbers + b * BLOCK;
+        quantize_row(from, some, limit, own, blocks + b);
+        float rest[BLOCK];
+        for (int64_t k = 0; k < some; k++) rest[k] = to_f32(from[k]) - blocks[b].scale * float(own[k]);
+        quantize_row(rest, some, limit, own + count * BLOCK, blocks + count + b);
+    }
+}
+
 // The numbers of a weight before it is packed.
 struct PlainWeight {
     const uint8_t *numbers;        // [columns][depth], one a byte

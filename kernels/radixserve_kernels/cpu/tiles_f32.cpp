@@ -56,10 +56,7 @@ static void tile(Output output, const float *x, int64_t stride, const W *panel, 
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
-        for (int n = 0; n < N; n++) {
-            float *to = out + m * out_stride + n * LANES;
-            store(to, !FETCHES && output == Add ? load(to) + sums[m][n] : sums[m][n]);
-        }
+        for (int n = 0; n < N; n++) store(out + m * out_stride + n * LANES, sums[m][n]);
 }
 
 // `tile` for bfloat16 panels, which are widened in registers.

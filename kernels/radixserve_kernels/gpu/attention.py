@@ -7,7 +7,7 @@ and values are read once. Scores are kept in base 2: exp(x) is exp2(x * log2(e))
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -89,8 +89,11 @@ def attend_keys(
     for start in range(begin, end, block_keys):
         position = start + tl.arange(0, block_keys)
         if is_masked:
-            pages = tl.load(pages_ptr + position // page_size, mask=position < end, other=0)
-            is_read = (position < end)[:, None] & (features < head_dim)[None, :]
+            is_key = position < end
+            if has_span:
+                is_key = is_key & (position >= tl.min(lower, 0))
+            pages = tl.load(pages_ptr + position // page_size, mask=is_key, other=0)
+            is_read = is_key[:, None] & (features < head_dim)[None, :]
         else:
             pages = tl.load(pages_ptr + position // page_size)
             is_read = (features < head_dim)[None, :]
@@ -126,6 +129,72 @@ def attend_keys(
 
 
 @kernel()
+def attend_splits(
+    query,
+    pool,
+    begin,  # a multiple of block_keys
+    end,
+    seen_by_all,  # keys that every query sees; read if not has_span
+    limit,
+    lower,
+    scale,
+    cap,
+    page_size: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_dim: tl.constexpr,
+    block_keys: tl.constexpr,
+    split_keys: tl.constexpr,
+    precision: tl.constexpr,
+    has_whole: tl.constexpr,  # whether keys that every query sees are read without a mask
+    has_span: tl.constexpr,
+    has_cap: tl.constexpr,
+):
+    """The state after the keys [begin, end), see `attend_keys`: each split of the keys has a state
+    of its own, and these are merged in order. Splits begin at multiples of split_keys, so that the
+    result is the same if each of them is computed by another program."""
+    m_i, l_i, acc = empty_state(block_rows, block_dim)
+    for split in range(begin // split_keys * split_keys, end, split_keys):
+        first = tl.maximum(split, begin)
+        last = tl.minimum(split + split_keys, end)
+        whole = 0
+        state = empty_state(block_rows, block_dim)
+        if has_whole:
+            whole = tl.maximum(tl.minimum(seen_by_all, last) - first, 0) // block_keys * block_keys
+            state = attend_keys(
+                *(query, state, pool, first, first + whole, limit, lower, scale, cap),
+                *(page_size, head_dim, block_dim, block_keys, precision, False, has_span, has_cap),
+            )
+        state = attend_keys(
+            *(query, state, pool, first + whole, last, limit, lower, scale, cap),
+            *(page_size, head_dim, block_dim, block_keys, precision, True, has_span, has_cap),
+        )
+        out, lse = finished(state)
+        m_i, l_i, acc = merge_split(m_i, l_i, acc, out, lse)
+    return m_i, l_i, acc
+
+
+@kernel()
+def merge_split(m_i, l_i, acc, out, lse):
+    """The state of finished splits after another one. Sums are fused in one way wherever it is
+    inlined."""
+    m_new = tl.maximum(m_i, lse)
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.exp2(m_i - shift)
+    weight = tl.exp2(lse - shift)
+    l_i = tl.fma(l_i, alpha, weight)
+    acc = tl.fma(acc, alpha[:, None] + tl.zeros_like(acc), out * weight[:, None])
+    return m_new, l_i, acc
+
+
+@kernel()
+def finished(state):
+    """The output and the lse of each query."""
+    m_i, l_i, acc = state
+    return acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None], m_i + tl.log2(l_i)
+
+
+@kernel()
 def keys_per_split(
     num_keys,
     num_kv_splits,
@@ -150,16 +219,25 @@ def write_state(
     is_query,  # [rows]
     head_dim: tl.constexpr,
     block_dim: tl.constexpr,
+    is_split: tl.constexpr,
 ):
-    """Store the finished output and, unless its pointer is None, the lse of each query."""
-    m_i, l_i, acc = state
+    """Store the finished output and, unless its pointer is None, the lse of each query. is_split:
+    the state is that of `attend_splits` after a single split, which has these already."""
+    if is_split:
+        lse, _, out = state
+    else:
+        out, lse = finished(state)
     features = tl.arange(0, block_dim)
-    out = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
     is_written = is_query[:, None] & (features < head_dim)[None, :]
     cells = out_ptr + out_cells[:, None] + features[None, :]
     tl.store(cells, out.to(out_ptr.dtype.element_ty), mask=is_written)
     if lse_ptr is not None:
-        tl.store(lse_ptr + lse_cells, m_i + tl.log2(l_i), mask=is_query)
+        tl.store(lse_ptr + lse_cells, lse, mask=is_query)
+
+
+def exact_keys(head_dim: int, dtype: torch.dtype) -> int:
+    """Keys at a time of every kernel where results depend on a query's own keys alone."""
+    return 32 if dtype == torch.float32 or head_dim > 128 else 64
 
 
 def decode_blocks(group: int, head_dim: int, dtype: torch.dtype) -> BlockSizes:
@@ -189,6 +267,17 @@ def extend_blocks(
     is_small = num_rows <= 64 or is_wide
     rows, num_warps = (64, 8 if is_wide else 4) if is_small else (128, 8)
     return BlockSizes(rows, 64 if capability[0] in (9, 10) else 32, num_warps, 3)
+
+
+def exact_extend_blocks(
+    num_rows: int, head_dim: int, dtype: torch.dtype, capability: Capability
+) -> BlockSizes:
+    """`extend_blocks` with `exact_keys` at a time; where those are more, of fewer queries."""
+    blocks = extend_blocks(num_rows, head_dim, dtype, capability)
+    keys = exact_keys(head_dim, dtype)
+    if keys > blocks.keys and blocks.rows > 64:  # with 4 warps Ampere's registers do not do
+        blocks = replace(extend_blocks(64, head_dim, dtype, capability), num_warps=8)
+    return replace(blocks, keys=keys)
 
 
 def is_long(blocks: BlockSizes) -> bool:

@@ -1,4 +1,4 @@
-"""What a grammar forbids: bitmasks over rows of logits."""
+"""Applies grammars' bitmasks to rows of logits."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # of a program, b
 
 
 class Compiled(NamedTuple):
-    """What a kernel takes."""
+    """The resources of a compiled kernel."""
 
     target: int  # 90: sm_90
     kernel: str
@@ -89,9 +89,9 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
         file.flush()
         command = [str(tool), "-res-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert found is not None, f"cuobjdump says {text!r}"
-    return int(found[1]), int(found[2])
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert usage is not None, f"cuobjdump says {text!r}"
+    return int(usage[1]), int(usage[2])
 
 
 def compile_all(targets: Sequence[int], *, every: bool) -> Iterator[Compiled]:

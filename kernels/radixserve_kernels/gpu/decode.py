@@ -8,20 +8,25 @@ number of rows, heads and splits only: a captured graph serves rows of any lengt
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from radixserve_kernels.attention_features import PLAIN, AttentionFeatures
+from radixserve_kernels.gpu import records
 from radixserve_kernels.gpu.attention import (
     LOG2_E,
     MAX_GROUP,
     attend_keys,
+    attend_splits,
     decode_blocks,
     empty_state,
+    exact_keys,
     first_seen,
     keys_per_split,
+    merge_split,
     precision_of,
     row_keys,
     write_state,
@@ -77,9 +82,12 @@ def decode_kernel(
     precision: tl.constexpr,
     has_span: tl.constexpr,
     has_cap: tl.constexpr,
+    split_keys: tl.constexpr,
+    is_split: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """Grid [R, Hkv, splits]."""
+    """Grid [R, Hkv, splits]. split_keys: of exact results, those of a split; 0: others. is_split:
+    each program computes one of these splits."""
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     kv_split = tl.program_id(2)
@@ -89,10 +97,17 @@ def decode_kernel(
     lowest = 0
     if has_span:
         lowest = first_seen(num_keys - 1, window, chunk)
-    seen = num_keys - lowest
-    size = keys_per_split(seen, num_kv_splits, fixed_splits, min_keys, max_keys, block_keys)
-    begin = lowest + kv_split * size
-    end = tl.minimum(begin + size, num_keys)
+    if split_keys == 0:
+        seen = num_keys - lowest
+        size = keys_per_split(seen, num_kv_splits, fixed_splits, min_keys, max_keys, block_keys)
+        begin = lowest + kv_split * size
+        end = tl.minimum(begin + size, num_keys)
+    else:
+        begin = lowest // block_keys * block_keys
+        end = num_keys
+        if is_split:
+            begin = tl.maximum(begin, kv_split * split_keys)
+            end = tl.minimum(end, (kv_split + 1) * split_keys)
 
     features = tl.arange(0, block_dim)
     member = tl.arange(0, block_rows)
@@ -103,16 +118,59 @@ def decode_kernel(
     query = tl.load(cells + features[None, :], mask=is_read, other=0.0)
 
     limit = tl.zeros([block_rows], tl.int32) + end
+    lower = tl.zeros([block_rows], tl.int32) + lowest
     kv_offset = kv_head * stride_kv_head
     pool = (k_ptr + kv_offset, v_ptr + kv_offset, indices_ptr + first_page, stride_slot)
-    state = attend_keys(
-        *(query, empty_state(block_rows, block_dim), pool, begin, end, limit, limit, scale, cap),
-        *(page_size, head_dim, block_dim, block_keys, precision, True, False, has_cap),
-    )
+    if split_keys == 0:
+        state = empty_state(block_rows, block_dim)
+        state = attend_keys(
+            *(query, state, pool, begin, end, limit, lower, scale, cap, page_size),
+            *(head_dim, block_dim, block_keys, precision, True, False, has_cap),
+        )
+    else:
+        state = attend_splits(
+            *(query, pool, begin, end, 0, limit, lower, scale, cap, page_size, head_dim),
+            *(block_rows, block_dim, block_keys, split_keys, precision, False, has_span, has_cap),
+        )
     out_row = row.to(tl.int64) * stride_out_row + kv_split * stride_out_split
     out_cells = out_row + head * stride_out_head
     lse_cells = (row.to(tl.int64) * num_heads + head) * num_kv_splits + kv_split
-    write_state(state, out_ptr, lse_ptr, out_cells, lse_cells, is_query, head_dim, block_dim)
+    write_state(
+        *(state, out_ptr, lse_ptr, out_cells, lse_cells, is_query, head_dim, block_dim, is_split)
+    )
+
+
+@kernel(varying=("lse_ptr", "num_kv_splits"))
+def merge_exact_splits_kernel(
+    split_out_ptr,  # [T, Hq, splits, D] float32
+    split_lse_ptr,  # [T, Hq, splits] float32
+    out_ptr,
+    lse_ptr,  # [T, Hq] or None
+    num_kv_splits,
+    stride_out_row,
+    stride_out_head,
+    head_dim: tl.constexpr,
+    block_dim: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """Grid [T, Hq]. In order, as `attend_splits` merges them."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    none = tl.arange(0, 1)
+    cell = row * tl.num_programs(1) + head + none
+    features = tl.arange(0, block_dim)
+    wait_for_inputs(pdl)
+    m_i, l_i, acc = empty_state(1, block_dim)
+    for kv_split in range(num_kv_splits):
+        index = cell * num_kv_splits + kv_split
+        lse = tl.load(split_lse_ptr + index)
+        is_read = (lse > float("-inf"))[:, None] & (features < head_dim)[None, :]
+        cells = split_out_ptr + index[:, None] * head_dim + features[None, :]
+        out = tl.load(cells, mask=is_read, other=0.0)
+        m_i, l_i, acc = merge_split(m_i, l_i, acc, out, lse)
+    out_cells = row * stride_out_row + head * stride_out_head + none
+    state = (m_i, l_i, acc)
+    write_state(*(state, out_ptr, lse_ptr, out_cells, cell, none == 0, head_dim, block_dim, False))
 
 
 @kernel(varying=("lse_ptr", "num_kv_splits"))
@@ -170,7 +228,9 @@ def decode(
     """See `gpu_ops.decode`; `result` is written."""
     blocks = decode_blocks(group_of(q, keys), q.shape[2], q.dtype)
     arguments = attention_arguments(q, keys, scale, features)
-    arguments |= {
+    if split.is_exact:
+        blocks = replace(blocks, keys=exact_keys(q.shape[2], q.dtype))
+    arguments |= split_arguments(split) | {
         "fixed_splits": split.fixed_splits,
         "block_rows": blocks.rows,
         "block_keys": blocks.keys,
@@ -230,6 +290,14 @@ def attention_arguments(
     }
 
 
+def split_arguments(split: KVSplit) -> dict[str, Any]:
+    """How both attention kernels split the keys of exact results."""
+    return {
+        "split_keys": records.EXACT_SPLIT_KEYS if split.is_exact else 0,
+        "is_split": split.is_exact and split.num_splits > 1,
+    }
+
+
 def split_state(
     q: Tensor, split: KVSplit, result: AttentionOutput
 ) -> tuple[dict[str, Any], list[KernelLaunch]]:
@@ -249,9 +317,11 @@ def split_state(
         "num_kv_splits": split.num_splits,
         "head_dim": q.shape[2],
         "block_dim": power_of_2(q.shape[2]),
-        "block_splits": BLOCK_SPLITS,
     }
-    merge = KernelLaunch(merge_splits_kernel, tuple(q.shape[:2]), arguments | _strides(out))
+    merge_kernel = merge_exact_splits_kernel
+    if not split.is_exact:
+        merge_kernel, arguments = merge_splits_kernel, arguments | {"block_splits": BLOCK_SPLITS}
+    merge = KernelLaunch(merge_kernel, tuple(q.shape[:2]), arguments | _strides(out))
     names = {"out_ptr": states, "lse_ptr": state_lse, "stride_out_split": q.shape[2]}
     return names | _strides(states), [merge]
 

@@ -14,7 +14,9 @@ from radixserve_kernels.attention_features import PLAIN, AttentionFeatures
 from radixserve_kernels.gpu.attention import (
     BlockSizes,
     attend_keys,
+    attend_splits,
     empty_state,
+    exact_extend_blocks,
     extend_blocks,
     first_seen,
     is_long,
@@ -22,7 +24,12 @@ from radixserve_kernels.gpu.attention import (
     row_keys,
     write_state,
 )
-from radixserve_kernels.gpu.decode import attention_arguments, group_of, split_state
+from radixserve_kernels.gpu.decode import (
+    attention_arguments,
+    group_of,
+    split_arguments,
+    split_state,
+)
 from radixserve_kernels.gpu.kernel_choice import choice_of
 from radixserve_kernels.gpu.launch import (
     Capability,
@@ -92,9 +99,14 @@ def extend_kernel(
     precision: tl.constexpr,
     has_span: tl.constexpr,
     has_cap: tl.constexpr,
+    split_keys: tl.constexpr,
+    is_split: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """Grid [tiles, Hkv, splits]; the last tiles of a row, which have most keys, come first."""
+    """Grid [tiles, Hkv, splits]; the last tiles of a row, which have most keys, come first.
+
+    split_keys, is_split: see `decode_kernel`.
+    """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     kv_split = tl.program_id(2)
@@ -131,28 +143,41 @@ def extend_kernel(
     if has_span:  # every query's own position is limit - 1
         lower = first_seen(limit - 1, window, chunk)
         lowest = first_seen(num_keys - num_new + offset, window, chunk)
-    span = seen - lowest
-    size = keys_per_split(span, num_kv_splits, num_kv_splits, min_keys, max_keys, block_keys)
-    begin = lowest + kv_split * size
-    end = tl.minimum(begin + size, seen)
-    whole = tl.maximum(tl.minimum(seen_by_all, end) - begin, 0) // block_keys * block_keys
-    if has_span:
-        whole = 0
-
     kv_offset = kv_head * stride_kv_head
     pool = (k_ptr + kv_offset, v_ptr + kv_offset, indices_ptr + first_page, stride_slot)
-    state = empty_state(block_rows, block_dim)
-    for is_masked in tl.static_range(2):
-        first = begin + whole * is_masked
-        last = begin + whole if is_masked == 0 else end
-        state = attend_keys(
-            *(query, state, pool, first, last, limit, lower, scale, cap),
-            *(page_size, head_dim, block_dim, block_keys, precision, is_masked == 1),
-            *(has_span, has_cap),
+    if split_keys == 0:
+        span = seen - lowest
+        size = keys_per_split(span, num_kv_splits, num_kv_splits, min_keys, max_keys, block_keys)
+        begin = lowest + kv_split * size
+        end = tl.minimum(begin + size, seen)
+        whole = tl.maximum(tl.minimum(seen_by_all, end) - begin, 0) // block_keys * block_keys
+        if has_span:
+            whole = 0
+        state = empty_state(block_rows, block_dim)
+        for is_masked in tl.static_range(2):
+            first = begin + whole * is_masked
+            last = begin + whole if is_masked == 0 else end
+            state = attend_keys(
+                *(query, state, pool, first, last, limit, lower, scale, cap),
+                *(page_size, head_dim, block_dim, block_keys, precision, is_masked == 1),
+                *(has_span, has_cap),
+            )
+    else:
+        begin = lowest // block_keys * block_keys
+        end = seen
+        if is_split:
+            begin = tl.maximum(begin, kv_split * split_keys)
+            end = tl.minimum(end, (kv_split + 1) * split_keys)
+        state = attend_splits(
+            *(query, pool, begin, end, seen_by_all, limit, lower, scale, cap, page_size, head_dim),
+            *(block_rows, block_dim, block_keys, split_keys, precision, not has_span, has_span),
+            has_cap,
         )
     out_cells = token * stride_out_row + head * stride_out_head + kv_split * stride_out_split
     lse_cells = (token * num_heads + head) * num_kv_splits + kv_split
-    write_state(state, out_ptr, lse_ptr, out_cells, lse_cells, is_query, head_dim, block_dim)
+    write_state(
+        *(state, out_ptr, lse_ptr, out_cells, lse_cells, is_query, head_dim, block_dim, is_split)
+    )
 
 
 def extend(
@@ -170,14 +195,17 @@ def extend(
     """See `gpu_ops.extend`; `result` is written."""
     assert causal or features.span == (0, 0), "a window or chunk goes by the places of queries"
     group, num_rows = group_of(q, keys), len(keys.last_page_len)
-    blocks = extend_blocks(max_q * group, q.shape[2], q.dtype, capability or capability_of(q))
+    choose = extend_blocks
+    if split.is_exact:
+        choose = exact_extend_blocks
+    blocks = choose(max_q * group, q.shape[2], q.dtype, capability or capability_of(q))
     measured = choice_of(q.device).extend_tile
-    if measured is not None and is_long(blocks):
+    if measured is not None and is_long(blocks) and not split.is_exact:
         blocks = BlockSizes(*measured)
     block_rows = max(blocks.rows, power_of_2(group))
     tile_tokens = block_rows // group
     arguments = attention_arguments(q, keys, scale, features)
-    arguments |= {
+    arguments |= split_arguments(split) | {
         "qo_ptr": qo_indptr,
         "num_rows": num_rows,
         "is_causal": causal,

@@ -1,7 +1,7 @@
 """Which kernels are fastest on which card: a table by device name, and rules for other cards.
 
 The table, kernel_choice.json, is what `benchmarks/gpu/run.py --parts choose` measures. A card that
-is not in it gets the fields' defaults, which leave the choice to the rules of those who ask.
+is not in it gets the fields' defaults, which leave the choice to the callers' rules.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def rms_norm(
 ) -> list[KernelLaunch]:
     """See `gpu_ops.rms_norm` and, with a residual, `gpu_ops.add_rms_norm`; `out` is written."""
     tensors = (x, weight, out) if residual is None else (x, residual, weight, out)
-    assert all(one.stride(-1) == 1 for one in tensors), "features must lie dense"
+    assert all(tensor.stride(-1) == 1 for tensor in tensors), "features must lie dense"
     num_tokens, num_features = x.shape
     block = power_of_2(num_features)
     arguments = {

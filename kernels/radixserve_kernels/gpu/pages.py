@@ -57,7 +57,7 @@ def flat_indices_kernel(
 
 def copy_page_prefixes(kv: Tensor, copies: Tensor) -> list[KernelLaunch]:
     """See `gpu_ops.copy_page_prefixes`."""
-    assert all(one.is_contiguous() for one in (kv, copies)), "pool and copies must lie dense"
+    assert all(tensor.is_contiguous() for tensor in (kv, copies)), "pool and copies must lie dense"
     assert copies.shape[1] == 3, f"copies have 3 columns, not {copies.shape[1]}"
     num_layers, halves, _, page_size, num_kv_heads, head_dim = kv.shape
     token_cells = num_kv_heads * head_dim

@@ -8,6 +8,7 @@ from torch import Tensor
 
 MIN_SPLIT_KEYS = 128  # a split of fewer keys is mostly overhead
 LONG_ROW_KEYS = 4_096  # from here on a row among many is split for balance
+EXACT_SPLIT_KEYS = 1_024  # of each split of exact results, whatever the rows are
 
 
 class PagedKeys(NamedTuple):
@@ -27,6 +28,7 @@ class KVSplit(NamedTuple):
     num_splits: int
     fixed_splits: int
     workspace: Tensor | None
+    is_exact: bool = False  # EXACT_SPLIT_KEYS a split and one block size, from position 0 on
 
 
 class AttentionOutput(NamedTuple):

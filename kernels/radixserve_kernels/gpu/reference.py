@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from radixserve_kernels import torch_ops
+from radixserve_kernels import sampling, torch_ops
 from radixserve_kernels.attention_features import AttentionFeatures
 from radixserve_kernels.gpu.records import AttentionOutput, KVSplit, PagedKeys
+from radixserve_kernels.stored_kv import to_stored
 
 LOG2_E = math.log2(math.e)
 
@@ -55,10 +56,9 @@ def grouped_linear(
 ) -> None:
     fan_out = len(order) // max(len(x), 1)
     for expert, (first, end) in enumerate(itertools.pairwise(indptr.tolist())):
-        if first < end:
-            pairs = order[first:end]
-            expert_bias = None if bias is None else bias[expert]
-            out[pairs] = F.linear(x[pairs // fan_out], weight[expert], expert_bias)
+        expert_bias = None if bias is None else bias[expert]
+        for pair in order[first:end].tolist():  # one by one: the same bits among any others
+            out[pair] = F.linear(x[pair // fan_out], weight[expert], expert_bias)
 
 
 def rope_and_store(
@@ -83,8 +83,8 @@ def rope_and_store(
         cos, sin = cos_sin[positions].chunk(2, -1)  # [T, D / 2] each
         qk = torch_ops.apply_rotary(qk.contiguous(), torch.complex(cos, sin)[:, None])
     is_kept = slots >= 0
-    k_slots[slots[is_kept]] = qk[is_kept, num_heads:].to(k_slots.dtype)
-    v_slots[slots[is_kept]] = v[is_kept].to(v_slots.dtype)
+    k_slots[slots[is_kept]] = to_stored(qk[is_kept, num_heads:], k_slots.dtype)
+    v_slots[slots[is_kept]] = to_stored(v[is_kept], v_slots.dtype)
     out.copy_(qk[:, :num_heads])
 
 
@@ -138,12 +138,16 @@ def extend(
     qo_indptr: Tensor,
     scale: float,
     causal: bool,
-    _max_q: int,
-    _split: KVSplit,
+    max_q: int,
+    split: KVSplit,
     result: AttentionOutput,
     features: AttentionFeatures,
 ) -> None:
-    """Row by row in float32."""
+    """Row by row in float32; exact: query by query."""
+    if split.is_exact and max_q > 1:
+        assert causal, "exact results are of causal attention"
+        _extend_by_query(q, keys, qo_indptr, scale, split, result, features)
+        return
     out, lse = result
     for row, (start, end) in enumerate(itertools.pairwise(qo_indptr.tolist())):
         slots = row_slots(row, keys)
@@ -171,6 +175,32 @@ def extend(
             lse[start:end] = log_sum.permute(2, 0, 1).flatten(1) * LOG2_E
 
 
+def _extend_by_query(
+    q: Tensor,
+    keys: PagedKeys,
+    qo_indptr: Tensor,
+    scale: float,
+    split: KVSplit,
+    result: AttentionOutput,
+    features: AttentionFeatures,
+) -> None:
+    """Each new token as a decode of the row that ends there."""
+    size = keys.page_size
+    for row, (start, end) in enumerate(itertools.pairwise(qo_indptr.tolist())):
+        first, last = keys.kv_indptr[row : row + 2].tolist()
+        num_keys = (last - first - 1) * size + int(keys.last_page_len[row])
+        for token in range(start, end):
+            length = num_keys - (end - 1 - token)
+            own = keys._replace(
+                kv_indptr=torch.tensor([0, -(-length // size)]),
+                kv_indices=keys.kv_indices[first:last],
+                last_page_len=torch.tensor([(length - 1) % size + 1]),
+            )
+            state = None if result.lse is None else result.lse[token : token + 1]
+            out = AttentionOutput(result.out[token : token + 1], state)
+            decode(q[token : token + 1], own, scale, split, out, features)
+
+
 def merge_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor
 ) -> None:
@@ -186,11 +216,10 @@ def merge_states(
     lse.copy_(m_i + l_i.log2())
 
 
-def argmax(logits: Tensor, row_max: Tensor, out: Tensor, finite: Tensor) -> None:
-    torch.max(logits, -1, out=(row_max, out))  # NaN is the largest
-    finite.copy_(row_max.isfinite())
-    first = (logits == row_max[:, None]).int().argmax(-1)
-    out.copy_(torch.where(finite, first, 0))
+def argmax(logits: Tensor, _row_max: Tensor, out: Tensor, finite: Tensor) -> None:
+    token_ids, is_finite = sampling.argmax(logits)
+    out.copy_(token_ids)
+    finite.copy_(is_finite)
 
 
 def forbid_(logits: Tensor, bitmask: Tensor, rows: Tensor) -> None:
@@ -213,39 +242,6 @@ def sample(
     out: Tensor,
     finite: Tensor,
 ) -> None:
-    argmax(logits, logits.new_empty(len(logits)), out, finite)
-    safe = torch.where(finite[:, None], logits, 0.0)
-    is_greedy = temperature <= 0
-    divisor = torch.where(is_greedy, 1.0, temperature)[:, None]
-    scaled = (safe - safe.amax(-1, keepdim=True)) / divisor
-    scaled = scaled.masked_fill(scaled < min_p.log()[:, None], -torch.inf)
-    scaled = _keep_top_k(scaled, top_k.long())
-    scaled = _keep_top_p(scaled, top_p.double())
-    sampled = _invert(scaled.softmax(-1), uniform.double())
-    out.copy_(torch.where(is_greedy | ~finite, out, sampled))
-
-
-def _keep_top_k(scaled: Tensor, top_k: Tensor) -> Tensor:
-    vocab_size = scaled.shape[1]
-    is_off = (top_k <= 0) | (top_k >= vocab_size)
-    index = torch.where(is_off, vocab_size, top_k) - 1
-    ordered = scaled.sort(-1, descending=True).values
-    floor = ordered.gather(1, index[:, None])
-    return torch.where(is_off[:, None] | (scaled >= floor), scaled, -torch.inf)
-
-
-def _keep_top_p(scaled: Tensor, top_p: Tensor) -> Tensor:
-    wanted = top_p[:, None]
-    probs = scaled.softmax(-1)
-    ordered = probs.sort(-1, descending=True).values
-    num_kept = (ordered.double().cumsum(-1) < wanted).sum(-1, keepdim=True) + 1
-    floor = ordered.gather(1, num_kept.clamp(max=probs.shape[1]) - 1)
-    return torch.where((wanted >= 1) | (probs >= floor), scaled, -torch.inf)
-
-
-def _invert(probs: Tensor, uniform: Tensor) -> Tensor:
-    """The first token up to which more than `uniform` of the row's probability lies."""
-    mass = probs.double().cumsum(-1)
-    total = mass[:, -1:]
-    point = torch.minimum(uniform[:, None] * total, torch.nextafter(total, total.new_zeros(())))
-    return torch.searchsorted(mass, point, right=True)[:, 0]
+    token_ids, is_finite = sampling.sample(logits, temperature, top_k, top_p, min_p, uniform)
+    out.copy_(token_ids)
+    finite.copy_(is_finite)

@@ -99,7 +99,7 @@ def rope_and_store(
 ) -> list[KernelLaunch]:
     """See `gpu_ops.rope_and_store`; `out` [T, Hq, D] is written."""
     tensors = (qkv, positions, slots, k_slots, v_slots, out)
-    assert all(one.stride(-1) == 1 for one in tensors), "features must lie dense"
+    assert all(tensor.stride(-1) == 1 for tensor in tensors), "features must lie dense"
     assert cos_sin is None or cos_sin.is_contiguous(), "the table must lie dense"
     num_all, head_dim = num_heads + 2 * num_kv_heads, out.shape[2]
     assert qkv.shape[1] == num_all * head_dim, f"{qkv.shape[1]} features are not {num_all} heads"

@@ -134,11 +134,11 @@ def sample_kernel(
                     high = tl.where(is_top_k, key_of(step_floor(step, steps)), limit)
                     while high - low > 1:  # the least key up to which the weights reach the target
                         middle = low + (high - low) // 2
-                        found = count_or_mass(
+                        reached = count_or_mass(
                             values_ptr, end, scaling, middle, norm, is_top_k, block
                         )
-                        high = tl.where(found >= target, middle, high)
-                        low = tl.where(found >= target, low, middle)
+                        high = tl.where(reached >= target, middle, high)
+                        low = tl.where(reached >= target, low, middle)
                     if is_top_k:
                         limit = high
                         mass = count_or_mass(values_ptr, end, scaling, limit, 1.0, False, block)

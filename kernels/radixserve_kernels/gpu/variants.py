@@ -37,7 +37,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Variant(NamedTuple):
-    """A launch, and what it stands for."""
+    """A kernel launch and the case that it covers."""
 
     name: str
     launch: KernelLaunch
@@ -47,19 +47,19 @@ def variants(capability: Capability, *, every: bool) -> list[Variant]:
     """One or two of each kernel, or the product of the settings."""
     dtypes = DTYPES if every else DTYPES[:1]
     head_dims = (64, 128, 256) if every else (128,)
-    found = [*_row_variants(every), *_expert_variants(every), *_logit_variants()]
+    chosen = [*_row_variants(every), *_expert_variants(every), *_logit_variants()]
     for dtype in dtypes:
         for head_dim in head_dims:
             page_sizes = PAGE_SIZES if every else PAGE_SIZES[1:2]
             for page_size in page_sizes:
-                found += _attention_variants(dtype, head_dim, page_size, capability, every)
-            found += _head_variants(dtype, head_dim, every)
+                chosen += _attention_variants(dtype, head_dim, page_size, capability, every)
+            chosen += _head_variants(dtype, head_dim, every)
     if every:
         for head_dim in head_dims[:2]:
-            found += _attention_variants(torch.float32, head_dim, 16, capability, every)
+            chosen += _attention_variants(torch.float32, head_dim, 16, capability, every)
         for heads in OTHER_HEADS:
-            found += _attention_variants(torch.bfloat16, 128, 16, capability, every, heads)
-    return found
+            chosen += _attention_variants(torch.bfloat16, 128, 16, capability, every, heads)
+    return chosen
 
 
 def _tensor(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -95,12 +95,25 @@ def _attention_variants(
     whole, features = KVSplit(1, 1, None), AttentionFeatures(1_024, logits_soft_cap=50.0)
     for launch in decode.decode(q, keys, 0.1, whole, AttentionOutput(q, None), features):
         yield Variant(f"{kind} window, cap", launch)
+    exact = KVSplit(1, 1, None, is_exact=True)
+    exact_layers = (features, AttentionFeatures()) if every else (AttentionFeatures(),)
+    for layer in exact_layers:
+        for num_splits in (1, 8) if every else (8,):
+            split = exact._replace(num_splits=num_splits)
+            for launch in decode.decode(q, keys, 0.1, split, AttentionOutput(q, None), layer):
+                yield Variant(f"{kind} exact splits={num_splits}", launch)
     q = _tensor(NUM_TOKENS, num_heads, head_dim, dtype=dtype)
     result, split = AttentionOutput(q, _float(NUM_TOKENS, num_heads)), whole
     for launch in extend.extend(
         q, keys, indptr, 0.1, True, NUM_TOKENS, split, result, features, capability
     ):
         yield Variant(f"{kind} window, cap", launch)
+    for layer in exact_layers:
+        for num_new in EXTENSIONS.values() if every else (NUM_TOKENS,):
+            for launch in extend.extend(
+                q, keys, indptr, 0.1, True, num_new, exact, result, layer, capability
+            ):
+                yield Variant(f"{kind} exact {num_new}", launch)
     for length, max_q in EXTENSIONS.items() if every else [("long", NUM_TOKENS)]:
         for causal in (True, False) if every else (True,):
             (launch,) = extend.extend(

@@ -28,12 +28,16 @@ def compile_attention(
     num_heads: int,
     page_size: int,
     features: frozenset[str] = frozenset(),
+    *,
+    is_exact: bool = False,
 ) -> int:
     """Compile every variant for the pool's device, side by side; how many there are.
 
     features: of AttentionFeatures, those that any layer uses.
     """
-    launches = attention_launches(k_slots, v_slots, num_heads, page_size, features)
+    launches = attention_launches(
+        k_slots, v_slots, num_heads, page_size, features, is_exact=is_exact
+    )
     variants = {launch.variant: launch for launch in launches}
 
     def compile_one(launch: KernelLaunch) -> None:
@@ -51,6 +55,8 @@ def attention_launches(
     num_heads: int,
     page_size: int,
     features: frozenset[str] = frozenset(),
+    *,
+    is_exact: bool = False,
 ) -> Iterator[KernelLaunch]:
     """Launches of every kind over a layer's slots [num_slots, Hkv, D]; not to be run."""
     num_kv_heads, head_dim = k_slots.shape[1:]
@@ -60,12 +66,13 @@ def attention_launches(
     q = k_slots.new_empty((2, num_heads, head_dim))
     lse = q.new_empty((2, num_heads), dtype=torch.float32)
     for num_splits in (1, 2):
-        split = KVSplit(num_splits, num_splits, None)
+        split = KVSplit(num_splits, num_splits, None, is_exact)
         for result in (AttentionOutput(q, None), AttentionOutput(q, lse)):
             for layer in kinds_of_layers(features):
                 yield from decode.decode(q, keys, 1.0, split, result, layer)
                 for max_q in sorted({max(rows // group, 1) for rows in TILES}):
-                    for causal in (True, False) if layer.span == (0, 0) else (True,):
+                    can_share = layer.span == (0, 0) and not is_exact
+                    for causal in (True, False) if can_share else (True,):
                         yield from extend.extend(
                             q, keys, index, 1.0, causal, max_q, split, result, layer
                         )

@@ -31,7 +31,7 @@ from radixserve.attention.cuda.graph_plan import (
     plan_level,
 )
 from radixserve.attention.cuda.metadata import GraphBuffers, LaunchMetadata, PlanUploader
-from radixserve.attention.cuda.plan import PagedPlan, choose_kernel_page_size, plan_rows
+from radixserve.attention.cuda.plan import CudaAttentionPlan, choose_kernel_page_size, plan_rows
 from radixserve_kernels.gpu_ops import add_sinks
 
 
@@ -80,22 +80,24 @@ class PlannedBackend(AttentionBackend):
         assert not (self.shared and features.span != (0, 0)), "shared pages have no window"
         needs_lse = self.shared or features.sinks is not None
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if needs_lse else None
-        for launch, at in self.unique:
-            state = None if lse is None else lse[at]
-            launch.run(queries[at], layer, scale, out[at], state, features)
-        for launch, at in self.shared:
+        for launch, tokens in self.unique:
+            state = None if lse is None else lse[tokens]
+            launch.run(queries[tokens], layer, scale, out[tokens], state, features)
+        for launch, tokens in self.shared:
             assert lse is not None
-            other, other_lse = torch.empty_like(out[at]), torch.empty_like(lse[at])
-            launch.run(queries[at], layer, scale, other, other_lse, features)
-            self.merge(out[at], lse[at], other, other_lse)
+            other, other_lse = torch.empty_like(out[tokens]), torch.empty_like(lse[tokens])
+            launch.run(queries[tokens], layer, scale, other, other_lse, features)
+            self.merge(out[tokens], lse[tokens], other, other_lse)
         if features.sinks is not None and lse is not None:
             add_sinks(out, lse, features.sinks)
         return out if order is None else torch.empty_like(out).index_copy_(0, order, out)
 
-    def _install(self, plan: PagedPlan, launches: Sequence[Launch], batch: ForwardBatch) -> None:
+    def _install(
+        self, plan: CudaAttentionPlan, launches: Sequence[Launch], batch: ForwardBatch
+    ) -> None:
         placed = [
-            LaunchSlice(launch, slice(one.first, one.end))
-            for launch, one in zip(launches, plan.launches, strict=True)
+            LaunchSlice(launch, slice(launch_plan.first, launch_plan.end))
+            for launch, launch_plan in zip(launches, plan.launches, strict=True)
         ]
         self.unique, self.shared = placed[: len(plan.unique)], placed[len(plan.unique) :]
         self._batch = batch
@@ -141,13 +143,13 @@ class PagedBackend(PlannedBackend):
         plan = plan_rows(batch.host, self.page_size, nodes, self.kernel_page_size)
         self.uploader.begin()
         launches = [
-            self.uploader.launch(one, key, batch, is_merged=bool(plan.shared))
-            for one, key in zip(plan.launches, plan.wrapper_keys, strict=True)
+            self.uploader.launch(launch_plan, key, batch, is_merged=bool(plan.shared))
+            for launch_plan, key in zip(plan.launches, plan.wrapper_keys, strict=True)
         ]
         self._order = None
         if plan.order is not None:
             self._order = self.uploader.upload([plan.order.astype(np.int32)])[1][0].long()
-        made = [self.make_launch(one) for one in launches]
+        made = [self.make_launch(metadata) for metadata in launches]
         self.uploader.end()
         self._install(plan, made, batch)
 
@@ -165,18 +167,18 @@ class PagedBackend(PlannedBackend):
         max_pages *= self.page_size // self.kernel_page_size
         return GraphBackend(self, GraphShape.of_rows(max_rows, max_pages, num_levels))
 
-    def graph_buffers(self, at: int, num_requests: int, max_pages: int) -> GraphBuffers:
+    def graph_buffers(self, number: int, num_requests: int, max_pages: int) -> GraphBuffers:
         """Of a graph's launch `at`; all graphs share the memory of its page ids."""
-        in_windows = None if self.windows is None else self._page_buffer(at, True, max_pages)
-        pages = self._page_buffer(at, False, max_pages)
+        in_windows = None if self.windows is None else self._page_buffer(number, True, max_pages)
+        pages = self._page_buffer(number, False, max_pages)
         return GraphBuffers.empty(num_requests, pages, in_windows)
 
-    def _page_buffer(self, at: int, is_windows: bool, size: int) -> Tensor:
-        found = self._page_buffers.get((at, is_windows))
-        if found is None or len(found) < size:
-            found = torch.zeros(size, dtype=torch.int32, device=self.kv.device)
-            self._page_buffers[at, is_windows] = found
-        return found[:size]
+    def _page_buffer(self, number: int, is_windows: bool, size: int) -> Tensor:
+        buffer = self._page_buffers.get((number, is_windows))
+        if buffer is None or len(buffer) < size:
+            buffer = torch.zeros(size, dtype=torch.int32, device=self.kv.device)
+            self._page_buffers[number, is_windows] = buffer
+        return buffer[:size]
 
 
 class GraphBackend(PlannedBackend):
@@ -195,7 +197,7 @@ class GraphBackend(PlannedBackend):
         self.name, self.shape, self._eager = eager.name, shape, eager
         sizes = [shape.num_rows, shape.num_groups] if shape.num_groups else [shape.num_rows]
         self.buffers = [
-            eager.graph_buffers(at, n, shape.max_pages) for at, n in enumerate(sizes)
+            eager.graph_buffers(number, n, shape.max_pages) for number, n in enumerate(sizes)
         ]  # of each launch
         self._level: GraphLevel | None = None  # of the last plan
         self._launches: list[Launch] = []
@@ -230,19 +232,21 @@ class GraphBackend(PlannedBackend):
                 plan = replace(plan, shared=())
         eager.uploader.begin()
         made = [
-            eager.uploader.launch(one, key, batch, is_merged=self.num_levels > 0, buffers=buffers)
-            for one, key, buffers in zip(
+            eager.uploader.launch(
+                launch_plan, key, batch, is_merged=self.num_levels > 0, buffers=buffers
+            )
+            for launch_plan, key, buffers in zip(
                 plan.launches, plan.wrapper_keys, self.buffers, strict=False
             )
         ]
         if self._launches:
-            for launch, one in zip(self._launches, made, strict=False):
-                launch.plan(one)
+            for launch, metadata in zip(self._launches, made, strict=False):
+                launch.plan(metadata)
             self._batch = batch
         else:
             self._launches = [
-                eager.make_launch(one, buffers)
-                for one, buffers in zip(made, self.buffers, strict=True)
+                eager.make_launch(metadata, buffers)
+                for metadata, buffers in zip(made, self.buffers, strict=True)
             ]
             self._install(plan, self._launches, batch)
         eager.uploader.end()
@@ -253,7 +257,9 @@ class GraphBackend(PlannedBackend):
 
 def _one_row(page_size: int, device: torch.device) -> ForwardBatch:
     """A row of one token on page 0, to make a graph's launches with."""
-    one, bounds = np.ones(1, np.int64), np.arange(2)
-    host = AttentionMetadata(np.zeros(1, np.int64), bounds, bounds, one, [np.zeros(1, np.int32)])
+    seq_lens, bounds = np.ones(1, np.int64), np.arange(2)
+    host = AttentionMetadata(
+        np.zeros(1, np.int64), bounds, bounds, seq_lens, [np.zeros(1, np.int32)]
+    )
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     return ForwardBatch(zero, zero, zero, zero, host, page_size)

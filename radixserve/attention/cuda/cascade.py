@@ -97,8 +97,8 @@ class NodeFinder:
             if has_only_grown(before, host):
                 self._last = host, max_levels, nodes
                 return nodes
-        found = find_shared(host, self._page_size, cost.pays, self._ends)
-        nodes = limit_levels(found, max_levels)
+        shared = find_shared(host, self._page_size, cost.pays, self._ends)
+        nodes = limit_levels(shared, max_levels)
         nodes = drop_levels(nodes, -(-cost.least_tokens // self._page_size))
         self._last = host, max_levels, nodes
         return nodes
@@ -138,7 +138,7 @@ def find_shared(
     if len(host.start) < 2:
         return []
     whole = host.start // page_size  # pages before the first new token
-    found: list[SharedNode] = []
+    nodes: list[SharedNode] = []
     waiting = [(np.arange(len(whole)), 0, 0, 0)]  # rows, first page not covered, depth, level
     while waiting:
         rows, first, depth, level = waiting.pop()
@@ -146,12 +146,12 @@ def find_shared(
         for group in _by_page(host, rows, depth):
             end = _common_pages(host, group, depth, int(whole[group].min()), ends)
             if pays(len(group), (end - first) * page_size):
-                found.append(SharedNode(group, first, end, level))
+                nodes.append(SharedNode(group, first, end, level))
                 waiting.append((group, end, end, level + 1))
             else:
                 waiting.append((group, first, end, level))
-    found.sort(key=lambda node: node.level)
-    return found
+    nodes.sort(key=lambda node: node.level)
+    return nodes
 
 
 def covered_pages(nodes: Sequence[SharedNode], num_rows: int) -> IndexArray:
@@ -250,19 +250,19 @@ def _common_pages(
     """
     first, *others = (host.page_tables[row] for row in rows.tolist())
 
-    def is_shared(at: int) -> bool:
-        page = first.item(at)
-        return all(other.item(at) == page for other in others)
+    def is_shared(index: int) -> bool:
+        page = first.item(index)
+        return all(other.item(index) == page for other in others)
 
     key = first.item(depth)
     low, high, guess = depth + 1, limit, ends.get(key, limit)
     while low < high:
-        at = guess if low <= guess < high else (low + high) // 2
-        if is_shared(at):
-            low = at + 1
+        index = guess if low <= guess < high else (low + high) // 2
+        if is_shared(index):
+            low = index + 1
         else:
-            high = at
-        guess = at - 1 if at == guess else -1
+            high = index
+        guess = index - 1 if index == guess else -1
     if len(ends) > MAX_ENDS:
         ends.clear()
     ends[key] = low

@@ -32,9 +32,9 @@ from radixserve.attention.cuda.flashinfer_calls import (
     PrefillCalls,
     VariantCalls,
     compile_modules,
+    flashinfer_unsupported_reason,
     import_error,
     load_library,
-    unsupported_reason,
 )
 from radixserve.attention.cuda.metadata import GraphBuffers, LaunchMetadata
 from radixserve.attention.cuda.plan import LaunchPlan
@@ -85,11 +85,11 @@ class FlashInferBackend(PagedBackend):
         library: Library | None = None,
     ) -> None:
         num_kv_heads, head_dim = kv.shape[-2:]
-        reason = unsupported_reason(kv.dtype, head_dim)
+        reason = flashinfer_unsupported_reason(kv.dtype, head_dim)
         if reason or (library is None and (reason := import_error())):
             raise ModelNotSupported(f"the flashinfer backend cannot be used: {reason}")
         self._variants = tuple(dict.fromkeys(variants)) or (PLAIN_VARIANT,)
-        has_windows = any(one.sliding_window for one in self._variants)
+        has_windows = any(variant.sliding_window for variant in self._variants)
         shares = shares and not has_windows and can_merge(num_heads, head_dim, kv.dtype)
         super().__init__(kv, num_heads, windows, shares=shares, kernel_page_size=kernel_page_size)
         size = self.kernel_page_size
@@ -123,7 +123,7 @@ class FlashInferBackend(PagedBackend):
         if len(self._variants) == 1:
             return self._planned_calls(metadata, buffers, self._variants[0])
         return VariantCalls(
-            {one: self._planned_calls(metadata, buffers, one) for one in self._variants}
+            {variant: self._planned_calls(metadata, buffers, variant) for variant in self._variants}
         )
 
     def _planned_calls(
@@ -172,12 +172,12 @@ class FlashInferBackend(PagedBackend):
         self._library.merge_state_in_place(out, lse, other, other_lse)
 
     def _int_workspace(self, wrapper_key: str, variant: AttentionVariant) -> Tensor:
-        at = wrapper_key, variant
-        if at not in self._int_workspaces:
-            self._int_workspaces[at] = torch.empty(
+        key = wrapper_key, variant
+        if key not in self._int_workspaces:
+            self._int_workspaces[key] = torch.empty(
                 GRAPH_INT_BYTES, dtype=torch.uint8, device=self.kv.device
             )
-        return self._int_workspaces[at]
+        return self._int_workspaces[key]
 
     def _graph_workspace(self, num_requests: int, num_tokens: int) -> Tensor:
         """The common one, or a larger one that is common from now on: graphs keep theirs."""

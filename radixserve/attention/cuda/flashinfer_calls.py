@@ -50,7 +50,7 @@ def load_library() -> Library:
     )
 
 
-def unsupported_reason(dtype: torch.dtype, head_dim: int | None = None) -> str:
+def flashinfer_unsupported_reason(dtype: torch.dtype, head_dim: int | None = None) -> str:
     """Why FlashInfer does not serve heads like these; "" if it does."""
     if dtype not in DTYPES:
         return f"FlashInfer takes float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
@@ -309,12 +309,22 @@ def compile_modules(
     dtype, dim = heads.dtype, heads.head_dim
     no_position_encoding = 0
     common = (dtype, dtype, dtype, torch.int32, dim, dim, no_position_encoding)
-    flags = dict.fromkeys((one.sliding_window > 0, one.logits_soft_cap > 0) for one in variants)
+    flags = dict.fromkeys(
+        (module_flags.sliding_window > 0, module_flags.logits_soft_cap > 0)
+        for module_flags in variants
+    )
     fa3 = fa3 and PLAIN_VARIANT in variants
     build_jit_specs(
         [
-            *(gen_batch_decode_module(*common, *one) for one in flags if not one[0]),
-            *(gen_batch_prefill_module("fa2", *common, *one, False) for one in flags),
+            *(
+                gen_batch_decode_module(*common, *module_flags)
+                for module_flags in flags
+                if not module_flags[0]
+            ),
+            *(
+                gen_batch_prefill_module("fa2", *common, *module_flags, False)
+                for module_flags in flags
+            ),
             gen_cascade_module(),
             *([gen_batch_prefill_module("fa3", *common, False, False, False)] if fa3 else []),
         ]

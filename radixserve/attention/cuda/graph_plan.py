@@ -12,8 +12,8 @@ from radixserve.arrays import IntArray
 from radixserve.attention.base import AttentionMetadata, IndexArray
 from radixserve.attention.cuda.cascade import SharedNode, count_runs, covered_pages, saved_pages
 from radixserve.attention.cuda.plan import (
+    CudaAttentionPlan,
     LaunchPlan,
-    PagedPlan,
     level_launch,
     on_kernel_pages,
     page_ids,
@@ -72,7 +72,7 @@ def plan_graph(
     level: GraphLevel,
     kernel_page_size: int,
     shape: GraphShape,
-) -> PagedPlan:
+) -> CudaAttentionPlan:
     """The plan of at most shape.num_rows rows of one token, padded to `shape`; in place.
 
     Raises ValueError if the rows do not fit the shape.
@@ -92,7 +92,7 @@ def plan_graph(
         raise ValueError(
             f"{unique.num_pages} pages do not fit a graph of {shape.max_pages} pages in all"
         )
-    return PagedPlan((unique,), () if level.launch is None else (level.launch,), None)
+    return CudaAttentionPlan((unique,), () if level.launch is None else (level.launch,), None)
 
 
 def _fitting(

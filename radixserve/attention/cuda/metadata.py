@@ -135,8 +135,8 @@ class PlanUploader:
             out = buffers.window_kv_indices[: len(pages)]
         if count == 1:
             return torch.index_select(table, 0, pages, out=out)
-        found = table.index_select(0, pages // count).mul_(count).add_(pages % count)
-        return found if out is None else out.copy_(found)
+        window_pages = table.index_select(0, pages // count).mul_(count).add_(pages % count)
+        return window_pages if out is None else out.copy_(window_pages)
 
     def upload(
         self, arrays: Sequence[IntArray], into: Tensor | None = None

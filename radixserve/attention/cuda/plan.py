@@ -1,4 +1,4 @@
-"""`PagedPlan`: a step's attention as kernel launches over paged K and V; numpy only.
+"""`CudaAttentionPlan`: a step's attention as kernel launches over paged K and V; numpy only.
 
     unique   every token once, causally: against the pages that its row does not share. Rows of one
              token (decode) and rows of several (extend) are two launches, of different kernels
@@ -75,7 +75,7 @@ class LaunchPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class PagedPlan:
+class CudaAttentionPlan:
     unique: tuple[LaunchPlan, ...]
     shared: tuple[LaunchPlan, ...]
     order: IndexArray | None  # [T] which of the batch's tokens lies where; None: all in place
@@ -88,12 +88,12 @@ class PagedPlan:
     def wrapper_keys(self) -> list[str]:
         """A name for each launch, the same for launches of one kind in every plan."""
         kinds = ["decode" if launch.is_decode else "extend" for launch in self.unique]
-        return kinds + [f"level {at}" for at in range(len(self.shared))]
+        return kinds + [f"level {level}" for level in range(len(self.shared))]
 
 
 def plan_rows(
     host: AttentionMetadata, page_size: int, nodes: Sequence[SharedNode], kernel_page_size: int
-) -> PagedPlan:
+) -> CudaAttentionPlan:
     """The plan of a step, for kernels that read pages of `kernel_page_size` tokens."""
     num_new = np.diff(host.qo_indptr)
     is_long = num_new > 1
@@ -108,9 +108,13 @@ def plan_rows(
         level_launch(host, list(level), page_size, rows)
         for _, level in groupby(nodes, key=lambda node: node.level)
     ]
-    return PagedPlan(
-        unique=tuple(on_kernel_pages(one, host, page_size, kernel_page_size) for one in launches),
-        shared=tuple(on_kernel_pages(one, host, page_size, kernel_page_size) for one in levels),
+    return CudaAttentionPlan(
+        unique=tuple(
+            on_kernel_pages(launch, host, page_size, kernel_page_size) for launch in launches
+        ),
+        shared=tuple(
+            on_kernel_pages(launch, host, page_size, kernel_page_size) for launch in levels
+        ),
         order=_token_order(host, rows, num_new) if is_moved else None,
     )
 
@@ -229,7 +233,9 @@ def level_launch(
         end=int(tokens[end_row]),
         qo_indptr=indptr(num_new),
         kv_indptr=indptr(count),
-        kv_indices=np.concatenate([pages[at] for at in which[has_pages].tolist()], dtype=np.int32),
+        kv_indices=np.concatenate(
+            [pages[node_number] for node_number in which[has_pages].tolist()], dtype=np.int32
+        ),
         last_page_len=np.where(has_pages, page_size, 0).astype(np.int32),
         kv_lens=(count * page_size).astype(np.int32),
         max_q=int(num_new.max()),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from radixserve.attention.base import AttentionFeatures, WindowKV, check_dtype
+from radixserve.attention.base import AttentionFeatures, WindowKV, is_attention_dtype
 from radixserve.attention.cuda.backend import PagedBackend
 from radixserve.attention.cuda.metadata import GraphBuffers, LaunchArrays, LaunchMetadata
 from radixserve.attention.cuda.plan import LaunchPlan
@@ -27,7 +27,9 @@ class TritonBackend(PagedBackend):
     """See `AttentionBackend`; float32, bfloat16 or float16.
 
     `shares`, `kernel_page_size`: see `PagedBackend`; layers with windows or chunks need a backend
-    that does not share. Raises ModelNotSupported for other dtypes.
+    that does not share. is_exact: a row's bits do not depend on the other rows of its step: no
+    pages are shared, and keys are split at the same positions for all rows. Raises
+    ModelNotSupported for other dtypes.
     """
 
     name = "triton"
@@ -41,13 +43,16 @@ class TritonBackend(PagedBackend):
         windows: WindowKV | None = None,
         *,
         shares: bool = True,
+        is_exact: bool = False,
         kernel_page_size: int | None = None,
     ) -> None:
-        if not check_dtype(kv.dtype) and kv.dtype != torch.float16:
+        if not is_attention_dtype(kv.dtype) and kv.dtype != torch.float16:
             raise ModelNotSupported(
                 f"the triton backend takes float32, bfloat16 or float16, not {kv.dtype}"
             )
+        shares = shares and not is_exact
         super().__init__(kv, num_heads, windows, shares=shares, kernel_page_size=kernel_page_size)
+        self._is_exact = is_exact
         self._num_sms = H200_SMS
         if kv.is_cuda:
             properties = torch.cuda.get_device_properties(kv.device)
@@ -56,7 +61,9 @@ class TritonBackend(PagedBackend):
     def prepare(self, features: frozenset[str] = frozenset()) -> None:
         if self.kv.is_cuda:
             slots = self.slots[0]
-            gpu_ops.compile_attention(*slots, self.num_heads, self.kernel_page_size, features)
+            gpu_ops.compile_attention(
+                *(*slots, self.num_heads, self.kernel_page_size, features), is_exact=self._is_exact
+            )
 
     def make_launch(
         self, metadata: LaunchMetadata, buffers: GraphBuffers | None = None
@@ -68,7 +75,17 @@ class TritonBackend(PagedBackend):
         else:  # of the longest request in any later plan
             pages, num_slots = buffers, self.kv.shape[2] * self.page_size
             max_keys = min(len(pages.kv_indices) * self.kernel_page_size, num_slots)
-        if plan.is_decode:
+        num_splits = fixed_splits = 1
+        if self._is_exact:
+            num_tokens = plan.num_tokens
+            num_programs = num_tokens
+            if not plan.is_decode:
+                num_programs = count_tiles(plan, self.num_heads // self.num_kv_heads)
+            num_splits = fixed_splits = gpu_ops.choose_exact_splits(
+                *(num_programs, self.num_kv_heads, max_keys, self._num_sms),
+                num_tokens * self.num_heads * self.head_dim,
+            )
+        elif plan.is_decode:
             num_splits, fixed_splits = gpu_ops.choose_splits(
                 plan.num_requests, self.num_kv_heads, max_keys, self._num_sms
             )
@@ -89,6 +106,7 @@ class TritonBackend(PagedBackend):
             max_q=plan.max_q,
             is_decode=plan.is_decode,
             is_causal=plan.is_causal,
+            is_exact=self._is_exact,
         )
 
     def merge(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
@@ -110,6 +128,7 @@ class TritonLaunch:
     max_q: int
     is_decode: bool
     is_causal: bool
+    is_exact: bool
 
     def plan(self, metadata: LaunchMetadata) -> None:
         """The kernels read a graph's buffers, which hold the new arrays already."""
@@ -141,6 +160,7 @@ class TritonLaunch:
                 lse=lse,
                 fixed_splits=self.fixed_splits,
                 features=features,
+                is_exact=self.is_exact,
             )
         else:
             gpu_ops.extend(
@@ -156,6 +176,7 @@ class TritonLaunch:
                 out=out,
                 lse=lse,
                 features=features,
+                is_exact=self.is_exact,
             )
 
 

@@ -14,14 +14,13 @@ from radixserve.cache.audit import (
     check_watches,
     dump_nodes,
     dump_sequences,
-    live_sequences,
     usage_state,
     victim,
 )
 from radixserve.cache.hash.block import Block, BlockNamespace
 from radixserve.cache.hash.block_pool import BlockPool
 from radixserve.cache.hash.sequence import HashSequence
-from radixserve.cache.page_pool import PageAllocator
+from radixserve.cache.sequence import PageAllocator
 
 
 def check_blocks(allocator: PageAllocator, pool: BlockPool) -> None:
@@ -47,7 +46,7 @@ def check_blocks(allocator: PageAllocator, pool: BlockPool) -> None:
 
 
 def _sequences(allocator: PageAllocator) -> list[HashSequence]:
-    return [seq for seq in live_sequences(allocator) if isinstance(seq, HashSequence)]
+    return [seq for seq in allocator.live_sequences if isinstance(seq, HashSequence)]
 
 
 def _locked(sequence: HashSequence) -> list[Block]:
@@ -70,13 +69,15 @@ def _check_block(pool: BlockPool, block: Block) -> None:
     assert block.key == pool.digest(root_key + block.tokens), f"{name} has a wrong key"
     assert (block.run is not None) == block.is_listed, f"{name} has no run, or a stale one"
     if block.run is not None:
-        run, at = block.run, block.run_index
-        assert run.blocks[at] is block, f"{name} is not at its place in its run"
-        assert run.keys[at] == block.key, f"{name} has another key in its run"
-        tokens = run.tokens[at * pool.width : (at + 1) * pool.width]
+        run, index = block.run, block.run_index
+        assert run.blocks[index] is block, f"{name} is not at its place in its run"
+        assert run.keys[index] == block.key, f"{name} has another key in its run"
+        tokens = run.tokens[index * pool.width : (index + 1) * pool.width]
         assert tokens == block.tokens, f"{name} has other tokens in its run"
-        assert at == 0 or run.blocks[at - 1] is parent, f"{name} follows another one in its run"
-        assert run.pages[at] == block.page, f"{name} has another page in its run"
+        assert index == 0 or run.blocks[index - 1] is parent, (
+            f"{name} follows another one in its run"
+        )
+        assert run.pages[index] == block.page, f"{name} has another page in its run"
         sizes = len(run.blocks), len(run.keys), len(run.pages), len(run.tokens) / pool.width
         assert len(set(sizes)) == 1, f"{name} has a run of {sizes} blocks, keys, pages and tokens"
         assert run.blocks[-1].is_listed, f"{name} has an evicted block in its run"
@@ -89,12 +90,12 @@ def _check_block(pool: BlockPool, block: Block) -> None:
 
 
 def _check_order(pool: BlockPool) -> None:
-    rank = {id(block): at for at, block in enumerate(pool.evictable)}
+    rank = {id(block): position for position, block in enumerate(pool.evictable)}
     for block in pool.evictable:
-        name, at = f"block {block.block_id}", rank[id(block)]
+        name, position = f"block {block.block_id}", rank[id(block)]
         assert block.is_listed, f"{name} is unused and cannot be found"
         assert not block.lock_ref, f"{name} is locked and evictable"
-        is_last = block.parent is None or rank.get(id(block.parent), at + 1) > at
+        is_last = block.parent is None or rank.get(id(block.parent), position + 1) > position
         assert is_last, f"{name} outlives its parent"
     findable = [b for namespace in pool.namespaces.values() for b in namespace.blocks.values()]
     unused = sum(not block.lock_ref for block in findable)
@@ -116,12 +117,14 @@ def _check_sequence(pool: BlockPool, sequence: HashSequence) -> None:
     size, name = pool.block_size, repr(sequence)
     blocks, pages, data = sequence._blocks, sequence.pages.tolist(), sequence.tokens.tobytes()
     assert len(blocks) == sequence.committed_len // size, f"{name} has not published all"
-    for at, block in enumerate(blocks):
-        parent = blocks[at - 1] if at else None
+    for index, block in enumerate(blocks):
+        parent = blocks[index - 1] if index else None
         assert block.parent is parent, f"{name} holds blocks that are not a chain"
         assert block.namespace is sequence._namespace, f"{name} holds a block of another namespace"
-        assert block.tokens == data[at * pool.width : (at + 1) * pool.width], f"{name}: tokens"
-        assert block.page == pages[at], f"{name} uses another page than its block {at}"
+        assert block.tokens == data[index * pool.width : (index + 1) * pool.width], (
+            f"{name}: tokens"
+        )
+        assert block.page == pages[index], f"{name} uses another page than its block {index}"
     partial, source = sequence._partial, sequence._source
     shared = len(pages) - sequence.num_private
     assert shared == len(blocks) + (partial is not None), f"{name} miscounts its shared pages"
@@ -145,14 +148,14 @@ def count_shared(allocator: PageAllocator) -> int:
 
 def preview_blocks(pool: BlockPool, count: int) -> list[dict[str, Any]]:
     """See `PrefixCache.eviction_preview`. O(count * depth)."""
-    found = []
+    victims = []
     for block, last_use in islice(_last_uses(pool), count):
         start, above = 0, block.parent
         while above is not None:
             start, above = start + pool.block_size, above.parent
         name, idle_s = block.namespace.name, pool.now - last_use
-        found.append(victim(name, start, block.tokens, 1, idle_s, "least recently used"))
-    return found
+        victims.append(victim(name, start, block.tokens, 1, idle_s, "least recently used"))
+    return victims
 
 
 def _last_uses(pool: BlockPool) -> Iterator[tuple[Block, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from radixserve.cache.namespace import Namespace
+from radixserve.cache.sequence import Namespace
 
 
 class BlockNamespace(Namespace):

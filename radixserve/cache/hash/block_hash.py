@@ -2,7 +2,7 @@
 
     key[-1] = H(namespace)      key[i] = H(key[i - 1] + int32 bytes of block i's tokens)
 
-So a key stands for the whole prefix up to its block's end, as in vLLM and nano-vLLM.
+So a key identifies the whole prefix up to its block's end, as in vLLM and nano-vLLM.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from hashlib import sha256
 from weakref import WeakValueDictionary
 
 from radixserve.checks import check_choice
-from radixserve.config import HASH_ALGORITHMS
+from radixserve.config import CHOICES
 from radixserve.errors import InvalidRequest
 
 Digest = Callable[[bytes], bytes]
@@ -23,7 +23,7 @@ def make_digest(hash_algorithm: str) -> Digest:
 
     Raises InvalidRequest for another name and where xxhash is missing.
     """
-    check_choice("hash_algorithm", hash_algorithm, HASH_ALGORITHMS)
+    check_choice("hash_algorithm", hash_algorithm, CHOICES["hash_algorithm"])
     if hash_algorithm == "sha256":
         return _sha256()
     try:
@@ -65,8 +65,8 @@ class BlockChain:
         """The key of block `index`; hashes from the last known key."""
         keys, width = self.keys, self.width
         while len(keys) <= index + 1:
-            at = (len(keys) - 1) * width
-            keys.append(self._digest(keys[-1] + self.data[at : at + width]))
+            start = (len(keys) - 1) * width
+            keys.append(self._digest(keys[-1] + self.data[start : start + width]))
         return keys[index + 1]
 
 

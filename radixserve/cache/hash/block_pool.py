@@ -1,25 +1,115 @@
 """`BlockPool`: the blocks of a `HashBlockCache`, the table that finds them, locks and eviction.
 
 A page is free, owned by a block, or private to a sequence. An unlocked block remains cached until
-evicted, in `unused` order. Sequences unlock their deepest block first, so eviction takes chain ends
-first.
+evicted, in the order of `EvictableBlocks`. Sequences unlock their deepest block first, so eviction
+takes chain ends first.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from radixserve.cache.events import ROOT, EventLog, Removed, Reset, Stored
 from radixserve.cache.hash.block import Block, BlockNamespace, BlockRun
 from radixserve.cache.hash.block_hash import BlockChain, ChainMemo, Digest
-from radixserve.cache.hash.evictable_blocks import EvictableBlocks
 from radixserve.cache.page_pool import PagePool
 from radixserve.cache.tokens import TOKEN_BYTES, as_view
 from radixserve.cache.watch import WatchRegistry
+
+_SLACK = 4096  # obsolete entries that are kept, in addition to one per block
+
+
+class EvictableBlocks:
+    """Unlocked blocks, least recently used first.
+
+    A release appends its whole chain. A block that was locked again or used later is skipped when
+    its turn comes: a block belongs to the batch whose number is its `batch`.
+    """
+
+    __slots__ = ("_batches", "_num_blocks", "_num_entries", "_number")
+
+    def __init__(self) -> None:
+        self._batches: deque[tuple[int, list[Block]]] = deque()  # each taken from its end
+        self._num_entries = 0  # in all batches
+        self._num_blocks = 0  # entries that are unlocked blocks and can be found
+        self._number = 0  # of the last batch
+
+    def __len__(self) -> int:
+        return self._num_blocks
+
+    def __iter__(self) -> Iterator[Block]:
+        """In the order of eviction. O(entries), at most half of which are obsolete."""
+        for number, blocks in self._batches:
+            yield from (block for block in reversed(blocks) if _is_in(block, number))
+
+    def lock(self, blocks: Sequence[Block]) -> None:
+        """One more lock on each."""
+        fresh = 0
+        for block in blocks:
+            count = block.lock_ref
+            block.lock_ref = count + 1
+            if not count:
+                fresh += 1
+        self._num_blocks -= fresh
+
+    def unlock(self, blocks: list[Block]) -> list[Block]:
+        """Undo one `lock` of each, the last one first; the list is this object's from now on.
+        Returns those without a lock that cannot be found."""
+        number = self._number = self._number + 1
+        gone: list[Block] = []
+        fresh = 0
+        for block in reversed(blocks):
+            count = block.lock_ref = block.lock_ref - 1
+            if not count:
+                if block.is_listed:
+                    block.batch = number
+                    fresh += 1
+                else:
+                    gone.append(block)
+        if fresh:
+            self._num_blocks += fresh
+            self._num_entries += len(blocks)
+            self._batches.append((number, blocks))
+            if self._num_entries > 2 * self._num_blocks + _SLACK:
+                self._compact()
+        return gone
+
+    def take(self, count: int) -> list[Block]:
+        """Remove `count` blocks, at most `len(self)`, least recently used first. The caller removes
+        them from the table."""
+        taken: list[Block] = []
+        while len(taken) < count:
+            number, blocks = self._batches[0]
+            before = len(blocks)
+            while blocks and len(taken) < count:
+                block = blocks.pop()
+                if block.batch == number and not block.lock_ref and block.is_listed:
+                    taken.append(block)
+            self._num_entries -= before - len(blocks)
+            if not blocks:
+                self._batches.popleft()
+        self._num_blocks -= count
+        return taken
+
+    def forget(self, count: int) -> None:
+        """`count` unlocked blocks were removed from the table."""
+        self._num_blocks -= count
+
+    def _compact(self) -> None:
+        """Drop obsolete entries. O(entries), amortised O(1) per entry."""
+        kept = [(n, [b for b in blocks if _is_in(b, n)]) for n, blocks in self._batches]
+        self._batches = deque(batch for batch in kept if batch[1])
+        self._num_entries = sum(len(blocks) for _, blocks in self._batches)
+
+
+def _is_in(block: Block, number: int) -> bool:
+    """Whether a block of that batch is unlocked and was not used later."""
+    return block.batch == number and not block.lock_ref and block.is_listed
+
 
 _LEAST_MEMORY = 4096  # evicted blocks remembered at least; else as many as there are pages
 
@@ -44,7 +134,12 @@ class BlockPool:
         self.digest = digest
         self._watched = self.watch_registry.watched
         self.events: EventLog | None = None  # while there is a consumer
-        self._next_id = 0
+        self.num_created = 0  # blocks since the start; the number of one is its id
+
+    @property
+    def num_nodes(self) -> int:
+        """Blocks: each has a page."""
+        return self.num_pages
 
     @property
     def num_evictable(self) -> int:
@@ -63,10 +158,10 @@ class BlockPool:
         self,
         namespace: str,
         chain: BlockChain,
-        found: list[Block],
+        matched: list[Block],
         pages: array[int] | None = None,
     ) -> list[Block]:
-        """Append the blocks that follow `found`, the leading ones of `chain`, and their pages to
+        """Append the blocks that follow `matched`, the leading ones of `chain`, and their pages to
         `pages`. Read-only.
 
         O(tokens found) in memcmp, and a hash for each run of blocks, unless the chain knows its
@@ -74,27 +169,27 @@ class BlockPool:
         """
         known = self.namespaces.get(namespace)
         if known is None:
-            return found
+            return matched
         blocks, keys, data, width = known.blocks, chain.keys, chain.data, self.width
-        while len(found) < chain.num_blocks:
-            at = len(found) * width
-            key = chain.key(len(found))
+        while len(matched) < chain.num_blocks:
+            start = len(matched) * width
+            key = chain.key(len(matched))
             block = blocks.get(key)
             if block is None:
                 break
-            parent = found[-1] if found else None
-            if block.parent is not parent or block.tokens != data[at : at + width]:
+            parent = matched[-1] if matched else None
+            if block.parent is not parent or block.tokens != data[start : start + width]:
                 self.num_collisions += 1
                 break
             run, first = block.run, block.run_index
             assert run is not None
-            count = _common_blocks(run.tokens, first * width, data, at, width)
-            found += run.blocks[first : first + count]
+            count = _common_blocks(run.tokens, first * width, data, start, width)
+            matched += run.blocks[first : first + count]
             if pages is not None:
                 pages += run.pages[first : first + count]
-            if len(keys) <= len(found):
-                keys[len(found) - count + 1 :] = run.keys[first : first + count]
-        return found
+            if len(keys) <= len(matched):
+                keys[len(matched) - count + 1 :] = run.keys[first : first + count]
+        return matched
 
     # -- namespaces ---------------------------------------------------------------------------
 
@@ -189,9 +284,9 @@ class BlockPool:
 
     def adopt(self, namespace: BlockNamespace, page: int) -> Block:
         """A block, locked once, for a private page with only its first tokens filled."""
-        self._next_id += 1
+        self.num_created += 1
         self.num_pages += 1
-        return Block(namespace, page, self._next_id)
+        return Block(namespace, page, self.num_created)
 
     def publish(
         self,
@@ -212,10 +307,10 @@ class BlockPool:
         is_listed = not namespace.is_dead and (parent is None or parent.is_listed)
         blocks: list[Block] = []
         num_known = num_new = 0  # leading blocks found in the table, and those after them put there
-        at = 0
-        first_id = block_id = self._next_id
+        start = 0
+        first_id = block_id = self.num_created
         for page in pages:
-            tokens = data[at : at + width]
+            tokens = data[start : start + width]
             key = digest(key + tokens)
             block = table.get(key)
             if block is not None and block.parent is parent and block.tokens == tokens:
@@ -237,8 +332,8 @@ class BlockPool:
                     num_new += 1
             blocks.append(block)
             parent, partial = block, None
-            at += width
-        self._next_id = block_id
+            start += width
+        self.num_created = block_id
         self.num_pages += block_id - first_id
         if num_new:
             end = num_known + num_new
@@ -268,13 +363,13 @@ def stored(block: Block) -> Stored:
     return Stored(block.block_id, parent, block.namespace.name, block.tokens)
 
 
-def _common_blocks(tokens: bytearray, start: int, data: bytes, at: int, width: int) -> int:
-    """Whole blocks, at least one, that `data` from byte `at` has in common with `tokens` from byte
-    `start`: the first is known to be equal."""
-    count = min(len(tokens) - start, len(data) - at) // width
+def _common_blocks(tokens: bytearray, start: int, data: bytes, data_start: int, width: int) -> int:
+    """Whole blocks, at least one, that `data` from byte `data_start` has in common with `tokens`
+    from byte `start`: the first is known to be equal."""
+    count = min(len(tokens) - start, len(data) - data_start) // width
     size = count * width
-    if count == 1 or tokens[start : start + size] == as_view(data)[at : at + size]:
+    if count == 1 or tokens[start : start + size] == as_view(data)[data_start : data_start + size]:
         return count
     left = np.frombuffer(tokens, np.int32, count * width // TOKEN_BYTES, start)
-    right = np.frombuffer(data, np.int32, count * width // TOKEN_BYTES, at)
+    right = np.frombuffer(data, np.int32, count * width // TOKEN_BYTES, data_start)
     return int((left != right).argmax()) * TOKEN_BYTES // width

@@ -9,25 +9,72 @@ from __future__ import annotations
 import math
 import time
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import islice
 from typing import Any, Self
 
 from radixserve.arrays import IntArray
 from radixserve.cache.events import EventLog, Stored
 from radixserve.cache.hash.audit import check_blocks, count_shared, dump_blocks, preview_blocks
+from radixserve.cache.hash.block import Block, BlockNamespace
 from radixserve.cache.hash.block_hash import BlockChain, make_digest
 from radixserve.cache.hash.block_pool import BlockPool, stored
-from radixserve.cache.hash.prefix_watch import HashPrefixWatch
 from radixserve.cache.hash.sequence import HashSequence
 from radixserve.cache.hash.snapshot import snapshot_blocks
-from radixserve.cache.interface import CacheSession, Inspection, PrefixCache
-from radixserve.cache.page_pool import PageAllocator, PagePool
+from radixserve.cache.interface import CacheSession, PrefixCache
+from radixserve.cache.page_pool import PagePool
+from radixserve.cache.sequence import PageAllocator
+from radixserve.cache.snapshot import SnapshotView
 from radixserve.cache.tokens import TOKEN_BYTES, TokenIds, as_token_ids
+from radixserve.cache.watch import PrefixWatch
 from radixserve.checks import check_float, check_int, check_str, shown
 from radixserve.errors import InvalidRequest
-from radixserve.output import Lookup
+from radixserve.output import Lookup, MissReason
+
+
+class HashPrefixWatch(PrefixWatch):
+    """The cached whole blocks of one prompt.
+
+    Blocks of a chain are dropped from its end, so it watches only the last one matched and the
+    first one missing. The prompt is hashed once, and only as far as it is cached.
+    """
+
+    __slots__ = ("_pool", "blocks", "chain", "namespace", "pages")
+
+    def __init__(self, pool: BlockPool, tokens: IntArray, namespace: str) -> None:
+        super().__init__(pool.watch_registry, len(tokens))
+        self._pool = pool
+        self.namespace = namespace
+        num_blocks = max(0, len(tokens) - 1) // pool.block_size
+        self.chain = pool.chain(namespace, tokens[: num_blocks * pool.block_size].tobytes())
+        self.blocks: list[Block] = []  # the match
+        self.pages = array("i")  # theirs
+        self.refresh()
+
+    @property
+    def locked_len(self) -> int:
+        """Tokens of `cached_len` in blocks that live sequences hold anyway. O(log blocks)."""
+        held = bisect_left(self.blocks, True, key=lambda block: not block.lock_ref)
+        return held * self._pool.block_size
+
+    def path(self) -> tuple[int, ...]:
+        """Ids of the blocks matched, from the first on."""
+        return tuple([block.block_id for block in self.blocks])
+
+    def refresh(self) -> None:
+        """Look up again, from the last match that is still cached. O(blocks added and removed)."""
+        blocks, chain = self.blocks, self.chain
+        while blocks and not blocks[-1].is_listed:
+            blocks.pop()
+        del self.pages[len(blocks) :]
+        self._pool.match(self.namespace, chain, blocks, self.pages)
+        self.cached_len = len(blocks) * self._pool.block_size
+        places = {(blocks[-1].key, b"")} if blocks else set()
+        if len(blocks) < chain.num_blocks:
+            places.add((chain.key(len(blocks)), b""))
+        self._watch_at(frozenset(places))
+
 
 _MAX_NAMESPACES = 64  # namespaces asked at most when explaining a miss
 
@@ -78,7 +125,8 @@ class HashBlockCache(PrefixCache):
     - Unused blocks are dropped in LRU order, a sequence's last one first. Sessions and priorities
       are accepted and have no effect.
 
-    `hash_algorithm`: "sha256", or "xxh3" where the package xxhash is installed.
+    `hash_algorithm`: "sha256", or "xxh3" where the package xxhash is installed. `freeze_garbage`:
+    see `RadixCache`.
     """
 
     def __init__(
@@ -88,20 +136,14 @@ class HashBlockCache(PrefixCache):
         *,
         hash_algorithm: str = "sha256",
         clock: Callable[[], float] = time.monotonic,
+        freeze_garbage: bool = False,
     ) -> None:
         num_pages = check_int("num_pages", num_pages, 1, 2**31 - 1)
         block_size = check_int("block_size", block_size, 1)
         pages = PagePool(num_pages)
         self._pool = pool = BlockPool(pages, block_size, make_digest(hash_algorithm))
         allocator = PageAllocator(pages, block_size, pool, clock)
-        inspection = Inspection(
-            partial(check_blocks, allocator, pool),
-            partial(count_shared, allocator),
-            partial(preview_blocks, pool),
-            partial(snapshot_blocks, allocator, pool),
-            partial(dump_blocks, allocator, pool),
-        )
-        super().__init__(allocator, pool, pool.watch_registry, inspection)
+        super().__init__(allocator, pool, pool.watch_registry, freeze_garbage=freeze_garbage)
         self._sessions: set[HashSession] = set()  # open ones
 
     def lookup(
@@ -112,7 +154,7 @@ class HashBlockCache(PrefixCache):
         allow_full: bool = False,
         compare_namespaces: bool = True,
     ) -> Lookup:
-        """What `acquire` would reuse now, and why not more. Changes nothing.
+        """The number of tokens that `acquire` would reuse now, and why not more. Changes nothing.
 
         reason is "full" (every whole block that may be reused is cached), "evicted" (the next
         block was cached and has been dropped), "namespace" (another one has more of these blocks)
@@ -125,9 +167,9 @@ class HashBlockCache(PrefixCache):
         ids = as_token_ids(tokens)
         check_str("namespace", namespace)
         chain = self._pool.chain(namespace, self._reusable(ids, allow_full))
-        found = len(self._pool.match(namespace, chain, []))
-        length = found * self.page_size
-        reason = self._reason(namespace, chain, found, compare_namespaces)
+        num_matched = len(self._pool.match(namespace, chain, []))
+        length = num_matched * self.page_size
+        reason = self._reason(namespace, chain, num_matched, compare_namespaces)
         return Lookup(length, reason, length)
 
     def _reusable(self, ids: IntArray, allow_full: bool) -> bytes:
@@ -136,17 +178,17 @@ class HashBlockCache(PrefixCache):
         return ids[: limit - limit % self.page_size].tobytes()
 
     def _reason(
-        self, namespace: str, chain: BlockChain, found: int, compare_namespaces: bool
-    ) -> str:
+        self, namespace: str, chain: BlockChain, num_matched: int, compare_namespaces: bool
+    ) -> MissReason:
         pool = self._pool
-        if found == chain.num_blocks:
+        if num_matched == chain.num_blocks:
             return "full"
-        if pool.evicted.get(chain.key(found)) == namespace:
+        if pool.evicted.get(chain.key(num_matched)) == namespace:
             return "evicted"
         for name in islice(pool.namespaces, _MAX_NAMESPACES if compare_namespaces else 0):
             if name != namespace:
                 other = pool.chain(name, chain.data)
-                if len(pool.match(name, other, [])) > found:
+                if len(pool.match(name, other, [])) > num_matched:
                     return "namespace"
         return "never_seen"
 
@@ -166,25 +208,54 @@ class HashBlockCache(PrefixCache):
 
         As `RadixCache.acquire`, but `session` and `priority` are checked and have no effect.
         """
-        ids = as_token_ids(tokens)
+        ids, pool, pages = as_token_ids(tokens), self._pool, array("i")
         check_str("namespace", namespace)
+        self._check_use(session, priority)
+        space = pool.open_namespace(namespace)
+        chain = pool.chain(namespace, self._reusable(ids, allow_full))
+        blocks = pool.match(namespace, chain, [], pages)
+        return self._acquire_match(space, len(ids), chain, blocks, pages)
+
+    def acquire_watched(
+        self, watch: PrefixWatch, *, session: CacheSession | None = None, priority: int = 0
+    ) -> tuple[HashSequence, Lookup]:
+        """See `PrefixCache.acquire_watched`."""
+        assert isinstance(watch, HashPrefixWatch)
+        self._check_use(session, priority)
+        self._pool.watch_registry.refresh(watch)
+        name, chain, num_blocks = watch.namespace, watch.chain, len(watch.blocks)
+        reason = self._reason(name, chain, num_blocks, compare_namespaces=True)
+        space, blocks = self._pool.open_namespace(name), [*watch.blocks]
+        sequence = self._acquire_match(space, watch.num_tokens, chain, blocks, watch.pages[:])
+        return sequence, Lookup(watch.cached_len, reason, watch.cached_len)
+
+    def _acquire_match(
+        self,
+        space: BlockNamespace,
+        num_tokens: int,
+        chain: BlockChain,
+        blocks: list[Block],
+        pages: array[int],
+    ) -> HashSequence:
+        """A sequence over `blocks`, the match of a prompt of so many tokens. It owns the lists."""
+        allocator, stats = self._allocator, self._allocator.stats
+        if self._freezer is not None:
+            self._note_growth()
+        self._pool.lock(blocks)
+        length = len(blocks) * self.page_size
+        allocator.note_time()
+        stats.num_acquired += 1
+        stats.acquired_tokens += num_tokens
+        stats.matched_tokens += length
+        known = bytearray(chain.data[: length * TOKEN_BYTES])
+        return HashSequence(allocator, self._pool, space, known, blocks, pages)
+
+    def _check_use(self, session: object, priority: int) -> None:
+        """InvalidRequest for arguments of `acquire` that have no effect and are wrong."""
         if type(priority) is not int:
             check_int("priority", priority, -(2**31), 2**31 - 1)
         if session is not None:
             self._check_session(session)
-        pool, stats = self._pool, self._allocator.stats
-        opened = pool.open_namespace(namespace)
-        chain = pool.chain(namespace, self._reusable(ids, allow_full))
-        pages = array("i")
-        blocks = pool.match(namespace, chain, [], pages)
-        pool.lock(blocks)
-        length = len(blocks) * self.page_size
-        self._allocator.note_time()
-        stats.num_acquired += 1
-        stats.acquired_tokens += len(ids)
-        stats.matched_tokens += length
-        known = bytearray(chain.data[: length * TOKEN_BYTES])
-        return HashSequence(self._allocator, pool, opened, known, blocks, pages)
 
     def open_session(
         self, name: str, *, lease_s: float | None = None, retain_until: float | None = None
@@ -223,7 +294,7 @@ class HashBlockCache(PrefixCache):
 
     def stats(self) -> dict[str, Any]:
         """The keys of `PrefixCache.stats`. `pages_tree` are the pages of blocks: findable ones
-        (`nodes`), and those that only running sequences still hold. There are no leases."""
+        (`nodes`), and blocks that only running sequences still hold. This cache has no leases."""
         namespaces = self._pool.namespaces
         return {
             **super().stats(),
@@ -232,3 +303,19 @@ class HashBlockCache(PrefixCache):
             "nodes": sum(len(namespace.blocks) for namespace in namespaces.values()),
             "sessions": len(self._sessions),
         }
+
+    def check(self) -> None:
+        """See `PrefixCache.check`."""
+        check_blocks(self._allocator, self._pool)
+
+    def _count_shared(self) -> int:
+        return count_shared(self._allocator)
+
+    def _preview(self, count: int) -> list[dict[str, Any]]:
+        return preview_blocks(self._pool, count)
+
+    def _dump(self, max_nodes: int, namespace: str | None) -> dict[str, Any]:
+        return dump_blocks(self._allocator, self._pool, max_nodes, namespace)
+
+    def _snapshot(self, view: SnapshotView) -> dict[str, Any]:
+        return snapshot_blocks(self._allocator, self._pool, view)

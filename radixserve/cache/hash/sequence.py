@@ -13,8 +13,7 @@ from array import array
 
 from radixserve.cache.hash.block import Block, BlockNamespace
 from radixserve.cache.hash.block_pool import BlockPool
-from radixserve.cache.page_pool import PageAllocator
-from radixserve.cache.sequence import CacheSequence
+from radixserve.cache.sequence import CacheSequence, PageAllocator
 from radixserve.cache.tokens import TOKEN_BYTES
 
 

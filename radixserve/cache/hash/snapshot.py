@@ -5,12 +5,11 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
-from radixserve.cache.audit import live_sequences, usage_state
+from radixserve.cache.audit import usage_state
 from radixserve.cache.hash.audit import preview_blocks
 from radixserve.cache.hash.block import BlockRun
 from radixserve.cache.hash.block_pool import BlockPool
-from radixserve.cache.page_pool import PageAllocator
-from radixserve.cache.sequence import CacheSequence
+from radixserve.cache.sequence import PageAllocator
 from radixserve.cache.snapshot import (
     HEAD_TOKENS,
     TREE,
@@ -18,6 +17,7 @@ from radixserve.cache.snapshot import (
     SnapshotView,
     edge_tokens,
     page_runs,
+    private_size,
     unused_slots,
 )
 
@@ -38,14 +38,14 @@ def snapshot_blocks(
             _show(block.run, shown, view.max_nodes)
     starts: dict[int, int] = {}
     nodes = [_of_run(run, starts, pool) for run in shown.values()]
-    sequences = [seq for seq in live_sequences(allocator) if view.shows(seq.namespace)]
+    sequences = [seq for seq in allocator.live_sequences if view.shows(seq.namespace)]
     if view.within is not None:
         for run in shown.values():
             pages.mark(run.pages, TREE)
     for sequence in sequences:
         pages.mark_sequence(sequence)
     sizes = [(len(run.pages), len(run.pages) * pool.block_size) for run in shown.values()]
-    sizes += [_private_size(seq, pool.block_size) for seq in sequences]
+    sizes += [private_size(seq, pool.block_size) for seq in sequences]
     return {
         "page_size": pool.block_size,
         "namespaces": [
@@ -72,7 +72,7 @@ def _show(run: BlockRun | None, shown: dict[int, BlockRun], limit: int) -> None:
         parent = run.blocks[0].parent
         run = None if parent is None else parent.run
     if len(shown) + len(chain) <= limit:
-        shown |= {one.blocks[0].block_id: one for one in reversed(chain)}
+        shown |= {above.blocks[0].block_id: above for above in reversed(chain)}
 
 
 def _of_run(run: BlockRun, starts: dict[int, int], pool: BlockPool) -> dict[str, Any]:
@@ -104,14 +104,8 @@ def _of_run(run: BlockRun, starts: dict[int, int], pool: BlockPool) -> dict[str,
 
 
 def _victims(pool: BlockPool, count: int) -> list[dict[str, Any]]:
-    found = preview_blocks(pool, count)
-    for one in found:
-        tokens = one.pop("tokens")
-        one |= {"id": None, "head": tokens[:HEAD_TOKENS], "tail": [], "pages": []}
-    return found
-
-
-def _private_size(sequence: CacheSequence, page_size: int) -> tuple[int, int]:
-    """Pages and tokens of a sequence beyond those of the cache."""
-    num_shared = len(sequence.pages) - sequence.num_private
-    return sequence.num_private, max(0, sequence.length - num_shared * page_size)
+    victims = preview_blocks(pool, count)
+    for shown_victim in victims:
+        tokens = shown_victim.pop("tokens")
+        shown_victim |= {"id": None, "head": tokens[:HEAD_TOKENS], "tail": [], "pages": []}
+    return victims

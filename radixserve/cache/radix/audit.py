@@ -12,19 +12,17 @@ from radixserve.cache.audit import (
     check_watches,
     dump_nodes,
     dump_sequences,
-    live_sequences,
     usage_state,
     victim,
 )
-from radixserve.cache.page_pool import PageAllocator
 from radixserve.cache.radix.child_index import check_index, has_longer
 from radixserve.cache.radix.node import Node, path
 from radixserve.cache.radix.radix_tree import RadixTree
 from radixserve.cache.radix.sequence import CachedSequence, node_covering
-from radixserve.cache.radix.state_checkpoints import CheckpointTree
-from radixserve.cache.radix.stateful_sequence import StatefulSequence
+from radixserve.cache.radix.states import CheckpointTree, StatefulSequence
+from radixserve.cache.radix.windows import WindowedAllocator
+from radixserve.cache.sequence import PageAllocator
 from radixserve.cache.tokens import TOKEN_BYTES
-from radixserve.cache.window_pool import WindowedAllocator
 
 
 def check_tree(allocator: PageAllocator, tree: RadixTree) -> None:
@@ -73,7 +71,7 @@ def _check_windows(allocator: WindowedAllocator, sequences: list[CachedSequence]
 
 
 def _sequences(allocator: PageAllocator) -> list[CachedSequence]:
-    return [seq for seq in live_sequences(allocator) if isinstance(seq, CachedSequence)]
+    return [seq for seq in allocator.live_sequences if isinstance(seq, CachedSequence)]
 
 
 def _all_nodes(tree: RadixTree, sequences: list[CachedSequence]) -> list[Node]:
@@ -119,13 +117,13 @@ def _check_node(tree: RadixTree, node: Node) -> None:
 def _check_counts(tree: RadixTree, nodes: list[Node]) -> None:
     locked = [node for node in nodes if node.lock_ref]
     dead = [node for node in nodes if node.namespace.is_dead and not node.lock_ref]
-    for name, counted, found in (
+    for name, counted, summed in (
         ("nodes", tree.num_nodes, len(nodes)),
         ("tree pages", tree.num_pages, _num_pages(nodes)),
         ("locked pages", tree.num_locked, _num_pages(locked)),
         ("dead pages", tree.num_dead, _num_pages(dead)),
     ):
-        assert counted == found, f"{counted} {name} counted, {found} found"
+        assert counted == summed, f"{counted} {name} counted, {summed} exist"
     for name, namespace in tree.namespaces.items():
         mine = [node for node in nodes if node.namespace is namespace]
         assert namespace.num_pages == _num_pages(mine), f"pages of {name!r}"
@@ -143,9 +141,9 @@ def _check_order(tree: RadixTree, nodes: list[Node]) -> None:
     """Every unlocked node is in one queue, before its parent or in an earlier queue."""
     rank: dict[int, tuple[int, int]] = {}
     for number, queue in enumerate(tree.order.queues()):
-        for at, node in enumerate(queue):
+        for position, node in enumerate(queue):
             assert id(node) not in rank, f"node {node.node_id} is in two queues of eviction"
-            rank[id(node)] = number, at
+            rank[id(node)] = number, position
     for node in nodes:
         if node.namespace.is_dead:
             continue
@@ -153,13 +151,13 @@ def _check_order(tree: RadixTree, nodes: list[Node]) -> None:
         assert (mine is not None) == (not node.lock_ref), f"{name}: locked and evictable"
         above = rank.get(id(node.parent))
         assert mine is None or above is None or mine < above, f"{name} outlives its parent"
-    found = {id(node) for node in nodes}
-    assert found >= rank.keys(), "the eviction order holds a node that is gone"
+    known = {id(node) for node in nodes}
+    assert known >= rank.keys(), "the eviction order holds a node that is gone"
     tree.order.check()
 
 
 def _check_session_refs(tree: RadixTree, nodes: list[Node]) -> None:
-    """Session refs are what the sessions' end nodes and leases say, and rise towards the root."""
+    """Session refs follow from the sessions' end nodes and leases, and rise towards the root."""
     sessions = tree.session_eviction
     if sessions is None:
         assert not any(node.session_refs for node in nodes), "session refs without sessions"
@@ -171,9 +169,11 @@ def _check_session_refs(tree: RadixTree, nodes: list[Node]) -> None:
     retained = [node for node, refs in all_refs if refs.num_retained]
     assert num_retained == _num_pages(retained), "retained pages miscounted"
     for node in nodes:
-        if node.namespace.is_dead:
-            continue
         name, refs = f"node {node.node_id}", node.session_refs
+        if node.namespace.is_dead:
+            is_kept = refs is not None and (refs.num_open or refs.num_leased or refs.num_retained)
+            assert not is_kept, f"{name} of a namespace that was reset is still reached or leased"
+            continue
         below = [child.session_refs for child in node.children.values()]
         ends = [s for s in sessions.open_sessions if node in s.end_nodes]
         kept = [s.retain_until is not None for s in ends if s.end_nodes[node] is not None]
@@ -181,7 +181,9 @@ def _check_session_refs(tree: RadixTree, nodes: list[Node]) -> None:
         num_leased = kept.count(False) + sum(1 for child in below if child and child.num_leased)
         num_retained = kept.count(True)
         num_retained += sum(1 for child in below if child and child.num_retained)
-        has_public = any(child is None or child.is_public for child in below)
+        has_used_without_session = any(
+            child is None or child.used_without_session for child in below
+        )
         if refs is None:
             assert not num_open, f"{name} is reached by sessions and does not know it"
             continue
@@ -190,7 +192,9 @@ def _check_session_refs(tree: RadixTree, nodes: list[Node]) -> None:
         assert refs.num_retained == num_retained, f"{name}: wrong number of retaining sessions"
         num_kept = max(refs.num_leased, refs.num_retained)
         assert num_kept <= refs.num_open, f"{name} is leased and reached by no session"
-        assert refs.is_public or not has_public or node.lock_ref, f"{name} has public children"
+        assert refs.used_without_session or not has_used_without_session or node.lock_ref, (
+            f"{name} has public children"
+        )
 
 
 def _check_sequence(tree: RadixTree, sequence: CachedSequence) -> None:
@@ -240,8 +244,8 @@ def count_pinned(allocator: PageAllocator) -> int:
 
 
 def tree_stats(allocator: PageAllocator, tree: RadixTree) -> dict[str, Any]:
-    """What `PrefixCache.stats` says of a tree alone."""
-    found: dict[str, Any] = {
+    """The figures of a tree in `PrefixCache.stats`."""
+    stats: dict[str, Any] = {
         "namespaces": len(tree.namespaces),
         "nodes": tree.num_nodes,
         "splits": tree.num_splits,
@@ -250,7 +254,7 @@ def tree_stats(allocator: PageAllocator, tree: RadixTree) -> dict[str, Any]:
     }
     sessions = tree.session_eviction
     if sessions is not None:
-        found |= {
+        stats |= {
             "pages_retained": sessions.num_retained_pages,
             "retained_evicted_pages": sessions.num_retained_evicted,
             "sessions": len(sessions.open_sessions),
@@ -258,20 +262,20 @@ def tree_stats(allocator: PageAllocator, tree: RadixTree) -> dict[str, Any]:
             "pages_leased": sessions.num_leased_pages,
             "pages_closed": sessions.num_closed_pages,
         }
-    return found
+    return stats
 
 
 def preview_tree(tree: RadixTree, count: int) -> list[dict[str, Any]]:
     """See `PrefixCache.eviction_preview`."""
-    found: list[dict[str, Any]] = []
+    victims: list[dict[str, Any]] = []
     for node, reason in tree.order.preview():
-        if len(found) == count:
+        if len(victims) == count:
             break
         name, idle_s = node.namespace.name, tree.now - node.last_use
         if not node.namespace.is_dead:  # else its pages count as free already
             entry = victim(name, node.start, node.tokens, len(node.pages), idle_s, reason)
-            found.append(entry)
-    return found
+            victims.append(entry)
+    return victims
 
 
 def dump_tree(
@@ -279,6 +283,8 @@ def dump_tree(
 ) -> dict[str, Any]:
     """See `PrefixCache.dump`."""
     sequences, sessions = _sequences(allocator), tree.session_eviction
+    if sessions is not None:
+        sessions.end_leases()
     users: Counter[int] = Counter()
     for sequence in sequences:
         if sequence.is_pin:

@@ -51,8 +51,8 @@ def closest_child(node: Node, key: bytes) -> tuple[Node | None, int]:
     """The child that shares most leading tokens with `key`, and how many (None, 0 if none)."""
     candidates = _with_first_token(node, key)
     if isinstance(candidates, SortedList):
-        at = candidates.bisect_left(key)
-        candidates = candidates[max(0, at - 1) : at + 1]
+        index = candidates.bisect_left(key)
+        candidates = candidates[max(0, index - 1) : index + 1]
     best, most = None, 0
     for candidate in candidates:
         agreed = common_head(candidate, key)
@@ -71,8 +71,8 @@ def has_longer(node: Node, key: bytes) -> bool:
     """Whether another child's first page begins with all of the child `key` and is longer."""
     candidates = _with_first_token(node, key)
     if isinstance(candidates, SortedList):
-        at = candidates.bisect_right(key)
-        candidates = candidates[at : at + 1]
+        index = candidates.bisect_right(key)
+        candidates = candidates[index : index + 1]
     return any(len(other) > len(key) and other.startswith(key) for other in candidates)
 
 
@@ -83,8 +83,8 @@ def covered_children(node: Node, key: bytes) -> list[Node]:
         ends = range(TOKEN_BYTES, len(key), TOKEN_BYTES)
         candidates = [key[:end] for end in ends if key[:end] in node.children]
     size = len(key)
-    found = [other for other in candidates if len(other) < size and key.startswith(other)]
-    return [node.children[other] for other in found]
+    covered = [other for other in candidates if len(other) < size and key.startswith(other)]
+    return [node.children[other] for other in covered]
 
 
 def siblings_with_head(node: Node, length: int) -> list[Node]:
@@ -103,8 +103,8 @@ def check_index(node: Node) -> None:
     """AssertionError unless the index holds exactly the children."""
     if node.first_token_index is None:
         return
-    found = [key for keys in node.first_token_index.values() for key in keys]
-    assert sorted(found) == sorted(node.children), f"node {node.node_id}: wrong index of children"
+    indexed = [key for keys in node.first_token_index.values() for key in keys]
+    assert sorted(indexed) == sorted(node.children), f"node {node.node_id}: wrong index of children"
     for token, keys in node.first_token_index.items():
         assert keys, f"node {node.node_id}: an empty entry in the index of children"
         assert all(key.startswith(token) for key in keys), f"node {node.node_id}: misplaced child"

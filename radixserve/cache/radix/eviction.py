@@ -1,16 +1,57 @@
-"""`EvictionOrder`, the interface of an eviction policy, and `LRU`, the default.
+"""Eviction policies: `EvictionOrder`, LRU, LFU, priority, FIFO, SLRU, ARC and expected return.
 
-The other policies are in `policies`; `session_eviction` wraps any of them.
+A policy orders the unlocked nodes. It sets a node's `policy_key`: a tick, a count, a priority, a
+stamp or a segment. Along a path keys never rise towards the leaves, which makes every victim a
+leaf. `EvictedHistory` remembers where tokens were evicted. `sessions` wraps any policy.
 """
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from radixserve.cache.radix.evicted_history import EvictionPoint
-from radixserve.cache.radix.node import Node
+from sortedcontainers import SortedDict
+
+from radixserve.cache.radix.node import Node, path
+from radixserve.cache.sequence import Return
+from radixserve.cache.tokens import TOKEN_BYTES
+
+EvictionPoint = tuple[int | str, int, bytes]  # node id, position, first token (int32) after it
+
+
+class EvictedHistory:
+    """Remembers where evicted branches began; the oldest are forgotten, half of them at a time.
+
+    The value of a point is the first page of what was dropped there, from which a later look-up
+    computes how far it would have matched. O(1).
+    """
+
+    __slots__ = ("_max_recent", "_older", "_recent")
+
+    def __init__(self, capacity: int = 8192) -> None:
+        self._max_recent = capacity // 2
+        self._recent: dict[EvictionPoint, bytes] = {}
+        self._older: dict[EvictionPoint, bytes] = {}
+
+    def remember(self, point: EvictionPoint, page: bytes) -> None:
+        """`page`: the int32 bytes of the first tokens evicted there, at most a page."""
+        recent = self._recent
+        recent[point] = page
+        if len(recent) > self._max_recent:
+            self._older, self._recent = recent, {}
+
+    def forget(self, node_id: int | str) -> None:
+        """Delete the points of that node. O(capacity)."""
+        for points in (self._recent, self._older):
+            for point in [point for point in points if point[0] == node_id]:
+                del points[point]
+
+    def find(self, point: EvictionPoint) -> bytes:
+        """The first page evicted at that point, or b""."""
+        return self._recent.get(point) or self._older.get(point, b"")
 
 
 class PathUse(NamedTuple):
@@ -33,6 +74,7 @@ class EvictionOrder(ABC):
     initial_key = 0  # of a new node
     tracks_use = False  # whether `on_path_used` is called
     tracks_evictions = False  # whether `on_evicted` is called
+    tracks_returns = False  # whether it is an `ExpectedReturn`, which takes forecasts
 
     def __init__(self, num_pages: int) -> None:
         """`num_pages`: of the whole pool."""
@@ -41,6 +83,7 @@ class EvictionOrder(ABC):
         self.initial_key = type(self).initial_key
         self.tracks_use = type(self).tracks_use
         self.tracks_evictions = type(self).tracks_evictions
+        self.tracks_returns = type(self).tracks_returns
 
     @abstractmethod
     def add(self, node: Node) -> None:
@@ -72,6 +115,17 @@ class EvictionOrder(ABC):
 
     def on_path_used(self, node: Node, use: PathUse) -> None:  # noqa: B027  (only some policies care)
         """Called before the path ending in `node` is unlocked by a sequence."""
+
+    def note_release(self, node: Node, expected: Return | None) -> None:  # noqa: B027
+        """See `ExpectedReturn`."""
+
+    def expect(self, node: Node, expected: Return) -> None:  # noqa: B027
+        """See `ExpectedReturn`."""
+
+    def adopt(  # noqa: B027
+        self, wait_s: float, late_s: float, probability: float, is_regular: bool
+    ) -> None:
+        """See `ExpectedReturn`."""
 
     def on_resized(self, node: Node) -> None:  # noqa: B027
         """An unlocked node was cut short, by an eviction or a split."""
@@ -112,6 +166,9 @@ class LRU(EvictionOrder):
             if tick == self._oldest:
                 self._oldest = tick + 1
 
+    def has(self, node: Node) -> bool:
+        return self._nodes.get(node.policy_key) is node
+
     def victim(self) -> Node | None:
         nodes, tick = self._nodes, self._oldest
         node = nodes.get(tick)
@@ -146,3 +203,487 @@ class LRU(EvictionOrder):
 
     def queues(self) -> list[Iterable[Node]]:
         return [self._nodes.values()]
+
+
+class RankedEviction(EvictionOrder):
+    """Lowest key first, least recently used among equals. O(log nodes)."""
+
+    tracks_use = True
+
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages)
+        self._tick = 0
+        self._nodes: SortedDict = SortedDict()  # rank -> node
+        self._ranks: dict[Node, tuple[int, ...]] = {}
+
+    def add(self, node: Node) -> None:
+        self._tick += 1
+        rank = self._ranks[node] = self.rank(node, self._tick)
+        self._nodes[rank] = node
+
+    def discard(self, node: Node) -> None:
+        rank = self._ranks.pop(node, None)
+        if rank is not None:
+            del self._nodes[rank]
+
+    def victim(self) -> Node | None:
+        if not self._nodes:
+            return None
+        node: Node = self._nodes.peekitem(0)[1]
+        return node
+
+    def preview(self) -> Iterator[tuple[Node, str]]:
+        return ((node, self.reason(node)) for node in self._nodes.values())
+
+    def queues(self) -> list[Iterable[Node]]:
+        return [self._nodes.values()]
+
+    @abstractmethod
+    def reason(self, node: Node) -> str:
+        """Why the node is evicted before later ones."""
+
+    def rank(self, node: Node, tick: int) -> tuple[int, ...]:
+        return (node.policy_key, tick)
+
+    @abstractmethod
+    def on_path_used(self, node: Node, use: PathUse) -> None:
+        """Update the policy keys of the path."""
+
+
+class LFU(RankedEviction):
+    """Least often reused first. The count is of sequences that found the node in the cache.
+
+    Counts do not age: a node stays until others have been reused more often.
+    """
+
+    def reason(self, node: Node) -> str:
+        return f"least often reused: {node.policy_key} times"
+
+    def on_path_used(self, node: Node, use: PathUse) -> None:
+        for ancestor in path(node):
+            if ancestor.start < use.reused:
+                ancestor.policy_key += 1
+
+
+class Priority(RankedEviction):
+    """Lowest priority first: that of the most important sequence that ever reached the node."""
+
+    initial_key = -(2**63)
+
+    def reason(self, node: Node) -> str:
+        return f"lowest priority: {node.policy_key}"
+
+    def on_path_used(self, node: Node, use: PathUse) -> None:
+        for ancestor in path(node):
+            if ancestor.policy_key >= use.priority:
+                return  # so have its ancestors
+            ancestor.policy_key = use.priority
+
+
+class FIFO(RankedEviction):
+    """Oldest first, by when something was last published in a node or below; reuse counts nothing.
+
+    O(depth) a sequence that published something.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages)
+        self._stamp = 0
+
+    def reason(self, _: Node) -> str:
+        return "published first"
+
+    def on_path_used(self, node: Node, use: PathUse) -> None:
+        if use.has_published:
+            for ancestor in path(node):
+                self._stamp += 1
+                ancestor.policy_key = self._stamp
+
+    def rank(self, node: Node, tick: int) -> tuple[int, ...]:
+        return (node.policy_key, -node.start, tick)  # a split gives both parts one stamp
+
+
+_ONCE, _AGAIN = "not reused since it was computed", "reused, but longest ago"
+
+
+def _below(node: Node) -> Iterable[Node]:
+    return node.children.values()
+
+
+class _Segment:
+    """Nodes in order of recency, and the pages in them."""
+
+    __slots__ = ("num_pages", "sizes")
+
+    def __init__(self) -> None:
+        self.sizes: OrderedDict[Node, int] = OrderedDict()  # oldest first, with their pages
+        self.num_pages = 0
+
+    def add(self, node: Node) -> None:
+        size = self.sizes[node] = len(node.pages)
+        self.num_pages += size
+
+    def discard(self, node: Node) -> None:
+        self.num_pages -= self.sizes.pop(node, 0)
+
+    def resize(self, node: Node) -> None:
+        if node in self.sizes:
+            size = len(node.pages)
+            self.num_pages += size - self.sizes[node]
+            self.sizes[node] = size
+
+    def oldest(self) -> Node | None:
+        return next(iter(self.sizes), None)
+
+
+class _Segmented(EvictionOrder):
+    """Two segments: seen once, and seen again (policy_key 1). O(1)."""
+
+    tracks_use = True
+
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages)
+        self._once = _Segment()
+        self._again = _Segment()
+
+    def add(self, node: Node) -> None:
+        (self._again if node.policy_key else self._once).add(node)
+
+    def discard(self, node: Node) -> None:
+        self._once.discard(node)
+        self._again.discard(node)
+
+    def on_resized(self, node: Node) -> None:
+        self._once.resize(node)
+        self._again.resize(node)
+
+    def preview(self) -> Iterator[tuple[Node, str]]:
+        for node in self._once.sizes:
+            yield node, _ONCE
+        for node in self._again.sizes:
+            yield node, _AGAIN
+
+    def queues(self) -> list[Iterable[Node]]:
+        return [self._once.sizes, self._again.sizes]
+
+    def on_path_used(self, node: Node, use: PathUse) -> None:
+        for ancestor in path(node):
+            if ancestor.start < use.reused:
+                if ancestor.policy_key:
+                    return  # so have its ancestors
+                ancestor.policy_key = 1
+
+
+class SLRU(_Segmented):
+    """Segmented LRU: reused nodes are protected, up to a share of the pool.
+
+    Beyond it the oldest protected nodes become the youngest unprotected ones.
+    """
+
+    _PROTECTED_SHARE = 0.8
+
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages)
+        self._max_protected = int(num_pages * self._PROTECTED_SHARE)
+
+    def add(self, node: Node) -> None:
+        if node.policy_key and node.parent is not None:
+            node.parent.policy_key = 1  # it may have been demoted while this one was locked
+        super().add(node)
+        while self._again.num_pages > self._max_protected:
+            oldest = self._again.oldest()
+            assert oldest is not None
+            self._again.discard(oldest)
+            oldest.policy_key = 0
+            self._once.add(oldest)
+
+    def victim(self) -> Node | None:
+        return self._once.oldest() or self._again.oldest()
+
+
+class ARC(_Segmented):
+    """Adaptive replacement (Megiddo and Modha, FAST 2003), counted in pages.
+
+    Two LRU lists, seen once and seen again, and for each a ghost list of what was evicted from it.
+    A hit in a ghost list enlarges that list's share of the pool.
+    """
+
+    tracks_evictions = True
+    _MAX_POINTS = 1 << 16  # points remembered of each list
+
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages)
+        self.once_share = 0.0  # pages that the nodes seen once may fill
+        self._evicted_once = _EvictedPoints(num_pages, self._MAX_POINTS)
+        self._evicted_again = _EvictedPoints(num_pages, self._MAX_POINTS)
+
+    def victim(self) -> Node | None:
+        once, again = self._once.oldest(), self._again.oldest()
+        if once is None or again is None:
+            return once or again
+        if self._once.num_pages > self.once_share or again.children:
+            return once
+        return again
+
+    def preview(self) -> Iterator[tuple[Node, str]]:
+        gone: set[Node] = set()
+        once, again = list(self._once.sizes)[::-1], list(self._again.sizes)[::-1]
+        num_once = self._once.num_pages
+        while once or again:
+            is_once = bool(once) and (
+                not again or num_once > self.once_share or not gone.issuperset(_below(again[-1]))
+            )
+            node = (once if is_once else again).pop()
+            num_once -= len(node.pages) if is_once else 0
+            gone.add(node)
+            yield node, _ONCE if is_once else _AGAIN
+
+    def on_path_used(self, node: Node, use: PathUse) -> None:
+        raised: set[Node] = set()
+        for ancestor in path(node):
+            assert ancestor.parent is not None
+            if ancestor.start >= use.reused:  # new, or evicted before
+                token = bytes(ancestor.tokens[:TOKEN_BYTES])
+                if (
+                    self._take_evicted((ancestor.parent.node_id, ancestor.start, token))
+                    and not ancestor.policy_key
+                ):
+                    ancestor.policy_key = 1
+                    raised.add(ancestor)
+                continue
+            cut = (use.reused - ancestor.start) * TOKEN_BYTES  # where it had been cut short
+            if cut < len(ancestor.tokens):
+                self._take_evicted(
+                    (ancestor.node_id, use.reused, bytes(ancestor.tokens[cut : cut + TOKEN_BYTES]))
+                )
+            break
+        super().on_path_used(node, use)
+        if raised:
+            self._raise_ancestors(node, raised)
+
+    def on_evicted(self, node: Node, point: EvictionPoint, num_pages: int) -> None:
+        lost = self._evicted_again if node.policy_key else self._evicted_once
+        lost.remember(node.node_id, point, num_pages)
+
+    def check(self) -> None:
+        for evicted in (self._evicted_once, self._evicted_again):
+            evicted.check()
+
+    def _raise_ancestors(self, node: Node, raised: set[Node]) -> None:
+        """Set the policy key of all ancestors of nodes that were `raised` just now."""
+        again = 0
+        for ancestor in path(node):
+            if ancestor.policy_key and again and ancestor not in raised:
+                return
+            again = ancestor.policy_key = again or ancestor.policy_key
+
+    def _take_evicted(self, point: EvictionPoint) -> bool:
+        """Whether that point is remembered; forgets it, and adapts the share."""
+        once, again = self._evicted_once, self._evicted_again
+        in_once, in_again = max(1, once.num_pages), max(1, again.num_pages)
+        pages = once.forget(point)
+        if pages:
+            more = pages * max(1.0, in_again / in_once)
+            self.once_share = min(float(self._num_pages), self.once_share + more)
+            return True
+        pages = again.forget(point)
+        if pages:
+            less = pages * max(1.0, in_once / in_again)
+            self.once_share = max(0.0, self.once_share - less)
+        return bool(pages)
+
+
+class _EvictedPoints:
+    """Points where pages were evicted, oldest first, up to a number of pages and of points."""
+
+    __slots__ = ("_max_pages", "_max_points", "_pages", "_tails", "num_pages")
+
+    def __init__(self, max_pages: int, max_points: int) -> None:
+        self._max_pages = max_pages
+        self._max_points = max_points
+        self._pages: OrderedDict[EvictionPoint, int] = OrderedDict()
+        self._tails: dict[int | str, EvictionPoint] = {}  # node_id -> where its tail was cut off
+        self.num_pages = 0
+
+    def remember(self, node_id: int | str, point: EvictionPoint, num_pages: int) -> None:
+        """`num_pages` of the node `node_id` are lost from `point` on, and its tail before."""
+        tail = self._tails.get(node_id)
+        if tail is not None:
+            num_pages += self.forget(tail)
+        self.forget(point)
+        self._pages[point] = num_pages
+        self.num_pages += num_pages
+        if point[0] == node_id:
+            self._tails[node_id] = point
+        while self.num_pages > self._max_pages or len(self._pages) > self._max_points:
+            self.forget(next(iter(self._pages)))
+
+    def forget(self, point: EvictionPoint) -> int:
+        """The pages lost from there on; 0 if that is not remembered."""
+        pages = self._pages.pop(point, 0)
+        self.num_pages -= pages
+        if pages and self._tails.get(point[0]) == point:
+            del self._tails[point[0]]
+        return pages
+
+    def check(self) -> None:
+        """AssertionError unless the remembered points are counted and bounded."""
+        assert self.num_pages == sum(self._pages.values()), "evicted pages miscounted"
+        assert self.num_pages <= self._max_pages, "too many evicted pages remembered"
+        assert len(self._pages) <= self._max_points, "too many evicted points remembered"
+        assert set(self._tails.values()) <= set(self._pages), "a tail that is not remembered"
+
+
+class ExpectedReturn(EvictionOrder):
+    """LRU, and the paths of those who return at regular times by when that will be.
+
+    Whoever serves the requests says when a released path is expected to be used again. Three
+    queues, evicted in this order:
+
+        recency   least recently used first: paths without an expected return, and those whose
+                  think times vary so much that recency tells more
+        late      a regular return was expected and is overdue, the first overdue one first
+        regular   the one that returns last first: sessions that come round in turn do not push
+                  each other out, as they do under LRU
+
+    A node's estimate covers everything below it, its earliest return and the latest time to be
+    late, so no node is evicted before one below it. O(log nodes) where a return is expected.
+    """
+
+    tracks_returns = True
+
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages)
+        self.clock: Callable[[], float] = time.monotonic  # that of the returns
+        self._recency = LRU(num_pages)
+        self._late: OrderedDict[Node, None] = OrderedDict()
+        self._regular: SortedDict = SortedDict()  # (-return time, tick) -> node
+        self._by_late_at: SortedDict = SortedDict()  # (late time, tick) -> node, the same nodes
+        self._keys: dict[Node, tuple[float, float, int]] = {}  # return time, late time, tick
+        self._tick = 0
+
+    def add(self, node: Node) -> None:
+        expected = node.expected
+        if expected is None or not expected.is_regular:
+            self._recency.add(node)
+            return
+        self._tick = tick = self._tick + 1
+        self._keys[node] = (expected.at, expected.late_at, tick)
+        self._regular[-expected.at, tick] = node
+        self._by_late_at[expected.late_at, tick] = node
+
+    def discard(self, node: Node) -> None:
+        self._recency.discard(node)
+        if node in self._keys:
+            self._drop_key(node)
+        else:
+            self._late.pop(node, None)
+
+    def victim(self) -> Node | None:
+        victim = self._recency.victim()
+        if victim is not None:
+            return victim
+        self._move_late()
+        for node in self._late:
+            return node
+        regular: Node | None = self._regular.peekitem(0)[1] if self._regular else None
+        return regular
+
+    def pop(self, num_pages: int) -> Node | None:
+        if not self._keys and not self._late:
+            return self._recency.pop(num_pages)
+        return super().pop(num_pages)
+
+    def preview(self) -> Iterator[tuple[Node, str]]:
+        self._move_late()
+        yield from self._recency.preview()
+        for node in self._late:
+            yield node, "expected back, but late"
+        for node in self._regular.values():
+            yield node, "expected back after all others"
+
+    def queues(self) -> list[Iterable[Node]]:
+        self._move_late()
+        return [*self._recency.queues(), self._late, self._regular.values()]
+
+    def check(self) -> None:
+        assert set(self._keys) == set(self._regular.values()), "regular nodes and keys disagree"
+        assert set(self._keys) == set(self._by_late_at.values()), "late times and keys disagree"
+
+    # -- returns ------------------------------------------------------------------------------
+
+    def note_release(self, node: Node, expected: Return | None) -> None:
+        """The locked path to `node` is about to be released; `expected`: when it is used again,
+        None: unknown. O(depth)."""
+        below, child = expected, None
+        for ancestor in path(node):
+            num_others = len(ancestor.children) - (child is not None)
+            if num_others or ancestor.lock_ref > 1:
+                below = join_returns(ancestor.expected, below)
+            ancestor.expected = below
+            child = ancestor
+
+    def expect(self, node: Node, expected: Return) -> None:
+        """The path to `node` is expected back then. Locked nodes hear of it when they are released.
+        O(depth)."""
+        for ancestor in path(node):
+            is_here = ancestor in self._keys or ancestor in self._late
+            is_here = is_here or self._recency.has(ancestor)
+            if is_here:
+                self.discard(ancestor)
+            ancestor.expected = join_returns(ancestor.expected, expected)
+            if is_here:
+                self.add(ancestor)
+
+    def adopt(self, wait_s: float, late_s: float, probability: float, is_regular: bool) -> None:
+        """Expect the same of all paths of which nothing is known. O(nodes): to be called once."""
+        for node in list(self._recency.queues()[0]):  # children before their parents
+            if node.expected is None:
+                at, late_at = node.last_use + wait_s, node.last_use + late_s
+                self.expect(node, Return(at, wait_s, late_at, probability, is_regular))
+
+    def _move_late(self) -> None:
+        """Paths that are overdue now are evicted first. O(log nodes) each."""
+        if not self._by_late_at:
+            return
+        now = self.clock()
+        while self._by_late_at and self._by_late_at.keys()[0][0] < now:
+            node = self._by_late_at.peekitem(0)[1]
+            self._drop_key(node)
+            self._late[node] = None
+
+    def _drop_key(self, node: Node) -> None:
+        return_at, late_at, tick = self._keys.pop(node)
+        del self._regular[-return_at, tick], self._by_late_at[late_at, tick]
+
+
+def join_returns(one: Return | None, other: Return | None) -> Return | None:
+    """The estimate of a node that both use."""
+    if one is None or other is None:
+        return other or one
+    return Return(
+        min(one.at, other.at),
+        min(one.wait_s, other.wait_s),
+        max(one.late_at, other.late_at),
+        max(one.probability, other.probability),
+        one.is_regular or other.is_regular,
+    )
+
+
+POLICIES: dict[str, type[EvictionOrder]] = {  # one for each name of config.EVICTION_POLICIES
+    "lru": LRU,
+    "arc": ARC,
+    "lfu": LFU,
+    "fifo": FIFO,
+    "slru": SLRU,
+    "priority": Priority,
+    "expected-return": ExpectedReturn,
+}
+
+
+def make_order(policy: str, num_pages: int, clock: Callable[[], float]) -> EvictionOrder:
+    """The order of that name; `clock`: the cache's, in seconds."""
+    order = POLICIES[policy](num_pages)
+    if isinstance(order, ExpectedReturn):
+        order.clock = clock
+    return order

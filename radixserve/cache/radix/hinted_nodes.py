@@ -1,4 +1,4 @@
-"""What hints are about: the nodes that sessions reach, and those that a prefix alone reaches."""
+"""Nodes that hints apply to: those reached by sessions, and those reached by one prefix alone."""
 
 from __future__ import annotations
 
@@ -7,70 +7,71 @@ from collections.abc import Iterable
 import numpy as np
 
 from radixserve.arrays import IntArray
-from radixserve.cache.radix.match import Match
+from radixserve.cache.radix.lookup import Match
 from radixserve.cache.radix.node import Node, path
-from radixserve.cache.radix.session import RadixSession
+from radixserve.cache.radix.sessions import RadixSession
 
 
 def held_nodes(sessions: Iterable[RadixSession]) -> set[Node]:
     """The nodes on the way to where sequences of these sessions ended."""
-    found: set[Node] = set()
+    held: set[Node] = set()
     for session in sessions:
         for end in session.end_nodes:
             for node in path(end):
-                if node in found:
+                if node in held:
                     break
-                found.add(node)
-    return found
+                held.add(node)
+    return held
 
 
 def num_demoted(nodes: Iterable[Node]) -> int:
-    """Tokens in those of `nodes` that are dropped first, or will be when they are unlocked."""
+    """Tokens of the demoted `nodes`: evicted first, once they are unlocked."""
     return sum(
         node.num_tokens
         for node in nodes
         if node.session_refs is not None
-        and not node.session_refs.is_public
+        and not node.session_refs.used_without_session
         and not node.session_refs.num_open
     )
 
 
 def paths_of(session: RadixSession) -> list[tuple[str, IntArray]]:
     """The namespace and the tokens of each of the session's end nodes, from the root."""
-    return [
-        (end.namespace.name, np.frombuffer(b"".join([*_edges(end)][::-1]), np.int32))
-        for end in session.end_nodes
-        if not end.namespace.is_dead
-    ]
+    return [prefix_of(end) for end in session.end_nodes if not end.namespace.is_dead]
+
+
+def prefix_of(node: Node) -> tuple[str, IntArray]:
+    """The namespace of a node, and the tokens from the root to its end."""
+    return node.namespace.name, np.frombuffer(b"".join([*_edges(node)][::-1]), np.int32)
 
 
 def _edges(node: Node) -> Iterable[bytes]:
-    return (bytes(at.tokens) for at in path(node))
+    return (bytes(ancestor.tokens) for ancestor in path(node))
 
 
 def demotable(match: Match, num_tokens: int) -> list[Node]:
-    """The nodes that only a prefix of `num_tokens` and what goes on from it need: each before its
-    parent. Empty where other prefixes go on from the node in which its match ends."""
+    """The nodes needed only by a prefix of `num_tokens` tokens and its continuations, each before
+    its parent. Empty where other prefixes continue from the node in which the match ends."""
     length, node, _, _ = match
     if node.parent is None:
         return []
     if length < num_tokens and (length < node.end or node.children):
         return []  # what comes after the match is another prefix's
-    found: list[Node] = [node]
-    for at in found:  # grows: the nodes below, level by level
-        found.extend(at.children.values())
-    found.reverse()
+    nodes: list[Node] = [node]
+    for below in nodes:  # grows: the nodes below, level by level
+        nodes.extend(below.children.values())
+    nodes.reverse()
     above = node.parent
-    while above.parent is not None and all(map(_is_demoted, _others(above, found[-1]))):
-        found.append(above)
+    while above.parent is not None and all(map(_is_demoted, _others(above, nodes[-1]))):
+        nodes.append(above)
         above = above.parent
-    return found
+    return nodes
 
 
 def _others(parent: Node, child: Node) -> Iterable[Node]:
-    return (one for one in parent.children.values() if one is not child)
+    return (sibling for sibling in parent.children.values() if sibling is not child)
 
 
 def _is_demoted(node: Node) -> bool:
     refs = node.session_refs
-    return refs is not None and not refs.is_public
+    return refs is not None and not refs.used_without_session

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from radixserve.cache.namespace import Namespace
+from radixserve.cache.sequence import Namespace, Return
 from radixserve.cache.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 class SessionRefs:
     """Sessions that use a node. None: used only by sequences without a session."""
 
-    __slots__ = ("is_public", "num_leased", "num_open", "num_retained", "sessions")
+    __slots__ = ("num_leased", "num_open", "num_retained", "sessions", "used_without_session")
 
-    def __init__(self, *, is_public: bool) -> None:
+    def __init__(self, *, used_without_session: bool) -> None:
         # a sequence without a session reached it, and it has not been demoted since
-        self.is_public = is_public
+        self.used_without_session = used_without_session
         self.num_open = 0  # open sessions that end here + children that open sessions reach
         self.num_leased = 0  # of both, the leased ones
         self.num_retained = 0  # of both, those that a retaining session reaches
@@ -49,6 +49,7 @@ class Node:
 
     __slots__ = (
         "children",
+        "expected",
         "first_token_index",
         "key",
         "last_use",
@@ -84,6 +85,7 @@ class Node:
         self.policy_key = 0  # set by the eviction policy
         self.last_use = 0.0  # the tree's `now` when its last lock was released
         self.session_refs: SessionRefs | None = None
+        self.expected: Return | None = None  # its next use; see `ExpectedReturn`
         self.children = NO_CHILDREN
         # see child_index; None while a scan of all children is faster
         self.first_token_index: dict[bytes, list[bytes] | SortedList] | None = None
@@ -98,16 +100,16 @@ class Node:
 
     def token_at(self, position: int) -> int:
         """The token id at an absolute position inside the edge."""
-        at = (position - self.start) * TOKEN_BYTES
-        return int(np.frombuffer(self.tokens, np.int32, 1, at)[0])
+        offset = (position - self.start) * TOKEN_BYTES
+        return int(np.frombuffer(self.tokens, np.int32, 1, offset)[0])
 
 
 def path(node: Node) -> Iterator[Node]:
     """`node` and its ancestors, without the root."""
-    at = node
-    while at.parent is not None:
-        yield at
-        at = at.parent
+    ancestor = node
+    while ancestor.parent is not None:
+        yield ancestor
+        ancestor = ancestor.parent
 
 
 def path_pages(node: Node, count: int) -> array[int]:
@@ -116,10 +118,10 @@ def path_pages(node: Node, count: int) -> array[int]:
     if parent is None or parent.parent is None:
         return node.pages[:count]
     path = [node.pages]
-    at: Node | None = parent
-    while at is not None:
-        path.append(at.pages)
-        at = at.parent
+    ancestor: Node | None = parent
+    while ancestor is not None:
+        path.append(ancestor.pages)
+        ancestor = ancestor.parent
     path.reverse()
     pages = array("i")
     for piece in path:

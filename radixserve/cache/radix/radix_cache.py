@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from radixserve.arrays import IntArray
 from radixserve.cache.events import EventLog
-from radixserve.cache.interface import CacheSession, Inspection, PrefixCache
-from radixserve.cache.page_pool import PageAllocator, PagePool
+from radixserve.cache.interface import CacheSession, PrefixCache
+from radixserve.cache.page_pool import PagePool
 from radixserve.cache.radix.audit import (
     check_tree,
     count_shared,
@@ -24,35 +23,64 @@ from radixserve.cache.radix.audit import (
     preview_tree,
     tree_stats,
 )
-from radixserve.cache.radix.hinted_nodes import demotable, held_nodes, num_demoted, paths_of
-from radixserve.cache.radix.match import Match, find_match
-from radixserve.cache.radix.miss_reason import NEVER_SEEN, explain, never_saw
+from radixserve.cache.radix.checkpoint_order import CheckpointSpacing
+from radixserve.cache.radix.eviction import make_order
+from radixserve.cache.radix.hinted_nodes import (
+    demotable,
+    held_nodes,
+    num_demoted,
+    paths_of,
+    prefix_of,
+)
+from radixserve.cache.radix.lookup import (
+    NEVER_SEEN,
+    Match,
+    RadixPrefixWatch,
+    explain,
+    find_match,
+    never_saw,
+)
 from radixserve.cache.radix.node import NamespaceTree, Node, path_pages
-from radixserve.cache.radix.policies import POLICIES
-from radixserve.cache.radix.prefix_watch import RadixPrefixWatch
-from radixserve.cache.radix.publishing_tree import open_log
 from radixserve.cache.radix.radix_tree import RadixTree
 from radixserve.cache.radix.sequence import (
     CachedSequence,
     append_to_leaves,
     node_covering,
 )
-from radixserve.cache.radix.session import RadixSession, check_session
-from radixserve.cache.radix.session_eviction import SessionAwareEviction
+from radixserve.cache.radix.sessions import RadixSession, SessionAwareEviction, check_session
 from radixserve.cache.radix.snapshot import snapshot_tree
-from radixserve.cache.radix.state_checkpoints import CheckpointTree, StateCheckpoints
-from radixserve.cache.radix.stateful_sequence import StatefulSequence
-from radixserve.cache.radix.windowed_sequence import WindowedSequence, usable_match
-from radixserve.cache.sequence import CacheSequence, PageCopy
-from radixserve.cache.state_pool import StateCopy
+from radixserve.cache.radix.states import (
+    LAST,
+    TAIL,
+    CheckpointTree,
+    StateCheckpoints,
+    StatefulSequence,
+)
+from radixserve.cache.radix.windows import (
+    WindowedAllocator,
+    WindowedPagePool,
+    WindowedSequence,
+    WindowPool,
+    usable_match,
+)
+from radixserve.cache.sequence import (
+    BRANCH,
+    CacheSequence,
+    PageAllocator,
+    PageCopy,
+    Return,
+    StateCopy,
+)
+from radixserve.cache.snapshot import SnapshotView
 from radixserve.cache.tokens import TOKEN_BYTES, TokenIds, as_token_ids, token_view
-from radixserve.cache.window_pool import WindowedAllocator, WindowPool
+from radixserve.cache.watch import PrefixWatch
 from radixserve.checks import check_choice, check_float, check_int, check_str
 from radixserve.config import EVICTION_POLICIES
 from radixserve.errors import InvalidRequest, OutOfPages
-from radixserve.output import Lookup
+from radixserve.output import Lookup, MissReason
 from radixserve.schedule import WindowLayers, WindowUpdates
 
+TAIL_TOKENS = 8  # before the end of a prompt: a checkpoint that other endings can continue from
 LEAST_BATCH = 3  # sequences that are committed in one loop; fewer are faster one by one
 LEASE_S = 300.0  # seconds that an open session's pages are preferred after their last use
 
@@ -69,12 +97,17 @@ class RadixCache(PrefixCache):
 
     `eviction` is one of config.EVICTION_POLICIES; sessions take precedence over it: see
     `open_session`; their leases fill at most `max_lease_share` of the pool, on `clock` (seconds).
-    With `reuse=False` nothing is ever shared or kept between sequences (but forks still share).
-    A reset is O(1) for each namespace. `num_states`: of a model with recurrent layers; a sequence
-    begins at the deepest checkpoint of its path then, see `stateful_sequence`. Checkpoints are
-    taken every `checkpoint_interval` tokens, before a prompt's last token, where prompts branch
-    and at the end of sequences. `windows`: of a model with layers that see a window of positions
-    only and have a memory of their own, see `window_pool`. Not together with states.
+    With `reuse=False` sequences share and keep nothing, except that forks still share pages.
+    A reset is O(1) for each namespace, plus the end nodes of open sessions. `num_states`: of a
+    model with recurrent layers; a sequence begins at the deepest checkpoint of its path then, see
+    `StatefulSequence`. Checkpoints are taken every `checkpoint_interval` tokens (None: see
+    `CheckpointSpacing`; `state_tokens` is the number of tokens whose K/V takes the memory of a
+    state), before a prompt's end, where prompts branch, at the end of sequences, and where
+    `want_checkpoint` asks for them. `windows`: of a model with layers
+    that see a window of positions only and have a memory of their own, see `window_pool`. Not
+    together with states. `freeze_garbage` keeps the nodes of a large tree out of Python's full
+    garbage collections, which stop the process for half a second with a million nodes; it freezes
+    all objects of the process, see `garbage`, until `close`.
     """
 
     def __init__(
@@ -85,26 +118,35 @@ class RadixCache(PrefixCache):
         *,
         reuse: bool = True,
         num_states: int = 0,
-        checkpoint_interval: int = 512,
+        checkpoint_interval: int | None = None,
+        state_tokens: float = 0.0,
         windows: WindowLayers | None = None,
         max_lease_share: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
+        freeze_garbage: bool = False,
     ) -> None:
         num_pages = check_int("num_pages", num_pages, 1, 2**31 - 1)
         page_size = check_int("page_size", page_size, 1)
         check_choice("eviction", eviction, EVICTION_POLICIES)
         share = check_float("max_lease_share", max_lease_share, 0.0, 1.0)
-        pool = PagePool(num_pages)
         check_int("num_states", num_states, 0, 2**31 - 1)
-        check_int("checkpoint_interval", checkpoint_interval, 1)
-        self._windows = None if windows is None else WindowPool(pool, page_size, windows)
-        order = POLICIES[eviction](num_pages)
+        if checkpoint_interval is not None:
+            check_int("checkpoint_interval", checkpoint_interval, 1)
+        check_float("state_tokens", state_tokens, 0.0, math.inf)
+        self._windows: WindowPool | None = None
+        pool = PagePool(num_pages)
+        if windows is not None:
+            self._windows = WindowPool(num_pages, page_size, windows)
+            pool = WindowedPagePool(num_pages, self._windows)
+        order = make_order(eviction, num_pages, clock)
         self._checkpoints: StateCheckpoints | None = None
         self._tree: RadixTree
         if num_states:
             if windows is not None:
                 raise InvalidRequest("a cache has num_states or windows, not both")
-            self._checkpoints = StateCheckpoints(num_states, checkpoint_interval)
+            self._checkpoints = StateCheckpoints(
+                num_states, CheckpointSpacing(checkpoint_interval, state_tokens)
+            )
             self._tree = CheckpointTree(pool, page_size, order, self._checkpoints)
         else:
             self._tree = RadixTree(pool, page_size, order)
@@ -113,16 +155,9 @@ class RadixCache(PrefixCache):
             allocator = PageAllocator(pool, page_size, tree, clock)
         else:
             allocator = WindowedAllocator(pool, page_size, tree, clock, self._windows)
-        inspection = Inspection(
-            partial(check_tree, allocator, tree),
-            partial(count_shared, allocator),
-            partial(preview_tree, tree),
-            partial(snapshot_tree, allocator, tree),
-            partial(dump_tree, allocator, tree),
-        )
-        super().__init__(allocator, tree, tree.watch_registry, inspection)
-        # whether a prefix may be cached that no sequence can go on from
-        self._forgets = self._checkpoints is not None or self._windows is not None
+        super().__init__(allocator, tree, tree.watch_registry, freeze_garbage=freeze_garbage)
+        # whether the recurrent state or window pages of a cached prefix may be missing
+        self._may_lack_state = self._checkpoints is not None or self._windows is not None
         self._max_leased = int(num_pages * share)
         self._clock = clock
         self._reuse = reuse
@@ -155,7 +190,7 @@ class RadixCache(PrefixCache):
         allow_full: bool = False,
         compare_namespaces: bool = True,
     ) -> Lookup:
-        """What `acquire` would reuse now, and why not more. Changes nothing.
+        """The number of tokens that `acquire` would reuse now, and why not more. Changes nothing.
 
         O(tokens matched) in memcmp; a miss also asks other namespaces (at most 64).
         """
@@ -163,27 +198,31 @@ class RadixCache(PrefixCache):
         limit = len(ids)
         if limit and not allow_full:
             limit -= 1
-        found = tree.namespaces.get(namespace)
-        if found is None:
-            found = NamespaceTree(check_str("namespace", namespace), is_dead=True)
+        space = tree.namespaces.get(namespace)
+        if space is None:
+            space = NamespaceTree(check_str("namespace", namespace), is_dead=True)
         size = tree.page_size
         first_page = ids[: size if size < limit else limit].tobytes()
-        is_known = not first_page or first_page in found.root.children
-        if not is_known and never_saw(tree, found, first_page):
+        is_known = not first_page or first_page in space.root.children
+        if not is_known and never_saw(tree, space, first_page):
             return NEVER_SEEN
         data = token_view(ids)
-        match = find_match(found, data, limit, size, first_page)
-        answer = explain(tree, found, match, data, limit, compare_namespaces)
-        length, node, _, _ = match
-        if self._forgets:
-            usable, at = self._usable(node, length)
-            match = usable, at, at, b""
-            if usable < length:
-                reason = "no_checkpoint" if self._windows is None else "window_evicted"
-                length, answer = usable, Lookup(usable, reason, answer.position)
-        if not length % size or self._can_copy_page_prefix(match):
-            return answer
-        return answer._replace(cached_len=self._without_page_prefix(match))
+        match = find_match(space, data, limit, size, first_page)
+        answer = explain(tree, space, match, data, limit, compare_namespaces)
+        match_len, node, _, _ = match
+        length = match_len
+        if self._may_lack_state:
+            length, node = self._resumable_prefix(node, match_len)
+            if length < match_len:
+                answer = self._lacks_state(answer, length)
+        length = self._cached_len(length, node)
+        return answer if length == answer.cached_len else answer._replace(cached_len=length)
+
+    def _lacks_state(self, answer: Lookup, length: int) -> Lookup:
+        """The answer where more is cached than the `length` tokens that a sequence can continue
+        from: the reason is what is missing after them."""
+        reason: MissReason = "no_checkpoint" if self._windows is None else "window_evicted"
+        return Lookup(length, reason, answer.position)
 
     def watch(self, tokens: IntArray, namespace: str = "") -> RadixPrefixWatch:
         check_str("namespace", namespace)
@@ -198,35 +237,85 @@ class RadixCache(PrefixCache):
         session: CacheSession | None = None,
         priority: int = 0,
     ) -> CachedSequence:
-        """The longest cached prefix of `tokens`, locked until the sequence is released.
+        """Lock the longest cached prefix of `tokens` until the returned sequence is released.
 
         At least the last token is left to compute unless `allow_full`. The sequence's length is
-        `cached_len`; `extend` takes room for the rest. A prefix that ends inside a page takes one
-        page for the copy of its prefix; when there is none, the prefix ends at the page boundary.
-        `session`: session of the sequence, from `open_session`. `priority`: for the "priority"
-        eviction policy; pages of high priority are kept longer.
+        `cached_len`; `extend` allocates pages for the rest. A prefix that ends inside a page
+        allocates one page for a copy of that page's prefix; when none is available, the prefix ends
+        at the page boundary. `session`: from `open_session`. `priority`: for the "priority"
+        eviction policy, which keeps pages of high priority longer.
         """
-        data, tree, allocator = token_view(as_token_ids(tokens)), self._tree, self._allocator
+        data, tree = token_view(tokens), self._tree
+        count = len(data)
         owner = None if session is None else check_session(session, tree.session_eviction)
         if priority != 0:
             priority = check_int("priority", priority, -(2**31), 2**31 - 1)
-        found = tree.namespaces.get(namespace)
-        if found is None:  # always, without reuse
-            check_str("namespace", namespace)
-            found = (
-                tree.open_namespace(namespace)
-                if self._reuse
-                else NamespaceTree(namespace, is_dead=True)
-            )
-        size, count, copy = tree.page_size, len(data), None
+        space = tree.namespaces.get(namespace) or self._open_namespace(namespace)
         limit = count - 1 if count and not allow_full else count
-        match = find_match(found, data, limit, size)
+        match = find_match(space, data, limit, tree.page_size)
+        return self._acquire_match(match, data, limit, owner, priority)
+
+    def acquire_watched(
+        self, watch: PrefixWatch, *, session: CacheSession | None = None, priority: int = 0
+    ) -> tuple[CachedSequence, Lookup]:
+        """See `PrefixCache.acquire_watched`."""
+        tree = self._tree
+        assert isinstance(watch, RadixPrefixWatch)
+        owner = None if session is None else check_session(session, tree.session_eviction)
+        if priority != 0:
+            priority = check_int("priority", priority, -(2**31), 2**31 - 1)
+        tree.watch_registry.refresh(watch)
+        space, match, data = tree.namespaces.get(watch.namespace), watch.match, watch.data
+        if space is None:
+            space = self._open_namespace(watch.namespace)
+            match = 0, space.root, space.root, b""
+        limit = max(0, len(data) - 1)
+        lookup = explain(tree, space, match, data, limit, True)
+        if self._may_lack_state:
+            match_len, node, _, _ = match
+            length, _ = self._resumable_prefix(node, match_len)
+            if length < match_len:
+                lookup = self._lacks_state(lookup, length)
+        sequence = self._acquire_match(match, data, limit, owner, priority)
+        if sequence.cached_len != lookup.cached_len:
+            lookup = lookup._replace(cached_len=sequence.cached_len)
+        return sequence, lookup
+
+    def resumable_len(self, watch: PrefixWatch) -> int:
+        """See `PrefixCache.resumable_len`."""
+        assert isinstance(watch, RadixPrefixWatch)
+        self._tree.watch_registry.refresh(watch)
+        length, node, _, _ = watch.match
+        if self._may_lack_state:
+            length, node = self._resumable_prefix(node, length)
+        return self._cached_len(length, node)
+
+    def _open_namespace(self, name: str) -> NamespaceTree:
+        """The namespace of a new sequence; a dead one without reuse."""
+        check_str("namespace", name)
+        if self._reuse:
+            return self._tree.open_namespace(name)
+        return NamespaceTree(name, is_dead=True)
+
+    def _acquire_match(
+        self,
+        match: Match,
+        data: memoryview,
+        limit: int,
+        owner: RadixSession | None,
+        priority: int,
+    ) -> CachedSequence:
+        """A sequence over the part of a prompt's match that it can continue from. `data`: the whole
+        prompt; `limit`: tokens that were looked for."""
+        tree, allocator = self._tree, self._allocator
+        checkpoints, windows = self._checkpoints, self._windows
+        size, count, copy = tree.page_size, len(data), None
         match_len, node, _, _ = match
-        length, checkpoints, windows = match_len, self._checkpoints, self._windows
-        if self._forgets:
-            wanted = {length, limit}  # lengths that others may go on from
-            length, node = self._usable(node, length)
-            match = length, node, node, b""
+        length = match_len
+        if self._may_lack_state:
+            length, node = self._resumable_prefix(node, match_len)
+        if self._freezer is not None:
+            self._note_growth()
         tree.lock(node)
         shared = path_pages(node, length // size) if length else array("i")
         if windows is not None:
@@ -234,7 +323,7 @@ class RadixCache(PrefixCache):
                 shared if not length % size else path_pages(node, length // size + 1), length
             )
         if length % size:
-            node, length, copy = self._copy_page_prefix(match)
+            node, length, copy = self._copy_page_prefix(length, node)
             if copy is None:
                 del shared[length // size :]
         allocator.note_time()
@@ -249,22 +338,33 @@ class RadixCache(PrefixCache):
             del known[length * TOKEN_BYTES :]
         else:
             known = bytearray(data[:length])
+        if not self._may_lack_state:
+            return CachedSequence(
+                allocator, tree, node, known, shared, copy, length, owner, priority
+            )
         parts = allocator, tree, node, known, shared, copy, length, owner, priority
         if windows is not None:
             if copy is not None:
                 windows.copy(*copy)
             windows.end_use()
             return WindowedSequence(*parts, match_len=match_len)
-        if checkpoints is None:
-            return CachedSequence(*parts)
+        assert checkpoints is not None
         sequence = StatefulSequence(*parts)
+        wanted = {count - TAIL_TOKENS: TAIL, match_len: BRANCH, limit: LAST}
         sequence.begin_at(checkpoints.deepest(node, length), wanted)
         return sequence
 
-    def _usable(self, node: Node, length: int, multiple_of: int = 1) -> tuple[int, Node]:
-        """The longest prefix of a match of `length` tokens, whose last one is in `node`, that a
-        sequence can go on from, and the node with its last token: the match itself but with
-        recurrent states or windows. A match of whole pages stays one."""
+    def _cached_len(self, length: int, node: Node) -> int:
+        """The length of the sequence that `_acquire_match` would return over a resumable prefix of
+        `length` tokens, the last of them in `node`."""
+        if not length % self._tree.page_size or self._can_copy_page_prefix(length, node):
+            return length
+        return self._without_page_prefix(length, node)
+
+    def _resumable_prefix(self, node: Node, length: int, multiple_of: int = 1) -> tuple[int, Node]:
+        """The longest prefix of a match of `length` tokens, the last of them in `node`, that a
+        sequence can continue from, and the node with its last token. Shorter than the match where
+        recurrent states or window pages are missing. A match of whole pages stays one."""
         if self._checkpoints is not None:
             usable, _, node = self._checkpoints.deepest(node, length, multiple_of)
             return usable, node
@@ -282,32 +382,31 @@ class RadixCache(PrefixCache):
         for sequence, token_id in rest:
             sequence.commit_next(token_id)
 
-    def _copy_page_prefix(self, match: Match) -> tuple[Node, int, PageCopy | None]:
-        """Take a page for the partial last page of a locked match, or shorten the match."""
-        length, node, _, _ = match
+    def _copy_page_prefix(self, length: int, node: Node) -> tuple[Node, int, PageCopy | None]:
+        """Take a page for the partial last page of a locked prefix, or shorten the prefix."""
         whole, extra = divmod(length, self.page_size)
         try:
             page = self._allocator.allocate(1, may_shrink_locks=False)[0]
         except OutOfPages:
-            length = self._without_page_prefix(match)
+            length = self._without_page_prefix(length, node)
             return self._tree.move_lock(node, node_covering(node, length)), length, None
         return node, length, (node.pages[whole - node.start // self.page_size], page, extra)
 
-    def _without_page_prefix(self, match: Match) -> int:
-        """Tokens of the match that can be reused in whole pages."""
-        (length, node, _, _), size = match, self.page_size
-        return self._usable(node, length - length % size, multiple_of=size)[0]
+    def _without_page_prefix(self, length: int, node: Node) -> int:
+        """Tokens of the prefix that can be reused in whole pages."""
+        size = self.page_size
+        return self._resumable_prefix(node, length - length % size, multiple_of=size)[0]
 
-    def _can_copy_page_prefix(self, match: Match) -> bool:
-        """Whether a page for the copy is available once the matched path is locked."""
-        length, last, windows = match[0], match[1], self._windows
+    def _can_copy_page_prefix(self, length: int, node: Node) -> bool:
+        """Whether a page for the copy is available once the path to `node` is locked."""
+        windows = self._windows
         if windows is not None:
-            pages = path_pages(last, length // self.page_size + 1)
+            pages = path_pages(node, length // self.page_size + 1)
             if not windows.num_obtainable(1, pages[windows.first_seen_page(length) :]):
                 return False
         if self._allocator.pool.num_free:
             return True
-        kept, node = 0, match[1]
+        kept = 0
         while node.parent is not None and not node.lock_ref:
             kept += len(node.pages)
             node = node.parent
@@ -324,14 +423,17 @@ class RadixCache(PrefixCache):
     ) -> RadixSession:
         """Open a session; close it when it will not be continued: a chat, a branch, a tenant.
 
-        Pages that only closed sessions reached are dropped first. Those where sequences of an open
-        one ended are dropped last for `lease_s` seconds (default: 300; 0: no lease) from the last
-        time. `retain_until` (on the cache's clock) instead of a lease: until then they are dropped
-        after everything else, leased pages too. Names need not be unique; they are for `stats`. A
-        session that is never closed counts as open for as long as the cache lives.
+        Pages that only closed sessions reached are evicted first. The path to each place where a
+        sequence of an open session ended is evicted last, for `lease_s` seconds from then on
+        (default: 300; 0: no lease). `retain_until`, on the cache's clock, replaces the lease: until
+        then the path is evicted after everything else, leased pages included. Names need not be
+        unique; `stats` shows them. A session that is never closed stays open as long as the cache
+        exists.
         """
         check_str("name", name)
         lease = LEASE_S if lease_s is None else check_float("lease_s", lease_s, 0.0, math.inf)
+        if self._tree.order.tracks_returns:
+            lease = 0.0  # what is expected of its sequences says more than a fixed time
         if retain_until is not None:
             retain_until = check_float("retain_until", retain_until, 0.0, math.inf)
         return self._session_eviction().open(name, lease, retain_until)
@@ -345,6 +447,32 @@ class RadixCache(PrefixCache):
         assert tree.session_eviction is not None
         return tree.session_eviction
 
+    # -- expected returns ---------------------------------------------------------------------
+
+    @property
+    def tracks_returns(self) -> bool:
+        return self._reuse and self._tree.order.tracks_returns
+
+    def expect_return(self, watch: PrefixWatch, expected: Return) -> None:
+        """See `PrefixCache.expect_return`. O(depth)."""
+        assert isinstance(watch, RadixPrefixWatch)
+        node = watch.match[1]
+        if self._tree.order.tracks_returns and not node.namespace.is_dead:
+            self._tree.order.expect(node, expected)
+
+    def adopt_returns(self, typical: Return) -> None:
+        """See `PrefixCache.adopt_returns`. O(unlocked nodes)."""
+        late_s = typical.late_at - typical.at + typical.wait_s
+        self._tree.order.adopt(typical.wait_s, late_s, typical.probability, typical.is_regular)
+
+    def victims(self) -> Iterator[tuple[int, Return | None]]:
+        """See `PrefixCache.victims`."""
+        tree = self._tree
+        closed = () if tree.session_eviction is None else tree.session_eviction.closed_nodes
+        for node, _ in tree.order.preview():
+            if not node.namespace.is_dead:
+                yield len(node.pages), None if node in closed else node.expected
+
     # -- hints --------------------------------------------------------------------------------
 
     @property
@@ -353,11 +481,11 @@ class RadixCache(PrefixCache):
         return 0 if sessions is None else sessions.num_retained_pages
 
     def demote(self, tokens: TokenIds, namespace: str = "") -> int:
-        """See `PrefixCache.demote`. O(tokens + nodes that go on from them)."""
-        data, found = token_view(as_token_ids(tokens)), self._tree.namespaces.get(namespace)
-        if found is None or not len(data):
+        """See `PrefixCache.demote`. O(tokens + nodes below them)."""
+        data, space = token_view(tokens), self._tree.namespaces.get(namespace)
+        if space is None or not len(data):
             return 0
-        nodes = demotable(find_match(found, data, len(data), self.page_size), len(data))
+        nodes = demotable(find_match(space, data, len(data), self.page_size), len(data))
         if nodes:
             self._session_eviction().demote(nodes)
         return num_demoted(nodes)
@@ -371,30 +499,60 @@ class RadixCache(PrefixCache):
     def held_tokens(self, sessions: Iterable[CacheSession]) -> int:
         """See `PrefixCache.held_tokens`. O(nodes that they reach)."""
         order = self._tree.session_eviction
-        nodes = held_nodes(check_session(one, order) for one in sessions)
+        nodes = held_nodes(check_session(session, order) for session in sessions)
         return sum(len(node.pages) for node in nodes) * self.page_size
 
     def session_prefixes(self, session: CacheSession) -> list[tuple[str, IntArray]]:
         """See `PrefixCache.session_prefixes`. O(tokens)."""
         return paths_of(check_session(session, self._tree.session_eviction))
 
+    def prefixes(self, namespace: str | None = None) -> list[tuple[str, IntArray]]:
+        """See `PrefixCache.prefixes`. O(tokens of all of them)."""
+        return [prefix_of(leaf) for leaf in self._tree.leaves(namespace)]
+
     def open_events(self, epoch: int | None = None) -> EventLog:
-        return open_log(self._tree, epoch)
+        """See `PrefixCache.open_events`."""
+        tree = self._tree
+        if tree.events is not None:
+            raise InvalidRequest("this cache's events are open already: close that log first")
+
+        def close() -> None:
+            if tree.events is log:
+                tree.events = None
+
+        log = tree.events = EventLog(tree.stored_nodes, close, epoch)
+        return log
 
     # -- inspection ---------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """See `PrefixCache.stats`."""
-        found = {**super().stats(), **tree_stats(self._allocator, self._tree)}
+        stats = {**super().stats(), **tree_stats(self._allocator, self._tree)}
         for extra in (self._checkpoints, self._windows):
             if extra is not None:
-                found |= extra.stats()
-        return found
+                stats |= extra.stats()
+        return stats
 
     def gauges(self) -> dict[str, int]:
-        """Pages of a namespace that was reset count as free at once."""
-        found, num_dead = super().gauges(), self._tree.num_dead
-        found["pages_free"] += num_dead
-        found["pages_tree"] -= num_dead
-        found["pages_cached"] -= num_dead
-        return {**found, "nodes": self._tree.num_nodes}
+        """See `PrefixCache.gauges`. Pages of a namespace that was reset count as free at once."""
+        gauges, num_dead = super().gauges(), self._tree.num_dead
+        gauges["pages_free"] += num_dead
+        gauges["pages_tree"] -= num_dead
+        gauges["pages_cached"] -= num_dead
+        return {**gauges, "nodes": self._tree.num_nodes}
+
+    def check(self) -> None:
+        """See `PrefixCache.check`."""
+        check_tree(self._allocator, self._tree)
+
+    def _count_shared(self) -> int:
+        return count_shared(self._allocator)
+
+    def _preview(self, count: int) -> list[dict[str, Any]]:
+        return preview_tree(self._tree, count)
+
+    def _dump(self, max_nodes: int, namespace: str | None) -> dict[str, Any]:
+        return dump_tree(self._allocator, self._tree, max_nodes, namespace)
+
+    def _snapshot(self, view: SnapshotView) -> dict[str, Any]:
+        return snapshot_tree(self._allocator, self._tree, view)

@@ -14,14 +14,24 @@ shorter than a page), so siblings may share a page prefix but never a whole page
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 
+from radixserve.cache.events import (
+    ROOT,
+    Appended,
+    EventLog,
+    Removed,
+    Reset,
+    Split,
+    Stored,
+    Truncated,
+)
 from radixserve.cache.page_pool import PagePool
-from radixserve.cache.radix.child_index import add_key, has_longer, remove_key
-from radixserve.cache.radix.evicted_history import EvictedHistory
-from radixserve.cache.radix.eviction import EvictionOrder
+from radixserve.cache.radix.child_index import add_key, closest_child, has_longer, remove_key
+from radixserve.cache.radix.eviction import EvictedHistory, EvictionOrder
 from radixserve.cache.radix.node import NO_CHILDREN, NamespaceTree, Node, SessionRefs
-from radixserve.cache.radix.session_eviction import SessionAwareEviction
+from radixserve.cache.radix.sessions import SessionAwareEviction
 from radixserve.cache.tokens import TOKEN_BYTES
 from radixserve.cache.watch import WatchKey, WatchRegistry
 
@@ -39,6 +49,7 @@ class RadixTree:
         self.evicted_history = EvictedHistory()
         self.watch_registry = WatchRegistry()
         self._watched = self.watch_registry.watched
+        self.events: EventLog | None = None  # while a log is open
         self.num_pages = 0  # in nodes, dead ones included
         self.num_locked = 0  # pages of locked nodes
         self.num_dead = 0  # unlocked pages of dead namespaces: count as free
@@ -47,9 +58,9 @@ class RadixTree:
         self.num_evicted_tokens = 0
         self.now = 0.0  # seconds, see `PageOwner`
         self.pending_free: list[Node] = []  # subtrees of dead namespaces, freed when needed
-        self.free = pool.free  # pages that `cut` and `remove` returned
+        self.pool = pool  # where pages that `cut` and `remove` returned are freed
         self._key_bytes = page_size * TOKEN_BYTES
-        self._next_id = 0
+        self.num_created = 0  # nodes since the start; the number of one is its id
 
     def set_session_eviction(self, session_eviction: SessionAwareEviction) -> None:
         """Enable sessions: `session_eviction` replaces the order."""
@@ -59,13 +70,13 @@ class RadixTree:
 
     def open_namespace(self, name: str) -> NamespaceTree:
         """The live namespace of that name, made when missing."""
-        found = self.namespaces.get(name)
-        if found is None:
-            found = self.namespaces[name] = NamespaceTree(name)
-            self.watch_registry.notify(*self.place(name))
-        return found
+        namespace = self.namespaces.get(name)
+        if namespace is None:
+            namespace = self.namespaces[name] = NamespaceTree(name)
+            self.watch_registry.notify(*self.watch_key(name))
+        return namespace
 
-    def place(self, name: str) -> WatchKey:
+    def watch_key(self, name: str) -> WatchKey:
         """The place that watches use for the namespace of that name."""
         return (name,), b""
 
@@ -104,9 +115,9 @@ class RadixTree:
             if namespace.is_dead:
                 self.num_dead += pages
                 self.pending_free.extend(node.children.values())
-                self.free(self.remove(node))
+                self.pool.free(self.remove(node))
             elif len(node.tokens) < self._key_bytes and has_longer(parent, node.key):
-                self.free(self.remove(node))  # a sibling holds all of this leaf, and more
+                self.pool.free(self.remove(node))  # a sibling holds all of this leaf, and more
             else:
                 node.last_use = self.now
                 order.add(node)
@@ -136,18 +147,18 @@ class RadixTree:
         tokens: bytearray,
         pages: array[int],
         held: Node,
-        is_public: bool,
+        used_without_session: bool,
     ) -> Node:
         """Add a leaf that takes over `tokens`, whose first page is `key`, and `pages`. The caller's
-        lock on `held`, which is `parent` or on its path, moves to the leaf. `is_public`: without a
-        session."""
+        lock on `held`, which is `parent` or on its path, moves to the leaf.
+        `used_without_session`: the caller has no session."""
         namespace, size = parent.namespace, len(pages)
-        self._next_id = node_id = self._next_id + 1
+        self.num_created = node_id = self.num_created + 1
         self.num_nodes += 1
         leaf = Node(namespace, parent, start, key, tokens, pages, node_id)
         leaf.policy_key = self.order.initial_key
-        if not is_public:
-            leaf.session_refs = SessionRefs(is_public=False)
+        if not used_without_session:
+            leaf.session_refs = SessionRefs(used_without_session=False)
         self.num_pages += size
         namespace.num_pages += size
         self._link(parent, leaf)
@@ -161,32 +172,35 @@ class RadixTree:
             if namespace.is_dead:
                 self.num_dead += size
             self.move_lock(held, leaf)
-        if is_public and self.session_eviction is not None:
-            self.session_eviction.make_public(parent)
+        if used_without_session and self.session_eviction is not None:
+            self.session_eviction.mark_used_without_session(parent)
+        if self.events is not None and not namespace.is_dead:
+            self.events.add(_stored(leaf))
         return leaf
 
-    def split(self, node: Node, at: int) -> Node:
-        """Cut `node` after `at` tokens (whole pages, 0 < at < its length); returns the upper part.
+    def split(self, node: Node, num_tokens: int) -> Node:
+        """Cut `node` after its first `num_tokens`, whole pages; returns the upper part.
 
         `node` stays the lower part with its sessions and its place in the order. An unlocked
         upper part is in no order yet: the caller locks it before anything else.
         """
-        parent, cut, pages = node.parent, at * TOKEN_BYTES, at // self.page_size
+        parent, cut, pages = node.parent, num_tokens * TOKEN_BYTES, num_tokens // self.page_size
         assert parent is not None
-        assert 0 < at < node.num_tokens
-        assert at % self.page_size == 0
-        self._next_id = node_id = self._next_id + 1
+        assert 0 < num_tokens < node.num_tokens
+        assert num_tokens % self.page_size == 0
+        self.num_created = node_id = self.num_created + 1
         self.num_nodes += 1
         tokens, first = node.tokens[:cut], node.pages[:pages]
         upper = Node(node.namespace, parent, node.start, node.key, tokens, first, node_id)
         parent.children[node.key] = upper  # the first page, and so the key, is the same
         del node.tokens[:cut]
         del node.pages[:pages]
-        node.start += at
+        node.start += num_tokens
         node.parent = upper
         node.key = bytes(node.tokens[: self._key_bytes])
         self._link(upper, node)
         upper.policy_key, upper.last_use = node.policy_key, node.last_use
+        upper.expected = node.expected
         if node.session_refs is not None and self.session_eviction is not None:
             self.session_eviction.on_split(upper, node)
         if node.lock_ref:
@@ -195,6 +209,8 @@ class RadixTree:
             self.order.on_resized(node)
         self.num_splits += 1
         self.watch_registry.notify(node.node_id)
+        if self.events is not None and not node.namespace.is_dead:
+            self.events.add(Split(int(node.node_id), int(upper.node_id), node.num_tokens))
         return upper
 
     def extend(self, leaf: Node, tokens: bytearray, pages: array[int]) -> None:
@@ -211,16 +227,19 @@ class RadixTree:
         if pages:
             leaf.pages += pages
             self._count_pages(leaf, len(pages))
-        if self._watched:
-            self.watch_registry.notify(leaf.node_id, bytes(tokens[:TOKEN_BYTES]))
+        if self._watched or self.events is not None:
+            self.note_appended(leaf, bytes(tokens))
 
-    def append_listener(self) -> Callable[[Node, bytes], None] | None:
-        """To be called with each leaf and the tokens that were appended to it by others than
-        `extend`; None where nothing depends on it."""
-        return self._note_appended if self._watched else None
+    @property
+    def has_listeners(self) -> bool:
+        """Whether `note_appended` has an effect."""
+        return bool(self._watched) or self.events is not None
 
-    def _note_appended(self, leaf: Node, tokens: bytes) -> None:
+    def note_appended(self, leaf: Node, tokens: bytes) -> None:
+        """Report tokens that were appended to a leaf, to watches and the event log."""
         self.watch_registry.notify(leaf.node_id, tokens[:TOKEN_BYTES])
+        if self.events is not None and not leaf.namespace.is_dead:
+            self.events.add(Appended(int(leaf.node_id), tokens))
 
     def count_grown(self, leaves: Sequence[Node]) -> None:
         """Each of these locked leaves has got a page more."""
@@ -239,6 +258,9 @@ class RadixTree:
         """Cut an unlocked or locked leaf after `keep` pages, at least one; the caller owns the
         pages after them now."""
         assert not leaf.children
+        if self.events is not None and not leaf.namespace.is_dead:
+            num_cut = leaf.num_tokens - keep * self.page_size
+            self.events.add(Truncated(int(leaf.node_id), num_cut))
         pages = leaf.pages[keep:]
         del leaf.pages[keep:]
         del leaf.tokens[keep * self._key_bytes :]
@@ -291,12 +313,15 @@ class RadixTree:
             node.children = NO_CHILDREN
             node.first_token_index = None
         node.parent = None
+        if self.events is not None and not namespace.is_dead:
+            shared = closest_child(parent, key)[1] if self.page_size > 1 else 0
+            self.events.add(Removed(int(node.node_id), node.num_tokens - shared))
         return pages
 
     def drop(self, node: Node) -> None:
         """Remove an unlocked node and free its pages."""
         self.order.discard(node)
-        self.free(self.remove(node))
+        self.pool.free(self.remove(node))
 
     def _count_pages(self, node: Node, pages: int) -> None:
         namespace = node.namespace
@@ -322,8 +347,9 @@ class RadixTree:
 
         Returns the pages freed. Cost: O(pages freed + nodes removed), however large the tree.
         """
-        order, history, free = self.order, self.evicted_history, self.free
+        order, history = self.order, self.evicted_history
         wanted, num_bytes = num_pages, 0  # of the tokens dropped
+        freed: array[int] | None = None
         while wanted > 0 and (leaf := order.pop(wanted)) is not None:
             if leaf.namespace.is_dead:  # counts as free already
                 self.drop(leaf)
@@ -343,9 +369,15 @@ class RadixTree:
             if order.tracks_evictions:
                 order.on_evicted(leaf, point, size)
             wanted -= size
-            free(self.cut(leaf, keep) if keep else self.remove(leaf))
+            pages = self.cut(leaf, keep) if keep else self.remove(leaf)
+            if freed is None:
+                freed = pages
+            else:
+                freed += pages
             if not parent.children and parent.parent is None:
                 self._prune(leaf.namespace)
+        if freed is not None:
+            self.pool.free(freed)
         self.num_evicted_tokens += num_bytes // TOKEN_BYTES
         return num_pages - wanted
 
@@ -366,18 +398,46 @@ class RadixTree:
         return True
 
     def reset(self, name: str | None) -> None:
-        """Forget a namespace, or all: O(1) for each, plus what is remembered of evictions. Pages
-        count as free at once; nodes are taken apart when their pages are needed."""
+        """Forget a namespace, or all: O(1) for each, plus what is remembered of evictions and the
+        end nodes of open sessions. Pages count as free at once; nodes are taken apart when their
+        pages are needed."""
         for gone in list(self.namespaces) if name is None else [name]:
             self.evicted_history.forget(gone)
             namespace = self.namespaces.pop(gone, None)
             if namespace is None:
                 continue
+            if self.session_eviction is not None:
+                self.session_eviction.on_reset(namespace)
             namespace.is_dead = True
             self.num_dead += namespace.num_pages - namespace.num_locked
-            self.watch_registry.notify(*self.place(gone))
+            self.watch_registry.notify(*self.watch_key(gone))
             if namespace.num_pages > namespace.num_locked:  # locked nodes are freed on unlock
                 self.pending_free.append(namespace.root)
+            if self.events is not None:
+                self.events.add(Reset(gone))
+
+    # -- events -------------------------------------------------------------------------------
+
+    def stored_nodes(self) -> Iterator[Stored]:
+        """All nodes of live namespaces, parents first."""
+        for space in self.namespaces.values():
+            queue = deque(space.root.children.values())
+            while queue:
+                node = queue.popleft()
+                yield _stored(node)
+                queue.extend(node.children.values())
+
+    def leaves(self, namespace: str | None) -> list[Node]:
+        """The leaves of a namespace, or of all, the last used first. O(nodes)."""
+        spaces = self.namespaces.values() if namespace is None else [self.namespaces.get(namespace)]
+        leaves, stack = [], [space.root for space in spaces if space is not None]
+        while stack:
+            node = stack.pop()
+            if node.children:
+                stack.extend(node.children.values())
+            elif node.parent is not None:
+                leaves.append(node)
+        return sorted(leaves, key=lambda leaf: -leaf.last_use)
 
     # -- children -----------------------------------------------------------------------------
 
@@ -395,3 +455,11 @@ class RadixTree:
             del parent.children[child.key]
             if parent.first_token_index is not None:
                 remove_key(parent, child.key)
+
+
+def _stored(node: Node) -> Stored:
+    """A node as an event."""
+    parent = node.parent
+    assert parent is not None
+    above = ROOT if parent.parent is None else int(parent.node_id)
+    return Stored(int(node.node_id), above, node.namespace.name, bytes(node.tokens))

@@ -13,14 +13,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from radixserve.cache.page_pool import PageAllocator
 from radixserve.cache.radix.child_index import child_covering, covered_children
 from radixserve.cache.radix.eviction import PathUse
-from radixserve.cache.radix.match import common_tokens
+from radixserve.cache.radix.lookup import common_tokens
 from radixserve.cache.radix.node import Node
 from radixserve.cache.radix.radix_tree import RadixTree
-from radixserve.cache.radix.session import RadixSession
-from radixserve.cache.sequence import CacheSequence, PageCopy
+from radixserve.cache.radix.sessions import RadixSession
+from radixserve.cache.sequence import CacheSequence, PageAllocator, PageCopy
 from radixserve.cache.tokens import TOKEN_BYTES
 
 
@@ -69,7 +68,7 @@ class CachedSequence(CacheSequence):
         self._append(source.tokens[start:].tobytes())
         first, pages = start // size, source.pages.tolist()
         self.cow_copies[:] = [
-            (pages[at], self._pages[at], size) for at in range(first, end // size)
+            (pages[index], self._pages[index], size) for index in range(first, end // size)
         ]
         self.committed_len = self.cached_len = end
         self._source = source
@@ -185,7 +184,7 @@ class CachedSequence(CacheSequence):
         is_free = node.lock_ref == (1 if node is self._last_node else 0)
         if is_prefix and is_free and self._may_grow(node):
             self._last_node = tree.move_lock(self._last_node, node)
-            tree.free(tree.cut(node, len(node.pages) - 1))  # our page holds more
+            tree.pool.free(tree.cut(node, len(node.pages) - 1))  # our page holds more
             self._extend_leaf(node, pos)
             return
         upper = tree.split(node, pos - node.start)
@@ -212,10 +211,10 @@ class CachedSequence(CacheSequence):
 
     def _may_grow(self, leaf: Node) -> bool:
         """Whether what we append to `leaf` is reached by the same sessions as the leaf."""
-        refs, is_public = leaf.session_refs, self._session is None
+        refs, used_without_session = leaf.session_refs, self._session is None
         if refs is None:
-            return is_public
-        return refs.is_public == is_public and not refs.sessions
+            return used_without_session
+        return refs.used_without_session == used_without_session and not refs.sessions
 
     def _drop_prefixes(self, node: Node, key: bytes) -> None:
         """Remove leaves that no other sequence uses and whose tokens are a proper prefix of
@@ -226,7 +225,7 @@ class CachedSequence(CacheSequence):
                 tree.drop(leaf)
             elif leaf is self._last_node and leaf.lock_ref == 1:
                 self._last_node, pages = tree.withdraw(leaf)
-                tree.free(pages)
+                tree.pool.free(pages)
 
     def _extend_leaf(self, leaf: Node, pos: int) -> None:
         """Append our tokens [pos, committed) and the pages that the leaf lacks."""
@@ -241,9 +240,9 @@ class CachedSequence(CacheSequence):
         our path."""
         size, end = self._tree.page_size, self.committed_len
         last, tokens = -(-end // size), self._tokens[pos * TOKEN_BYTES : end * TOKEN_BYTES]
-        pages, is_public = self._pages[pos // size : last], self._session is None
+        pages, used_without_session = self._pages[pos // size : last], self._session is None
         self._last_node = self._tree.attach(
-            parent, pos, key, tokens, pages, self._last_node, is_public
+            parent, pos, key, tokens, pages, self._last_node, used_without_session
         )
         self._num_shared, self._published, self._has_published = last, end, True
 
@@ -291,11 +290,13 @@ class CachedSequence(CacheSequence):
         if tree.order.tracks_use and not node.namespace.is_dead:
             reused = self._reused - self._reused % tree.page_size
             tree.order.on_path_used(node, PathUse(reused, self._has_published, self._priority))
+        if tree.order.tracks_returns and not node.namespace.is_dead:
+            tree.order.note_release(node, self.expected_return)
         if sessions is not None:
             if self._session is not None:
                 sessions.add_end(self._session, node)
             else:
-                sessions.make_public(node)
+                sessions.mark_used_without_session(node)
         tree.unlock(node)
 
     def _split_at_end(self) -> None:
@@ -306,7 +307,7 @@ class CachedSequence(CacheSequence):
         if node.end <= end or end <= node.start or node.namespace.is_dead:
             return
         if self._session is None:
-            is_ours = refs is None or refs.is_public
+            is_ours = refs is None or refs.used_without_session
         else:
             is_open = self._session.is_open
             is_ours = not is_open or self._session in (refs.sessions if refs else ())
@@ -346,19 +347,19 @@ def append_to_leaves(
     sequences: Sequence[CachedSequence],
     token_ids: Sequence[int],
 ) -> list[tuple[CachedSequence, int]]:
-    """`commit_next` of the sequences that end in a leaf with whole pages that no other one uses, as
-    nearly all do that decode: `_extend_leaf` for a step of hundreds, without a call for each.
+    """`commit_next` for sequences that end in a leaf of whole pages that no other sequence uses, as
+    nearly all decoding sequences do. Avoids several calls per row of a decode step.
 
-    Returns the others with their tokens; nothing was done for them.
+    Returns the remaining sequences with their tokens; those are unchanged.
     """
-    size, listener = tree.page_size, tree.append_listener()
+    size, has_listeners = tree.page_size, tree.has_listeners
     others: list[tuple[CachedSequence, int]] = []
     grown: list[Node] = []  # by a page
     if min(token_ids, default=0) < 0:  # `fill` refuses it
         return list(zip(sequences, token_ids, strict=True))
     data = array("i", token_ids).tobytes()
-    for at, sequence in enumerate(sequences):
-        start, leaf, offset = sequence.committed_len, sequence._last_node, at * TOKEN_BYTES
+    for index, sequence in enumerate(sequences):
+        start, leaf, offset = sequence.committed_len, sequence._last_node, index * TOKEN_BYTES
         num_known, in_page = sequence.length - sequence.num_placeholders, start % size
         tokens, refs = leaf.tokens, leaf.session_refs
         if (
@@ -373,7 +374,7 @@ def append_to_leaves(
             or (in_page and sequence._num_shared * size <= start)
             or ((refs or sequence._session) and not sequence._may_grow(leaf))
         ):
-            others.append((sequence, token_ids[at]))
+            others.append((sequence, token_ids[index]))
             continue
         token, place = data[offset : offset + TOKEN_BYTES], start * TOKEN_BYTES
         if num_known == start:
@@ -387,8 +388,8 @@ def append_to_leaves(
             grown.append(leaf)
         sequence.committed_len = sequence._published = start + 1
         sequence._has_published = True
-        if listener is not None:
-            listener(leaf, token)
+        if has_listeners:
+            tree.note_appended(leaf, token)
     tree.count_grown(grown)
     allocator.note_time()
     allocator.stats.committed_tokens += len(sequences) - len(others)

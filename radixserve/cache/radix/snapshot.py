@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from radixserve.cache.audit import live_sequences, usage_state
-from radixserve.cache.page_pool import PageAllocator
-from radixserve.cache.radix.match import find_match
+from radixserve.cache.audit import usage_state
+from radixserve.cache.radix.lookup import find_match
 from radixserve.cache.radix.node import Node, path
 from radixserve.cache.radix.radix_tree import RadixTree
 from radixserve.cache.radix.sequence import CachedSequence
-from radixserve.cache.radix.session_eviction import SessionAwareEviction
+from radixserve.cache.radix.sessions import SessionAwareEviction
+from radixserve.cache.sequence import PageAllocator
 from radixserve.cache.snapshot import (
     FREE,
     LEASED,
@@ -23,9 +23,10 @@ from radixserve.cache.snapshot import (
     SnapshotView,
     edge_tokens,
     page_runs,
+    private_size,
     unused_slots,
 )
-from radixserve.cache.tokens import as_token_ids, token_view
+from radixserve.cache.tokens import token_view
 
 _SCANNED = 256  # children of a node that are looked at, the newest ones
 _CHILDREN = 24  # of these, shown
@@ -50,7 +51,7 @@ class _TreeSnapshot:
         self._pages = PageMap(allocator.pool, view)
         self._holders = [  # of locks: sequences, and pins, which only keep what is cached
             seq
-            for seq in live_sequences(allocator)
+            for seq in allocator.live_sequences
             if isinstance(seq, CachedSequence) and view.shows(seq.namespace)
         ]
         self._sequences = [seq for seq in self._holders if not seq.is_pin]
@@ -66,15 +67,15 @@ class _TreeSnapshot:
         O(locked nodes), however many sequences share them.
         """
         users = self._users
-        found: dict[int, Node] = {}
+        locked: dict[int, Node] = {}
         for sequence in self._holders:
             last = sequence.last_node
             users[id(last)] = users.get(id(last), 0) + (not sequence.is_pin)
             for node in path(last):
-                if id(node) in found:
+                if id(node) in locked:
                     break
-                found[id(node)] = node
-        nodes = sorted(found.values(), key=lambda node: node.start)
+                locked[id(node)] = node
+        nodes = sorted(locked.values(), key=lambda node: node.start)
         for node in reversed(nodes):
             if node.parent is not None:
                 above = id(node.parent)
@@ -97,8 +98,8 @@ class _TreeSnapshot:
         space = self._tree.namespaces.get(view.path_namespace)
         if not view.path or space is None or not view.shows(space.name):
             return []
-        data = token_view(as_token_ids(view.path))
-        _, node, *_ = find_match(space, data, len(data), self._tree.page_size)
+        data = token_view(view.path)
+        _, node, _, _ = find_match(space, data, len(data), self._tree.page_size)
         return [*path(node)][::-1]
 
     def _descend(self, roots: list[Node], *, only_opened: bool) -> None:
@@ -114,7 +115,7 @@ class _TreeSnapshot:
             queue.extend(children)
 
     def _hottest(self, node: Node, count: int) -> list[Node]:
-        """Newest first. O(_SCANNED), however many children there are."""
+        """The newest and hottest children, newest first. O(_SCANNED)."""
         newest = list(islice(reversed(node.children.values()), _SCANNED))
         if len(newest) <= count:
             return newest
@@ -133,11 +134,13 @@ class _TreeSnapshot:
 
     def report(self) -> dict[str, Any]:
         tree, view, sessions = self._tree, self._view, self._tree.session_eviction
+        if sessions is not None:
+            sessions.end_leases()
         nodes = [self._of_node(node, sessions) for node in self._shown.values()]
         self._mark_pages(sessions)
         private = sum(seq.num_private for seq in self._sequences)
         sizes = [(len(node.pages), node.num_tokens) for node in self._shown.values()]
-        sizes += [_private_size(seq, tree.page_size) for seq in self._sequences]
+        sizes += [private_size(seq, tree.page_size) for seq in self._sequences]
         return {
             "page_size": tree.page_size,
             "namespaces": [
@@ -178,7 +181,7 @@ class _TreeSnapshot:
             "sequences": users,
             "state": state,
             "idle_s": idle_s,
-            "sessions": [getattr(one, "name", "") for one in names],
+            "sessions": [getattr(session, "name", "") for session in names],
             "num_sessions": 0 if refs is None else refs.num_open,
             "num_children": len(node.children),
         }
@@ -239,9 +242,3 @@ class _TreeSnapshot:
 def _age(node: Node) -> int:
     """Sorts the newest node first."""
     return -node.node_id if isinstance(node.node_id, int) else 0
-
-
-def _private_size(sequence: CachedSequence, page_size: int) -> tuple[int, int]:
-    """Pages and tokens of a sequence beyond those of the tree."""
-    num_shared = len(sequence.pages) - sequence.num_private
-    return sequence.num_private, max(0, sequence.length - num_shared * page_size)

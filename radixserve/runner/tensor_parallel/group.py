@@ -39,16 +39,26 @@ class ProcessTPGroup:
             self._connect(device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
-            return x.copy_(self.all_reduce(x.float()))  # rounded once, not once a rank
+        if x.device.type == "cpu":
+            # In the order of the ranks: gloo's own sum begins with another rank for each part of x,
+            # and rounds bfloat16 once a rank.
+            total, *others = self._gather(x)
+            total = total.float()
+            for part in others:
+                total += part
+            return x.copy_(total)
         self._run("allreduce", [x], dist.AllreduceOptions())
         return x
 
     def gather_columns(self, x: Tensor) -> Tensor:
+        return self._gather(x).transpose(0, 1).flatten(1)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """[size, *x.shape]: every rank's x [m, n]."""
         x = x.contiguous()
-        parts = x.new_empty((self.size * len(x), x.shape[1]))
+        parts = x.new_empty((self.size * len(x), *x.shape[1:]))
         self._run("_allgather_base", parts, x, AllgatherOptions())
-        return parts.view(self.size, *x.shape).transpose(0, 1).flatten(1)
+        return parts.view(self.size, *x.shape)
 
     def broadcast(self, x: Tensor) -> None:
         self._run("broadcast", [x], dist.BroadcastOptions())

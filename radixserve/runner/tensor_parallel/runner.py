@@ -66,7 +66,7 @@ class TPModelRunner(ModelRunner):
         self.resolved_config = self._runner.resolved_config
         own = self._runner.info  # of a rank, which may have fewer positions than the model
         self.info = dataclasses.replace(
-            describe(source, own.dtype), max_positions=own.max_positions
+            describe(source, own.dtype), max_positions=own.max_positions, kv_dtype=own.kv_dtype
         )
 
     @property
@@ -79,7 +79,6 @@ class TPModelRunner(ModelRunner):
         return self._runner.memory_plan()
 
     def launch(self, schedule: SchedulerOutput) -> Any:
-        self._runner.before_wait = self.before_wait
         with self._all_ranks():
             self._workers.send(pack_schedule(schedule))
             return self._runner.launch(schedule)

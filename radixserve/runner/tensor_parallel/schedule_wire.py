@@ -1,6 +1,7 @@
 """How a `SchedulerOutput` travels to ranks 1, 2 ...: their work, and only the pages that are new.
 
-They sample no tokens: the data of a sample, which may be as long as its sequence, stays in rank 0.
+These ranks sample no tokens: the data of a sample, which may be as long as its sequence, stays in
+rank 0.
 """
 
 from __future__ import annotations
@@ -12,72 +13,64 @@ import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.request import SamplingParams
-from radixserve.schedule import SampleSpec, ScheduledRequest, SchedulerOutput
+from radixserve.schedule import LogprobTargets, SampleSpec, ScheduledRows, SchedulerOutput
 
-_DRAWN_ELSEWHERE = SampleSpec(SamplingParams(), 0, 0, np.empty(0, np.int32), ())
-_NUM_FIELDS = 7  # integers a row
+_SAMPLED_ON_RANK0 = SampleSpec(SamplingParams(), 0, 0, np.empty(0, np.int32), ())
+_COLUMNS = (  # of ScheduledRows, sent as they are
+    *("request_ids", "input_ids", "num_tokens", "starts"),
+    *("first_new_pages", "req_pool_indices", "future_indices"),
+)
 
 
 def pack_schedule(schedule: SchedulerOutput) -> bytes:
     """For one or several `ScheduleUnpacker`s."""
     rows = schedule.rows
-    numbers = [
-        (
-            *(len(row.token_ids), row.start, row.first_new_page),
-            *(len(row.page_ids) - row.first_new_page, row.sample is not None),
-            *(row.future_index, row.req_pool_idx),
-        )
-        for row in rows
+    new_pages = [
+        page_ids[first:]
+        for page_ids, first in zip(rows.page_ids, rows.first_new_pages, strict=True)
     ]
-    targets = {
-        at: row.logprob_targets for at, row in enumerate(rows) if row.logprob_targets is not None
-    }
-    return pickle.dumps(
-        (
-            *(schedule.step, schedule.cow_copies),
-            *(schedule.num_prefill_tokens, schedule.num_decode_tokens),
-            [row.request_id for row in rows],
-            np.array(numbers, np.int64).reshape(-1, _NUM_FIELDS),
-            _joined([row.token_ids for row in rows]),
-            _joined([row.page_ids[row.first_new_page :] for row in rows]),
-            targets,
-        ),
-        protocol=pickle.HIGHEST_PROTOCOL,
+    columns = {name: getattr(rows, name) for name in _COLUMNS}
+    message = (
+        *(schedule.step, schedule.cow_copies),
+        *(schedule.num_prefill_tokens, schedule.num_decode_tokens),
+        columns,
+        [spec is not None for spec in rows.samples],
+        [len(pages) for pages in new_pages],
+        _joined(new_pages),
+        {row: tuple(targets) for row, targets in rows.targets.items()},
     )
+    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 class ScheduleUnpacker:
-    """Unpacks what `pack_schedule` packed, every message, in order."""
+    """Unpacks what `pack_schedule` packed, every message, in order.
+
+    Keeps the page table of each slot's last row, as the sequence in rank 0's cache does.
+    """
 
     def __init__(self) -> None:
-        self._pages: dict[int, IntArray] = {}  # of each slot's last row
+        self._page_tables: dict[int, IntArray] = {}  # by slot
 
     def unpack(self, message: bytes) -> SchedulerOutput:
-        step, copies, num_prefill, num_decode, ids, numbers, tokens, pages, targets = pickle.loads(
-            message
+        step, copies, num_prefill, num_decode, columns, *others = pickle.loads(message)
+        is_sampled, num_new_pages, pages, targets = others
+        slots, page_ids, begin = columns["req_pool_indices"], [], 0
+        for slot, first, num_new in zip(
+            slots, columns["first_new_pages"], num_new_pages, strict=True
+        ):
+            table = pages[begin : begin + num_new]
+            if first:
+                table = np.concatenate((self._page_tables[slot][:first], table))
+            self._page_tables[slot] = table
+            page_ids.append(table)
+            begin += num_new
+        rows = ScheduledRows(
+            **columns,
+            page_ids=page_ids,
+            samples=[_SAMPLED_ON_RANK0 if samples else None for samples in is_sampled],
+            targets={row: LogprobTargets(*fields) for row, fields in targets.items()},
         )
-        rows, token_at, page_at = [], 0, 0
-        for at, (request_id, fields) in enumerate(zip(ids, numbers.tolist(), strict=True)):
-            num_tokens, start, first_new, num_new, samples, future_index, slot = fields
-            page_ids = pages[page_at : page_at + num_new]
-            if first_new:
-                page_ids = np.concatenate((self._pages[slot][:first_new], page_ids))
-            self._pages[slot] = page_ids
-            rows.append(
-                ScheduledRequest(
-                    request_id=request_id,
-                    token_ids=tokens[token_at : token_at + num_tokens],
-                    start=start,
-                    page_ids=page_ids,
-                    sample=_DRAWN_ELSEWHERE if samples else None,
-                    logprob_targets=targets.get(at),
-                    future_index=future_index,
-                    first_new_page=first_new,
-                    req_pool_idx=slot,
-                )
-            )
-            token_at, page_at = token_at + num_tokens, page_at + num_new
-        return SchedulerOutput(step, tuple(rows), copies, num_prefill, num_decode)
+        return SchedulerOutput(step, rows, copies, num_prefill, num_decode)
 
 
 def _joined(arrays: Sequence[IntArray]) -> IntArray:

@@ -52,8 +52,8 @@ class WorkerGroup:
         self._has_died = threading.Event()
         self._watcher: threading.Thread | None = None
         try:
-            for one in args:
-                self._members.append(_start(one, code))
+            for worker_args in args:
+                self._members.append(_start(worker_args, code))
         except BaseException:
             self.shut_down()
             raise

@@ -80,7 +80,7 @@ def _work(link: Connection) -> None:
 def serve(link: Connection, runner: ModelRunner) -> None:
     """Run every step that rank 0 runs, until its end of the pipe is closed.
 
-    Like rank 0 it launches a step before it collects the one before.
+    Like rank 0 it launches a step before it collects the one before, where steps overlap.
     """
     from radixserve.runner.tensor_parallel.schedule_wire import ScheduleUnpacker
 
@@ -91,6 +91,9 @@ def serve(link: Connection, runner: ModelRunner) -> None:
         except EOFError:
             return
         launched = runner.launch(unpacker.unpack(message))
+        if not runner.overlap_depth:
+            runner.collect(launched)
+            continue
         if pending is not None:
             runner.collect(pending)
         pending = launched

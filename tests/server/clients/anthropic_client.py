@@ -39,6 +39,33 @@ def plain(client: anthropic.Anthropic) -> None:
     print("create, count_tokens:", second.usage.cache_read_input_tokens, "tokens cached")
 
 
+def diagnosed(client: anthropic.Anthropic) -> None:
+    """Why a prompt was not cached, in the client's own types."""
+    fields: Any = {"model": "demo", "max_tokens": 5, "system": "Be kind."}
+    first = client.messages.create(
+        **fields, messages=ASK, diagnostics={"previous_message_id": None}
+    )
+    assert first.diagnostics is None
+    asked: Any = {"diagnostics": {"previous_message_id": first.id}}
+    again: Any = [*ASK, first.to_param(), {"role": "user", "content": "And a dict?"}]
+    assert client.messages.create(**fields, messages=again, **asked).diagnostics is None
+    edited: Any = [{"role": "user", "content": "How do I sort a tuple?"}]
+    second = client.messages.create(**fields, messages=edited, **asked)
+    assert second.diagnostics is not None
+    reason = second.diagnostics.cache_miss_reason
+    assert isinstance(reason, anthropic.types.CacheMissMessagesChanged)
+    assert reason.cache_missed_input_tokens > 0
+    with client.messages.stream(**fields, messages=[*edited, *edited], **asked) as stream:
+        final = stream.get_final_message()
+    assert final.diagnostics is not None
+    assert isinstance(final.diagnostics.cache_miss_reason, anthropic.types.CacheMissMessagesChanged)
+    asked = {"diagnostics": {"previous_message_id": "msg_unknown"}}
+    unknown = client.messages.create(**fields, messages=ASK, **asked).diagnostics
+    assert unknown is not None
+    assert isinstance(unknown.cache_miss_reason, anthropic.types.CacheMissPreviousMessageNotFound)
+    print("diagnostics:", reason.type, reason.cache_missed_input_tokens, "tokens lost")
+
+
 def streams(client: anthropic.Anthropic) -> None:
     whole = client.messages.create(
         model="demo", max_tokens=60, messages=ASK, extra_body={"temperature": 0}
@@ -158,6 +185,7 @@ async def asynchronous() -> None:
 def main() -> None:
     with anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0) as client:
         plain(client)
+        diagnosed(client)
         streams(client)
         parsed(client)
         errors(client)

@@ -1,0 +1,219 @@
+"""Scripted sessions that do not fit: priced admission beside greedy and the best fixed settings.
+
+    python benchmarks/bench_scripted_sessions.py [--rooms 3,6,12,30] [--thinks 0,20,200]
+        [--kinds fixed,exponential,mixed] [--engine] [--limit N]
+
+24 sessions of 8 turns: 600 tokens, then 100 more a turn, 8 answered; with --mixed every second
+one begins with 150 and adds 25. A room for n sessions has 1,500 n tokens. Think times are fixed,
+exponential, or mixed (exponential; every second session thinks nine times as long), in ms.
+
+In simulated time, in which all settings are tried: greedy with fixed max_running_requests, with a
+fixed number of live sessions, and with other orders of eviction; priced with sessions known by name
+and found by their tokens. With --engine on the real one, a tiny random model: priced beside
+greedy, as plain requests and as branches; their answers are compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness.arguments import parse
+from harness.shapes import SHAPES, save_checkpoint
+from rival_admission import LiveSessions
+
+from radixserve.replay import CacheSpec, Serving, Trace
+from radixserve.replay.closed_loop import ClientGate, ClosedLoop, replay_closed_loop
+from radixserve.replay.scheduled import StepModel
+from radixserve.replay.trace import PackedTokens
+
+SESSIONS, TURNS, OUTPUT, ROOM = 24, 8, 8, 1_500
+# Of the tiny model on one core: with it the simulated figures are near the engine's.
+STEP = StepModel(fixed_s=6e-4, prefill_token_s=8e-6, decode_row_s=2e-5, kv_token_s=0.0)
+RUNNING, LIVE = (2, 3, 4, 6, 8, 16), (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+EVICTIONS = ("arc", "lfu", "fifo", "slru", "expected-return")
+
+
+def texts(*, is_mixed: bool, vocab: int = 4_000) -> list[list[list[int]]]:
+    """[sessions][turns] the tokens that each turn adds."""
+    rng = np.random.default_rng(0)
+    sizes = [(150, 25) if is_mixed and number % 2 else (600, 100) for number in range(SESSIONS)]
+    return [
+        [rng.integers(300, vocab, more if turn else first).tolist() for turn in range(TURNS)]
+        for first, more in sizes
+    ]
+
+
+def thinks(mean_s: float, kind: str, seed: int = 0) -> list[list[float]]:
+    """[sessions][turns] seconds before each turn."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for number in range(SESSIONS):
+        mean = mean_s * ((0.2, 1.8)[number % 2] if kind == "mixed" else 1.0)
+        drawn = [mean if kind == "fixed" else mean * rng.exponential() for _ in range(TURNS - 1)]
+        rows.append([0.0, *drawn])
+    return rows
+
+
+def scripted(added: list[list[list[int]]], pauses: list[list[float]]) -> tuple[Trace, ClosedLoop]:
+    rng, packed, num_prompt = np.random.default_rng(1), PackedTokens(), []
+    for turns in added:
+        text: list[int] = []
+        for tokens in turns:
+            answer = rng.integers(300, 4_000, OUTPUT)
+            text += tokens
+            num_prompt.append(packed.add(np.asarray(text, np.int32), answer.astype(np.int32))[0])
+            text += answer.tolist()
+    count = len(num_prompt)
+    requests = [list(range(first, first + TURNS)) for first in range(0, count, TURNS)]
+    trace = Trace(
+        name="scripted",
+        source=packed,
+        times=np.zeros(count),
+        sessions=[f"s{index // TURNS}" for index in range(count)],
+        namespaces=[""] * count,
+        num_prompt=np.asarray(num_prompt),
+        num_output=np.full(count, OUTPUT),
+        has_times=False,
+    )
+    return trace, ClosedLoop(requests, np.zeros(len(added)), np.concatenate(pauses))
+
+
+def simulate(trace: Trace, loop: ClosedLoop, room: int, limit: int) -> dict[str, tuple[int, float]]:
+    """{setting: computed tokens, mean session seconds}."""
+
+    def run(gate: Any = ClientGate, *, policy: str = "lru", named: bool = False, **settings: Any):  # type: ignore[no-untyped-def]
+        spec = CacheSpec(room * ROOM, policy, use_sessions=named)
+        serving = Serving(step=STEP, chunked_prefill_size=512, **settings)
+        result = replay_closed_loop(trace, loop, spec, serving, make_gate=gate)
+        return result.computed_tokens, result.mean_session_s
+
+    by_rule = {"greedy": run(max_overtake=limit)}
+    for number in RUNNING:
+        by_rule[f"running {number}"] = run(max_running_requests=number, max_overtake=limit)
+    for number in LIVE:
+        by_rule[f"live {number}"] = run(lambda *of, number=number: LiveSessions(*of, number))
+    for policy in EVICTIONS:
+        by_rule[policy] = run(policy=policy, max_overtake=limit)
+    priced = {"policy": "expected-return", "admission": "priced", "max_overtake": limit}
+    by_rule["priced"] = run(**priced)
+    by_rule["priced, named"] = run(named=True, **priced)
+    return by_rule
+
+
+async def converse(
+    runtime: Any, added: list[list[int]], pauses: list[float], *, as_branch: bool
+) -> tuple[float, list[list[int]]]:
+    """One session: seconds, and its answers."""
+    start, text, answers = time.perf_counter(), list[int](), []
+    options = {"max_tokens": OUTPUT, "ignore_eos": True, "temperature": 0.0}
+    from radixserve import SamplingParams
+
+    branch = None
+    for tokens, pause in zip(added, pauses, strict=True):
+        if pause:
+            await asyncio.sleep(pause)
+        text += tokens
+        if not as_branch:
+            reply = await runtime.agenerate(text, SamplingParams(**options))
+        else:
+            if branch is None:
+                branch = runtime.branch(text)
+            else:
+                branch.extend(tokens)
+            reply = await branch.agenerate(SamplingParams(**options))
+        answers.append(reply.token_ids)
+        text += reply.token_ids
+    if branch is not None:
+        branch.release()
+    return time.perf_counter() - start, answers
+
+
+def measure(
+    folder: Path, room: int, added: Any, pauses: Any, limit: int, *, as_branch: bool
+) -> dict[str, Any]:
+    """{admission: (computed tokens, mean session seconds, answers)} on the engine."""
+    from radixserve import Runtime
+
+    by_rule: dict[str, Any] = {}
+    for admission in ("greedy", "priced"):
+        with Runtime(
+            str(folder), num_pages=room * ROOM, admission=admission, max_overtake=limit
+        ) as runtime:
+
+            async def everyone(runtime: Any = runtime) -> list[Any]:
+                talks = [
+                    converse(runtime, turns, rests, as_branch=as_branch)
+                    for turns, rests in zip(added, pauses, strict=True)
+                ]
+                return await asyncio.gather(*talks)
+
+            runtime.generate(list(range(300, 364)))  # compiles and warms up
+            runtime.flush_cache()
+            before = runtime.cache_stats()
+            ended = asyncio.run(everyone())
+            after = runtime.cache_stats()
+            computed = sum(
+                after[name] - before[name] for name in ("prefilled_tokens", "decoded_tokens")
+            )
+            seconds = float(np.mean([seconds for seconds, _ in ended]))
+            by_rule[admission] = computed, seconds, [answers for _, answers in ended]
+    return by_rule
+
+
+def main() -> None:
+    options = {"rooms": [3, 6, 12, 30], "thinks": [0, 20, 200], "limit": 64}
+    args = parse(
+        __doc__, kinds="fixed,exponential,mixed", engine=False, mixed=False, threads=1, **options
+    )
+    added = texts(is_mixed=args.mixed)
+    with tempfile.TemporaryDirectory(prefix="bench-scripted-") as name:
+        folder = Path(name)
+        if args.engine:
+            save_checkpoint(SHAPES["tiny"], "float32", folder)
+        for room in args.rooms:
+            for think in args.thinks:
+                for kind in args.kinds.split(",") if think else ("fixed",):
+                    pauses = thinks(think / 1e3, kind)
+                    if args.engine:
+                        _print_measured(folder, room, think, kind, added, pauses, args.limit)
+                    else:
+                        _print_simulated(room, think, kind, added, pauses, args.limit)
+
+
+def _print_simulated(room: int, think: int, kind: str, added: Any, pauses: Any, limit: int) -> None:
+    by_rule = simulate(*scripted(added, pauses), room, limit)
+    greedy, priced = by_rule["greedy"], by_rule["priced, named"]
+    rivals = {name: figures for name, figures in by_rule.items() if "priced" not in name}
+    fastest = min(rivals, key=lambda name: rivals[name][1])
+    print(
+        f"room {room:2} think {think:3} {kind:11} greedy {greedy[0]:7,} {greedy[1]:.3f} s"
+        f"  priced {priced[0]:7,} {priced[1]:.3f} s, by tokens {by_rule['priced'][0]:7,}"
+        f" {by_rule['priced'][1]:.3f} s  ({priced[0] / greedy[0]:.2f}, {priced[1] / greedy[1]:.2f})"
+        f"  best: {fastest} {rivals[fastest][0]:,} {rivals[fastest][1]:.3f} s"
+        f" ({priced[1] / rivals[fastest][1]:.2f})",
+        flush=True,
+    )
+
+
+def _print_measured(
+    folder: Path, room: int, think: int, kind: str, added: Any, pauses: Any, limit: int
+) -> None:
+    for as_branch in (False, True):
+        by_rule = measure(folder, room, added, pauses, limit, as_branch=as_branch)
+        greedy, priced = by_rule["greedy"], by_rule["priced"]
+        print(
+            f"room {room:2} think {think:3} {kind:11} {'branch' if as_branch else 'plain':6}"
+            f" greedy {greedy[0]:7,} {greedy[1]:.3f} s  priced {priced[0]:7,} {priced[1]:.3f} s"
+            f"  ({priced[0] / greedy[0]:.2f}, {priced[1] / greedy[1]:.2f})"
+            f"  answers {'equal' if greedy[2] == priced[2] else 'DIFFER'}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""Decisions: which of the given answers the model finds likeliest, for many questions of one input.
+
+Nothing is generated. Every question continues the same input, so that one batch computes the input
+once; the first tokens of a question's answers are read from one row of logits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from radixserve.api.client import EngineClient
+from radixserve.arrays import IntArray
+from radixserve.checks import check_text, shown
+from radixserve.errors import InvalidRequest, PromptTooLong
+from radixserve.output import Completion, Usage, add_usages
+from radixserve.request import Request, SamplingParams
+from radixserve.text.decision_prompts import DecisionPrompts, Question
+
+MAX_QUESTIONS = 400
+_TOKENS_AT_ONCE = 1 << 22  # of the prompts of all requests that wait for the engine
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The answer to one question.
+
+    values         the answers that it may have, in the question's order; True and False of a
+                   statement
+    logprobs       of each: the model's log-probability of its text at the place of the answer
+    probabilities  of each, among these alone: they sum to 1
+    usage          of the question: `cached_tokens` were taken from the cache, or from another
+                   question of the same call; `computed_tokens` were computed for this one
+    """
+
+    question: Question
+    values: tuple[str | bool, ...]
+    logprobs: tuple[float, ...]
+    probabilities: tuple[float, ...]
+    usage: Usage
+
+    @property
+    def name(self) -> str | None:
+        """The question's."""
+        return self.question.name
+
+    @property
+    def choice(self) -> str | bool:
+        """The likeliest answer, the first of several."""
+        return self.values[self.probabilities.index(self.confidence)]
+
+    @property
+    def confidence(self) -> float:
+        """The probability of `choice`."""
+        return max(self.probabilities)
+
+    @property
+    def score(self) -> float:
+        """The expected index of the answer: of levels, where the input stands among them."""
+        return math.fsum(index * value for index, value in enumerate(self.probabilities))
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The requests of one question: first that of its answers' first tokens, then one for each
+    answer of several tokens."""
+
+    client: EngineClient
+    question: Question
+    head: list[int]  # the input's tokens, which all questions share
+    tail: list[int]  # the question's
+    answers: list[IntArray]
+    namespace: str
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest request."""
+        return len(self.head) + len(self.tail) + max(map(len, self.answers))
+
+    @property
+    def num_requests(self) -> int:
+        return 1 + sum(len(answer) > 1 for answer in self.answers)
+
+    def requests(self) -> Iterator[Request]:
+        """Made one by one: each holds the tokens of its whole prompt."""
+        client, namespace = self.client, self.namespace
+        ids = client.reader.read(self.head + self.tail)
+        firsts = tuple(dict.fromkeys(int(answer[0]) for answer in self.answers))
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, logprob_token_ids=firsts, namespace=namespace
+        )
+        yield client.builder.request(ids, params)
+        scored = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, namespace=namespace)
+        for answer in self.answers:
+            if len(answer) > 1:
+                request = client.builder.request(ids, scored)
+                tokens = np.concatenate([ids, answer[:-1]])
+                yield replace(request, token_ids=tokens, logprob_targets=answer[1:])
+
+    def decision(self, completions: Sequence[Completion]) -> Decision:
+        tops = completions[0].top_logprobs
+        assert tops is not None
+        rest = iter(completions[1:])
+        logprobs = []
+        for ids in self.answers:
+            logprob = tops[0][int(ids[0])]
+            if len(ids) > 1:
+                more = next(rest).cumulative_logprob
+                assert more is not None
+                logprob += more
+            logprobs.append(logprob)
+        return Decision(
+            self.question,
+            tuple(option.value for option in self.question.options),
+            tuple(logprobs),
+            _normalised(logprobs),
+            add_usages([completion.usage for completion in completions]).with_answer(0),
+        )
+
+
+class DecisionBatch:
+    """Checked questions about one input, as requests."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        given: object,
+        questions: object,
+        namespace: str = "",
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raises InvalidRequest."""
+        asked = _read_questions(questions)
+        namespace = check_text("namespace", namespace)
+        prompts = DecisionPrompts.read(
+            client.tokenizer, given, asked, template_kwargs, client.reader.check_length
+        )
+        self._client = client
+        self._plans = [
+            _plan(client, question, prompts.head, tail, answers, namespace)
+            for question, tail, answers in zip(asked, prompts.tails, prompts.answers, strict=True)
+        ]
+        self.num_requests = sum(plan.num_requests for plan in self._plans)
+        self.num_tokens = len(prompts.head) + sum(map(len, prompts.tails))  # the input once
+
+    def run(self) -> list[Decision]:
+        """The decisions, in the questions' order; all requests run as one batch."""
+        decisions: list[Decision] = []
+        self._decide(self._client.submit(list(self._requests())).get(), decisions)
+        return decisions
+
+    async def arun(self, at_once: int | None = None) -> list[Decision]:
+        """`run` for asyncio. `at_once`: requests that wait for the engine at most, fewer where
+        their prompts are long."""
+        longest = max(plan.length for plan in self._plans)
+        size = max(1, min(at_once or self.num_requests, _TOKENS_AT_ONCE // longest))
+        requests = self._requests()
+        decisions: list[Decision] = []
+        completions: list[Completion] = []  # of questions without a decision yet
+        while window := await asyncio.to_thread(lambda: list(itertools.islice(requests, size))):
+            completions += await self._client.submit(window).aget()
+            self._decide(completions, decisions)
+        return decisions
+
+    def _requests(self) -> Iterator[Request]:
+        for plan in self._plans:
+            yield from plan.requests()
+
+    def _decide(self, completions: list[Completion], decisions: list[Decision]) -> None:
+        """Move what whole questions have from the completions to the decisions."""
+        if any(completion.finish_reason == "abort" for completion in completions):
+            raise InvalidRequest("the decisions were aborted")
+        first = 0
+        for plan in self._plans[len(decisions) :]:
+            end = first + plan.num_requests
+            if end > len(completions):
+                break
+            decisions.append(plan.decision(completions[first:end]))
+            first = end
+        del completions[:first]
+
+
+def _read_questions(given: object) -> list[Question]:
+    if isinstance(given, str | Question):
+        given = [given]
+    if not isinstance(given, Sequence) or not 1 <= len(given) <= MAX_QUESTIONS:
+        size = f"{len(given)} of them" if isinstance(given, Sequence) else shown(given)
+        raise InvalidRequest(f"questions must be 1 to {MAX_QUESTIONS} questions, got {size}")
+    questions = [Question(item) if isinstance(item, str) else item for item in given]
+    for item in questions:
+        if not isinstance(item, Question):
+            raise InvalidRequest(f"questions must be texts or Questions, got {shown(item)}")
+    return questions
+
+
+def _plan(
+    client: EngineClient,
+    question: Question,
+    head: list[int],
+    tail: list[int],
+    answers: list[IntArray],
+    namespace: str,
+) -> _Plan:
+    end_ids = client.builder.end_ids
+    if _has_prefix(answers) and end_ids:  # else the shorter of two would always be the likelier
+        end = np.array([min(client.tokenizer.end_ids & end_ids or end_ids)], np.int32)
+        answers = [np.concatenate([ids, end]) for ids in answers]
+    plan = _Plan(client, question, head, tail, answers, namespace)
+    limit = client.reader.max_seq_len
+    if plan.length > limit:
+        raise PromptTooLong(
+            f"the input, a question and an answer have {plan.length} tokens; at most "
+            f"{limit} are allowed ({client.reader.limit_name})",
+            num_tokens=plan.length,
+            max_tokens=limit - 1,
+        )
+    return plan
+
+
+def _has_prefix(answers: Sequence[IntArray]) -> bool:
+    """Whether one of them begins with another. O(tokens * log answers): sorted, an answer comes
+    right behind one that it begins with."""
+    ordered = sorted({tuple(answer.tolist()) for answer in answers})
+    return any(longer[: len(ids)] == ids for ids, longer in itertools.pairwise(ordered))
+
+
+def _normalised(logprobs: Sequence[float]) -> tuple[float, ...]:
+    best = max(logprobs)
+    if best == -math.inf:
+        return (1 / len(logprobs),) * len(logprobs)
+    weights = [math.exp(logprob - best) for logprob in logprobs]
+    total = math.fsum(weights)
+    return tuple(weight / total for weight in weights)

@@ -1,0 +1,187 @@
+"""Look-ups in a namespace's tree: the longest match, the reason why it is not longer, the watch.
+
+`find_match` walks the tree, `explain` gives the reason why the walk stopped, and a
+`RadixPrefixWatch` keeps the match of a waiting request's prompt up to date.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+
+from radixserve.arrays import IntArray
+from radixserve.cache.radix.child_index import closest_child, common_head
+from radixserve.cache.radix.node import NamespaceTree, Node, path
+from radixserve.cache.radix.radix_tree import RadixTree
+from radixserve.cache.tokens import TOKEN_BYTES, as_view
+from radixserve.cache.watch import PrefixWatch, WatchKey
+from radixserve.output import Lookup
+
+# A plain tuple: as a NamedTuple it would cost each acquired sequence 4 % of its time (case D of
+# benchmarks/bench_cache.py). Every user unpacks it by name.
+Match = tuple[int, Node, Node, bytes]
+"""(length, node, resume, page): where the walk along a prompt stopped.
+
+`length` tokens agree, the last of them in `node`. `resume` is the deepest node whose tokens agree
+from its start on whole pages; it differs from `node` when only a prefix of a child's first page
+agrees. `page` is the first page looked for below `resume` that is not a child's; b"" where the walk
+stopped for another reason.
+"""
+
+
+def find_match(
+    namespace: NamespaceTree,
+    data: memoryview,
+    limit: int,
+    page_size: int,
+    page: bytes = b"",
+) -> Match:
+    """Longest common prefix of the first `limit` tokens of `data` (int32) with anything in
+    `namespace`. Read-only. `page`: the first of them, at most a page, where that is at hand.
+
+    O(tokens matched) in memcmp, plus O(log children) a node at page sizes above 1.
+    """
+    node, pos = namespace.root, 0
+    page = page or data[: page_size if page_size < limit else limit].tobytes()
+    while (child := node.children.get(page)) is not None:
+        edge = child.tokens
+        stop = pos + len(edge) // TOKEN_BYTES
+        if stop > limit:
+            if edge.startswith(data[pos:limit]):
+                return limit, child, child, b""
+            length = pos + common_tokens(edge, data, pos, limit)
+            return length, child, child, b""
+        if edge != data[pos:stop]:
+            length = pos + common_tokens(edge, data, pos, stop)
+            return length, child, child, b""
+        node, pos = child, stop
+        if pos == limit or pos % page_size:
+            return pos, node, node, b""
+        stop = pos + page_size
+        page = data[pos : stop if stop < limit else limit].tobytes()
+    if page_size > 1:
+        closest, agreed = closest_child(node, page)
+        if closest is not None:
+            return pos + agreed, closest, node, page
+    return pos, node, node, page
+
+
+def common_tokens(
+    edge: bytearray, data: bytearray | memoryview, pos: int, end: int, offset: int = 0
+) -> int:
+    """Leading tokens that `edge` from token `offset` on shares with `data`, int32 in [pos, end)."""
+    count = min(len(edge) // TOKEN_BYTES - offset, end - pos)
+    if not count:
+        return 0
+    here = np.frombuffer(edge, np.int32, count, offset * TOKEN_BYTES)
+    differs = here != np.frombuffer(data, np.int32, count, pos * TOKEN_BYTES)
+    first = int(differs.argmax())
+    return first if differs[first] else count
+
+
+_MAX_NAMESPACES = 64  # namespaces asked at most when explaining a miss
+
+NEVER_SEEN = Lookup(0, "never_seen", 0)
+
+
+def explain(
+    tree: RadixTree,
+    namespace: NamespaceTree,
+    match: Match,
+    data: memoryview,
+    limit: int,
+    compare_namespaces: bool,
+) -> Lookup:
+    """Why `match` is not longer. `data`: the whole prompt; `limit`: tokens looked for."""
+    length, node, resume, page = match
+    if length >= limit:
+        return Lookup(length, "full", length)
+    size, point = tree.page_size, resume.start + len(resume.tokens) // TOKEN_BYTES
+    if point > length:  # inside an edge, which may have been cut here and grown again
+        point = length - length % size
+    page = page or data[point : min(limit, point + size)].tobytes()
+    evicted = tree.evicted_history.find((resume.node_id, point, page[:TOKEN_BYTES]))
+    if evicted and common_head(evicted, page) > length - point:
+        return Lookup(length, "evicted", length)
+    if compare_namespaces and (namespace.is_dead or len(tree.namespaces) > 1):
+        for other in islice(tree.namespaces.values(), _MAX_NAMESPACES):
+            if other is namespace:
+                continue
+            if find_match(other, data, limit, size)[0] > length:
+                return Lookup(length, "namespace", length)
+    if not length:
+        return NEVER_SEEN
+    below: Node | None = node
+    if node.end <= length:  # newest child: deleted entries accumulate at the dict's front
+        below = next(reversed(node.children.values()), None)
+    if below is None:
+        return Lookup(length, "never_seen", length)
+    token_id = int(np.frombuffer(data[length : length + 1], np.int32)[0])
+    return Lookup(length, "diverged", length, below.token_at(length), token_id)
+
+
+def never_saw(tree: RadixTree, namespace: NamespaceTree, first_page: bytes) -> bool:
+    """Whether no cached or remembered sequence, of any namespace, begins with the first token of
+    that page, which is not the key of a child. May return False without such a sequence. O(1)."""
+    root = namespace.root
+    return (
+        (tree.page_size == 1 or closest_child(root, first_page)[0] is None)
+        and not tree.evicted_history.find((root.node_id, 0, first_page[:TOKEN_BYTES]))
+        and len(tree.namespaces) == 1
+        and not namespace.is_dead
+    )
+
+
+class RadixPrefixWatch(PrefixWatch):
+    """The cached prefix of one prompt. Watches the node where its match ends."""
+
+    __slots__ = ("_limit", "_tree", "data", "match", "namespace")
+
+    def __init__(self, tree: RadixTree, tokens: IntArray, namespace: str, *, reuse: bool) -> None:
+        super().__init__(tree.watch_registry, len(tokens))
+        self._tree = tree
+        self._limit = max(0, len(tokens) - 1) if reuse else 0
+        self.data = as_view(tokens.copy())  # the whole prompt
+        self.namespace = namespace
+        self.match: Match
+        self.refresh()
+
+    @property
+    def locked_len(self) -> int:
+        """Tokens of `cached_len` in pages that live sequences have locked. O(depth).
+
+        0 where the matched nodes have been evicted since the last refresh.
+        """
+        length, last_node, _, _ = self.match
+        for node in path(last_node):
+            if node.lock_ref:
+                return min(length, node.end)
+        return 0
+
+    def path(self) -> tuple[int, ...]:
+        """Ids of the matched nodes, from the root down."""
+        _, last_node, _, _ = self.match
+        return tuple([int(node.node_id) for node in path(last_node)][::-1])
+
+    def refresh(self) -> None:
+        """Look up again and watch where the match ends now. O(tokens matched) in memcmp."""
+        tree, name = self._tree, self.namespace
+        namespace = tree.namespaces.get(name)
+        if namespace is None:
+            root = NamespaceTree(name).root
+            self.match = 0, root, root, b""
+        else:
+            self.match = find_match(namespace, self.data, self._limit, tree.page_size)
+        length, node, resume, _ = self.match
+        self.cached_len = length
+        # The token that would continue the match there, b"" at the prompt's end. Two nodes where
+        # it ends in a child's first page: another child may share more of it.
+        places: set[WatchKey] = {tree.watch_key(name), (node.node_id, self._token(length))}
+        if resume is not node:
+            places.add((resume.node_id, self._token(resume.end)))
+        self._watch_at(frozenset(places))
+
+    def _token(self, position: int) -> bytes:
+        end = position + 1
+        return self.data[position:end].tobytes() if end <= self._limit else b""

@@ -1,0 +1,527 @@
+"""Sessions, their leases, and eviction that respects them before it asks the eviction policy.
+
+A sequence may belong to a session (a chat, a branch, a tenant). The nodes where its sequences ended
+are the session's end nodes; it reaches their whole paths. Nodes fall into classes, and a node's
+ancestors are never in a class that is evicted earlier:
+
+    closed    only closed sessions reached it, or it was demoted: evicted first
+    expired   the policy chose it, a lease kept it, and that lease has ended: evicted next
+    ordinary  the policy decides
+    leased    reached by an open session with a lease: evicted after all others but
+    retained  reached by an open session that retains until a fixed time
+
+Each end node has its own lease, which begins when a sequence ends there. A lease ends at its
+deadline. While all leased nodes together fill more than a share of the pool, the leases that began
+first end early; a path longer than that share gets none. A retaining session's leases end when it
+says; its opener bounds them. Leased and retained pages remain evictable, so that
+neither ever blocks an allocation.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any, Self
+
+from sortedcontainers import SortedDict
+
+from radixserve.cache.radix.eviction import EvictionOrder, EvictionPoint, PathUse
+from radixserve.cache.radix.node import NamespaceTree, Node, SessionRefs, path
+from radixserve.cache.sequence import Return
+from radixserve.errors import InvalidRequest
+
+Deadline = tuple[float, int]  # a lease's end on the cache's clock; a number that makes it unique
+
+
+class RadixSession:
+    """A session's end nodes in one `RadixCache`, which made it with `open_session`."""
+
+    __slots__ = ("_order", "end_nodes", "is_open", "lease_s", "name", "retain_until")
+
+    def __init__(
+        self, order: SessionAwareEviction, name: str, lease_s: float, retain_until: float | None
+    ) -> None:
+        self._order = order
+        self.name = name
+        self.lease_s = lease_s  # 0: none
+        self.retain_until = retain_until  # on the cache's clock; None: it does not retain
+        self.is_open = True
+        self.end_nodes: dict[Node, Deadline | None] = {}  # None: no lease
+
+    def __repr__(self) -> str:
+        state = "" if self.is_open else ", closed"
+        return f"RadixSession({self.name!r}{state})"
+
+    def close(self) -> None:
+        """Close: pages reached only by closed sessions are evicted first. Idempotent.
+
+        O(nodes that no other session reaches).
+        """
+        if self.is_open:
+            self._order.close(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def belongs_to(self, order: SessionAwareEviction | None) -> bool:
+        return self._order is order
+
+
+def check_session(session: object, order: SessionAwareEviction | None) -> RadixSession:
+    """`session` if that cache made it; else InvalidRequest."""
+    if not isinstance(session, RadixSession) or not session.belongs_to(order):
+        raise InvalidRequest("session must come from this cache's open_session")
+    return session
+
+
+SessionEnd = tuple[RadixSession, Node]  # a session and one of its end nodes
+
+
+class Leases:
+    """Leases of one kind. `SessionAwareEviction` keeps the nodes' references in step with it."""
+
+    __slots__ = ("_begun", "by_deadline", "chosen", "num_pages")
+
+    def __init__(self) -> None:
+        self.by_deadline: SortedDict = SortedDict()  # Deadline -> (session, end node)
+        self._begun: OrderedDict[Deadline, None] = OrderedDict()  # the same, first begun
+        # nodes under a lease that the policy has already chosen as victims
+        self.chosen: OrderedDict[Node, None] = OrderedDict()
+        self.num_pages = 0  # in nodes under a lease
+
+    def begin(self, deadline: Deadline, session: RadixSession, node: Node) -> None:
+        self.by_deadline[deadline] = (session, node)
+        self._begun[deadline] = None
+
+    def end(self, deadline: Deadline) -> None:
+        del self.by_deadline[deadline], self._begun[deadline]
+
+    def unchoose(self, node: Node) -> bool:
+        """Whether `node` was among the chosen ones; it is not any more."""
+        is_chosen = node in self.chosen
+        if is_chosen:
+            del self.chosen[node]
+        return is_chosen
+
+    def first_expired(self, now: float) -> SessionEnd | None:
+        """The lease with the earliest deadline, if it is not after `now`."""
+        if not self.by_deadline or self.by_deadline.keys()[0][0] > now:
+            return None
+        first: SessionEnd = self.by_deadline.peekitem(0)[1]
+        return first
+
+    def oldest(self) -> SessionEnd | None:
+        """The lease that began first."""
+        for deadline in self._begun:
+            oldest: SessionEnd = self.by_deadline[deadline]
+            return oldest
+        return None
+
+    def ends(self) -> dict[Node, float]:
+        """When each node's last lease ends. O(nodes under a lease)."""
+        ends: dict[Node, float] = {}
+        for (end, _), (_, node) in reversed(self.by_deadline.items()):
+            for ancestor in path(node):
+                if ancestor in ends:
+                    break
+                ends[ancestor] = end
+        return ends
+
+    def check(self, leases: Mapping[Deadline, SessionEnd]) -> None:
+        """AssertionError unless these are the leases. `leases`: those of the sessions."""
+        assert leases == dict(self.by_deadline), "leases and end nodes disagree"
+        assert set(leases) == set(self._begun), "leases and their order of beginning disagree"
+
+
+class SessionAwareEviction(EvictionOrder):
+    """Sessions above a policy. Owns every `SessionRefs`; a cache without sessions has none."""
+
+    def __init__(self, policy: EvictionOrder, max_leased: int, clock: Callable[[], float]) -> None:
+        self._policy = policy
+        self.initial_key = policy.initial_key
+        self.tracks_use = policy.tracks_use
+        self.tracks_evictions = policy.tracks_evictions
+        self.tracks_returns = policy.tracks_returns
+        self._max_leased = max_leased  # pages
+        self._clock = clock
+        self._closed: OrderedDict[Node, None] = OrderedDict()
+        self._expired: OrderedDict[Node, None] = OrderedDict()
+        self._leased: Leases = Leases()
+        self._retained: Leases = Leases()
+        self._num_leases = 0  # ever given
+        self.open_sessions: set[RadixSession] = set()
+        self.num_retained_evicted = 0  # pages evicted while retained
+
+    # -- EvictionOrder ------------------------------------------------------------------------
+
+    def add(self, node: Node) -> None:
+        refs = node.session_refs
+        if refs is None or refs.used_without_session or refs.num_open:
+            self._policy.add(node)
+        else:
+            self._closed[node] = None
+
+    def discard(self, node: Node) -> None:
+        self._policy.discard(node)
+        self._expired.pop(node, None)
+        if node.session_refs is not None:
+            self._closed.pop(node, None)
+            self._leased.chosen.pop(node, None)
+            self._retained.chosen.pop(node, None)
+
+    def victim(self) -> Node | None:
+        self.end_leases()
+        for node in self._closed:
+            return node
+        for node in self._expired:
+            return node
+        while (victim := self._policy.victim()) is not None:
+            refs = victim.session_refs
+            if refs is None or not (refs.num_leased or refs.num_retained):
+                return victim
+            self._policy.discard(victim)
+            (self._retained if refs.num_retained else self._leased).chosen[victim] = None
+        for node in chain(self._leased.chosen, self._retained.chosen):
+            return node
+        return None
+
+    def pop(self, num_pages: int) -> Node | None:
+        node = self.victim()
+        if node is not None:
+            size, refs = len(node.pages), node.session_refs
+            if refs is not None and refs.num_retained:
+                self.num_retained_evicted += min(num_pages, size)
+            if size <= num_pages:
+                self.discard(node)
+        return node
+
+    def preview(self) -> Iterator[tuple[Node, str]]:
+        self.end_leases()
+        for node in self._closed:
+            yield node, "only closed sessions reached it"
+        for node in self._expired:
+            yield node, "kept by a lease that has ended"
+        leased, retained = [*self._leased.chosen], [*self._retained.chosen]
+        for node, reason in self._policy.preview():
+            refs = node.session_refs
+            if refs is not None and refs.num_retained:
+                retained.append(node)
+            elif refs is not None and refs.num_leased:
+                leased.append(node)
+            else:
+                yield node, reason
+        for node in leased:
+            yield node, "leased by an open session: nothing else is left"
+        ends, now = self._retained.ends(), self._clock()
+        for node in retained:
+            left = f"{ends[node] - now:.0f} s from now"
+            yield node, f"retained until {left}: nothing else is left"
+
+    def queues(self) -> list[Iterable[Node]]:
+        chosen = [self._leased.chosen, self._retained.chosen]
+        return [self._closed, self._expired, *chosen, *self._policy.queues()]
+
+    def on_path_used(self, node: Node, use: PathUse) -> None:
+        self._policy.on_path_used(node, use)
+
+    def note_release(self, node: Node, expected: Return | None) -> None:
+        self._policy.note_release(node, expected)
+
+    def expect(self, node: Node, expected: Return) -> None:
+        self._policy.expect(node, expected)
+
+    def adopt(self, wait_s: float, late_s: float, probability: float, is_regular: bool) -> None:
+        self._policy.adopt(wait_s, late_s, probability, is_regular)
+
+    def on_resized(self, node: Node) -> None:
+        self._policy.on_resized(node)
+
+    def on_evicted(self, node: Node, point: EvictionPoint, num_pages: int) -> None:
+        self._policy.on_evicted(node, point, num_pages)
+
+    # -- sessions ------------------------------------------------------------------------------
+
+    @property
+    def num_leased_pages(self) -> int:
+        self.end_leases()
+        return self._leased.num_pages
+
+    @property
+    def num_retained_pages(self) -> int:
+        self.end_leases()
+        return self._retained.num_pages
+
+    def open(self, name: str, lease_s: float, retain_until: float | None) -> RadixSession:
+        session = RadixSession(self, name, lease_s, retain_until)
+        self.open_sessions.add(session)
+        return session
+
+    def add_end(self, session: RadixSession, node: Node) -> None:
+        """A sequence of `session` that ends in `node` is about to be released; its path is locked.
+
+        The session's end nodes above move here, and a lease begins anew. O(depth).
+        """
+        if not session.is_open or node.namespace.is_dead or node.parent is None:
+            return
+        if node in session.end_nodes:
+            self._end_lease(session, node)
+        else:
+            session.end_nodes[node] = None
+            _refs(node).sessions.add(session)
+            self._add_refs(node, True, False, False)
+        for above in path(node.parent):
+            if session in _refs(above).sessions:
+                self._remove_end(session, above)
+        if session.lease_s or session.retain_until is not None:
+            self._begin_lease(session, node)
+
+    def close(self, session: RadixSession) -> None:
+        session.is_open = False
+        self.open_sessions.discard(session)
+        for node in list(session.end_nodes):
+            self._remove_end(session, node)
+
+    def mark_used_without_session(self, node: Node) -> None:
+        """A sequence without a session used the path to `node`, which is locked. O(nodes that only
+        sessions used before)."""
+        for ancestor in path(node):
+            refs = ancestor.session_refs
+            if refs is None or refs.used_without_session:
+                return
+            refs.used_without_session = True
+            self._reclassify(ancestor)
+
+    def demote(self, nodes: Iterable[Node]) -> None:
+        """Evict `nodes` before all others until a sequence without a session uses them. Nodes that
+        open sessions reach keep their place. `nodes` has each node before its parent, and all of a
+        node's descendants."""
+        for node in nodes:
+            _refs(node).used_without_session = False
+            self._reclassify(node)
+
+    def on_split(self, upper: Node, lower: Node) -> None:
+        """`upper` is the new upper part of the node `lower`, which has session refs."""
+        below = _refs(lower)
+        above = upper.session_refs = SessionRefs(used_without_session=below.used_without_session)
+        above.num_open = int(below.num_open > 0)
+        above.num_leased = int(below.num_leased > 0)
+        above.num_retained = int(below.num_retained > 0)
+
+    def on_removed(self, node: Node) -> None:
+        """`node` is removed, its pages already are: sessions that ended there end in its parent.
+
+        O(sessions that end in `node`).
+        """
+        refs, parent = _refs(node), node.parent
+        assert parent is not None
+        for session in list(refs.sessions):
+            assert isinstance(session, RadixSession)
+            self._move_end_up(session, node, parent)
+        assert not refs.num_open, "children that sessions reach are left"
+        self._closed.pop(node, None)
+        self._expired.pop(node, None)
+        self._leased.chosen.pop(node, None)
+        self._retained.chosen.pop(node, None)
+        node.session_refs = None
+
+    def on_reset(self, namespace: NamespaceTree) -> None:
+        """`namespace` is about to be forgotten: no session ends there any more, and no lease keeps
+        its pages. O(end nodes of open sessions)."""
+        for session in self.open_sessions:
+            for node in [node for node in session.end_nodes if node.namespace is namespace]:
+                self._remove_end(session, node)
+
+    def count_pages(self, node: Node, pages: int) -> None:
+        """`node`, which has session refs, has that many pages more."""
+        refs = _refs(node)
+        if refs.num_leased:
+            self._leased.num_pages += pages
+        if refs.num_retained:
+            self._retained.num_pages += pages
+
+    def leases(self) -> list[dict[str, Any]]:
+        """The leases now, first to end first: session, tokens from the root, seconds left; those
+        of retaining sessions left out."""
+        self.end_leases()
+        now = self._clock()
+        return [
+            {"session": session.name, "tokens": node.end, "seconds_left": end - now}
+            for (end, _), (session, node) in self._leased.by_deadline.items()
+        ]
+
+    def state(self, node: Node) -> str:
+        """An unlocked node is "closed", "retained", "leased" or "cached"."""
+        if node in self._closed:
+            return "closed"
+        refs = node.session_refs
+        if refs is None or not (refs.num_leased or refs.num_retained):
+            return "cached"
+        return "retained" if refs.num_retained else "leased"
+
+    @property
+    def closed_nodes(self) -> Collection[Node]:
+        """Unlocked nodes that only closed sessions reached."""
+        return self._closed
+
+    @property
+    def num_closed_pages(self) -> int:
+        """Of live namespaces. O(closed nodes)."""
+        return sum(len(node.pages) for node in self._closed if not node.namespace.is_dead)
+
+    def check(self) -> None:
+        """AssertionError unless sessions, end nodes and leases agree with each other."""
+        self._policy.check()
+        leases: dict[bool, dict[Deadline, tuple[RadixSession, Node]]] = {False: {}, True: {}}
+        for session in self.open_sessions:
+            assert session.is_open, f"{session!r} is among the open ones"
+            for node, deadline in session.end_nodes.items():
+                assert node.parent is not None, f"{session!r} ends in a node that is gone"
+                assert session in _refs(node).sessions, f"{session!r} is unknown to its end node"
+                if deadline is not None:
+                    leases[session.retain_until is not None][deadline] = (session, node)
+        self._leased.check(leases[False])
+        self._retained.check(leases[True])
+        assert all(_refs(node).num_leased for node in self._leased.chosen), "not leased"
+        assert all(_refs(node).num_retained for node in self._retained.chosen), "not retained"
+        for node in self._closed:
+            refs, name = node.session_refs, f"node {node.node_id}"
+            used_without_session = refs is None or refs.used_without_session
+            assert not used_without_session, f"{name} is public and counts as closed"
+            assert not refs or not refs.num_open, f"{name} is reached and counts as closed"
+
+    # -- references ---------------------------------------------------------------------------
+
+    def _remove_end(self, session: RadixSession, node: Node) -> None:
+        """Remove `node` from the end nodes of `session`; its lease ends."""
+        self._end_lease(session, node)
+        del session.end_nodes[node]
+        _refs(node).sessions.discard(session)
+        self._drop_refs(node, True, False, False)
+
+    def _move_end_up(self, session: RadixSession, node: Node, parent: Node) -> None:
+        if parent.parent is None or session in _refs(parent).sessions:
+            self._remove_end(session, node)
+            return
+        deadline = session.end_nodes.pop(node)
+        kind = (False, False) if deadline is None else _kind(session)
+        session.end_nodes[parent] = deadline
+        _refs(parent).sessions.add(session)
+        self._add_refs(parent, True, *kind)
+        if deadline is not None:
+            self._leases_of(session).by_deadline[deadline] = (session, parent)
+        _refs(node).sessions.discard(session)
+        self._drop_refs(node, True, *kind)
+
+    def _add_refs(self, node: Node, is_open: bool, is_leased: bool, is_retained: bool) -> None:
+        """Count a reference in `node` and, where it is the first of its kind there, above it."""
+        for ancestor in path(node):
+            refs = ancestor.session_refs or _refs(ancestor)
+            if is_open:
+                refs.num_open += 1
+                is_open = refs.num_open == 1
+            if is_leased:
+                refs.num_leased += 1
+                is_leased = refs.num_leased == 1
+                if is_leased:
+                    self._leased.num_pages += len(ancestor.pages)
+            if is_retained:
+                refs.num_retained += 1
+                is_retained = refs.num_retained == 1
+                if is_retained:
+                    self._retained.num_pages += len(ancestor.pages)
+            if not (is_open or is_leased or is_retained):
+                return
+
+    def _drop_refs(self, node: Node, is_open: bool, is_leased: bool, is_retained: bool) -> None:
+        """Undo one `_add_refs`; nodes whose class changes are moved, deepest first."""
+        for ancestor in path(node):
+            refs = ancestor.session_refs or _refs(ancestor)
+            if is_leased:
+                refs.num_leased -= 1
+                is_leased = not refs.num_leased
+                if is_leased:
+                    self._leased.num_pages -= len(ancestor.pages)
+                    if self._leased.unchoose(ancestor):
+                        self._expired[ancestor] = None
+            if is_retained:
+                refs.num_retained -= 1
+                is_retained = not refs.num_retained
+                if is_retained:
+                    self._retained.num_pages -= len(ancestor.pages)
+                    if self._retained.unchoose(ancestor):
+                        (self._leased.chosen if refs.num_leased else self._expired)[ancestor] = None
+            if is_open:
+                refs.num_open -= 1
+                is_open = not refs.num_open
+                if is_open:
+                    self._reclassify(ancestor)
+            if not (is_open or is_leased or is_retained):
+                return
+
+    def _reclassify(self, node: Node) -> None:
+        """`node` lost its last open session, became public or was demoted: move it to its class."""
+        refs = _refs(node)
+        if refs.num_open:
+            return
+        if refs.used_without_session:
+            node.session_refs = None
+        elif not node.lock_ref and not node.namespace.is_dead and node not in self._closed:
+            self._policy.discard(node)
+            self._expired.pop(node, None)
+            self._closed[node] = None
+
+    # -- leases -------------------------------------------------------------------------------
+
+    def _leases_of(self, session: RadixSession) -> Leases:
+        return self._leased if session.retain_until is None else self._retained
+
+    def _begin_lease(self, session: RadixSession, node: Node) -> None:
+        """Begin a lease at `node`. A path that exceeds the limit of all leases gets none unless
+        the session retains: it would only end the other leases."""
+        end = session.retain_until
+        if end is None:
+            if sum(len(ancestor.pages) for ancestor in path(node)) > self._max_leased:
+                return
+            end = self._clock() + session.lease_s
+        self._num_leases += 1
+        deadline = session.end_nodes[node] = (end, self._num_leases)
+        self._leases_of(session).begin(deadline, session, node)
+        self._add_refs(node, False, *_kind(session))
+        self.end_leases()
+
+    def _end_lease(self, session: RadixSession, node: Node) -> None:
+        deadline = session.end_nodes[node]
+        if deadline is not None:
+            self._leases_of(session).end(deadline)
+            session.end_nodes[node] = None
+            self._drop_refs(node, False, *_kind(session))
+
+    def end_leases(self) -> None:
+        """End expired leases, then the oldest ones while leased pages exceed the limit."""
+        leased, retained = self._leased, self._retained
+        if not leased.by_deadline and not retained.by_deadline:
+            return
+        now = self._clock()
+        while (first := leased.first_expired(now)) is not None:
+            self._end_lease(*first)
+        while (first := retained.first_expired(now)) is not None:
+            self._end_lease(*first)
+        while leased.num_pages > self._max_leased and (oldest := leased.oldest()) is not None:
+            self._end_lease(*oldest)
+
+
+def _kind(session: RadixSession) -> tuple[bool, bool]:
+    """Whether its leases count among a node's leased references, and among its retained ones."""
+    retains = session.retain_until is not None
+    return not retains, retains
+
+
+def _refs(node: Node) -> SessionRefs:
+    """The node's refs, created as public if missing."""
+    if node.session_refs is None:
+        node.session_refs = SessionRefs(used_without_session=True)
+    return node.session_refs

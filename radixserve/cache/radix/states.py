@@ -1,0 +1,575 @@
+"""Recurrent states of sequences: the pool of their ids, checkpoints in the tree, the sequence.
+
+A recurrent layer keeps one state per sequence instead of K/V per token. All such layers of a model
+together have one state of fixed size, named by an id; the cache deals in ids alone.
+
+A checkpoint is a state after the first n tokens of a path. It belongs to the node that holds token
+n - 1, and goes with it; a node may have several. A sequence can continue from the deepest
+checkpoint on its path only, however much K/V is cached behind it.
+
+The state of a `StatefulSequence` covers its first `length` tokens: tokens that the sequence is
+extended by are computed in the next step. It begins as a copy of a checkpoint, leaves checkpoints
+in the tree on its way, and becomes one itself when the sequence is released. A step launched ahead
+computes a token before which the sequence may turn out to end. It reads one state and writes
+another, as long as there is room, so that the former state is still available; the step after it
+writes the first one again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from radixserve.cache.page_pool import PagePool
+from radixserve.cache.radix.checkpoint_order import CheckpointOrder, CheckpointSpacing
+from radixserve.cache.radix.child_index import child_covering, siblings_with_head
+from radixserve.cache.radix.eviction import EvictionOrder
+from radixserve.cache.radix.node import Node, path
+from radixserve.cache.radix.radix_tree import RadixTree
+from radixserve.cache.radix.sequence import CachedSequence, node_covering
+from radixserve.cache.sequence import BRANCH, MESSAGE, NO_STATE, PROMPT, CacheSequence, StateCopy
+from radixserve.cache.tokens import TOKEN_BYTES
+from radixserve.checks import check_int
+from radixserve.errors import InvalidRequest, OutOfPages
+
+
+class StatePool:
+    """State ids 0 .. num_states - 1; a state is free or allocated, never both."""
+
+    __slots__ = ("_copies", "_free", "num_states")
+
+    def __init__(self, num_states: int) -> None:
+        self.num_states = num_states
+        self._free = array("i", range(num_states - 1, -1, -1))
+        self._copies: list[StateCopy] = []
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self) -> int:
+        """A free state; there must be one."""
+        return self._free.pop()
+
+    def free(self, state_id: int) -> None:
+        self._free.append(state_id)
+
+    def copy(self, source: int, destination: int) -> None:
+        """To be made before the next step."""
+        self._copies.append((source, destination))
+
+    def take_copies(self) -> list[StateCopy]:
+        """The copies to be made before the next step, one after the other in this order."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def free_ids(self) -> list[int]:
+        """A copy of the free list, for audits."""
+        return list(self._free)
+
+
+# Kinds of checkpoints: which are used again is counted by kind.
+SPACED = "spaced"  # see `CheckpointSpacing`
+END = "end"  # where a sequence ended
+LAST = "last"  # before a prompt's last token
+TAIL = "tail"  # a few tokens before the end of a prompt, whose generation prompt is not known
+
+NO_CHECKPOINTS: dict[int, int] = {}  # of a node; stays empty
+
+
+class Checkpoint(NamedTuple):
+    """`state_id` holds the state after `length` tokens, the last of them in `node`."""
+
+    length: int
+    state_id: int
+    node: Node
+
+
+class StateCheckpoints:
+    """Owns the states of the tree; those that are expected to save the fewest tokens are evicted
+    first, see `CheckpointOrder`.
+
+    A pinned checkpoint is not evicted: a sequence is about to copy it. It outlives its node until
+    the last pin is removed.
+    """
+
+    def __init__(self, num_states: int, spacing: CheckpointSpacing) -> None:
+        self.pool = StatePool(num_states)
+        self.spacing = spacing
+        self.num_evicted = 0
+        self.by_node: dict[Node, dict[int, int]] = {}  # length -> state id
+        self._places: dict[int, tuple[Node, int]] = {}  # by state id
+        self._order = CheckpointOrder(self._tokens_saved)
+        self._pins: dict[int, int] = {}  # state id -> sequences
+        self._without_node: set[int] = set()  # pinned ones
+        self._lent: dict[int, Callable[[], None]] = {}  # see `lend`; the oldest first
+        self._collector: bytearray | None = None
+        self._collected: dict[int, int] = {}
+
+    def stats(self) -> dict[str, int]:
+        """States, by owner, and checkpoints evicted since the start. O(1)."""
+        num_states, num_free, num_kept = self.pool.num_states, self.pool.num_free, len(self._places)
+        return {
+            "states_total": num_states,
+            "states_free": num_free,
+            "states_tree": num_kept,
+            "states_private": num_states - num_free - num_kept,
+            "evicted_checkpoints": self.num_evicted,
+        }
+
+    def deepest(self, node: Node, length: int, multiple_of: int = 1) -> Checkpoint:
+        """The deepest one at `length` or before it on the path to `node`; state NO_STATE at length
+        0 where there is none. O(nodes of the path + checkpoints of the last ones)."""
+        if (parent := node.parent) is not None:
+            best = self._among(siblings_with_head(node, length), length, multiple_of)
+            if best is not None:
+                return best
+            node = parent
+        for ancestor in path(node):
+            best = self._among([ancestor], length, multiple_of)
+            if best is not None:
+                return best
+        root = node
+        while root.parent is not None:
+            root = root.parent
+        return Checkpoint(0, NO_STATE, root)
+
+    def _among(self, nodes: list[Node], length: int, multiple_of: int) -> Checkpoint | None:
+        """The deepest one of these nodes at `length` or before it."""
+        checkpoints = [
+            Checkpoint(kept_len, state_id, node)
+            for node in nodes
+            for kept_len, state_id in self.by_node.get(node, NO_CHECKPOINTS).items()
+            if kept_len <= length and not kept_len % multiple_of
+        ]
+        return max(checkpoints, key=lambda checkpoint: checkpoint.length, default=None)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a state can be allocated."""
+        return bool(self._lent) or self.can_lend
+
+    @property
+    def can_lend(self) -> bool:
+        """Whether one can be allocated that is not lent."""
+        num_held = len(self._places) + len(self._without_node)
+        return self.pool.num_free > 0 or num_held > len(self._pins)
+
+    def allocate(self) -> int:
+        """A state, evicting a checkpoint when none is free; OutOfPages when all are in use."""
+        if not self.has_room:
+            raise OutOfPages(f"all {self.pool.num_states} recurrent states are used by sequences")
+        if not self.pool.num_free:
+            self._evict_one()
+        return self.pool.allocate()
+
+    def allocate_for(self, kind: str, tokens_saved: int) -> int | None:
+        """A state for a checkpoint that saves so many tokens, evicting one that is expected to save
+        fewer when none is free; None where there is none."""
+        if not self.pool.num_free:
+            victim = self._order.first(self._pins)
+            if victim is None or not self._order.outlives(victim, kind, tokens_saved):
+                return None
+            self._evict(victim)
+        return self.pool.allocate()
+
+    def lend(self, state_id: int, on_loss: Callable[[], None]) -> None:
+        """Offer a state that its sequence can do without: another sequence may take it when no
+        checkpoint is left to evict. `on_loss` is called then."""
+        self._lent[state_id] = on_loss
+
+    def reclaim(self, state_id: int) -> None:
+        """Take back a lent state."""
+        del self._lent[state_id]
+
+    def add(self, node: Node, length: int, state_id: int, kind: str) -> None:
+        """The state after `length` tokens, the last of them in `node`; freed where the node has
+        one already."""
+        kept = self.by_node.setdefault(node, {})
+        if length in kept:
+            self.pool.free(state_id)
+        else:
+            kept[length] = state_id
+            self._places[state_id] = node, length
+            self._order.add(state_id, kind)
+
+    def _tokens_saved(self, state_id: int) -> int:
+        """Tokens from the checkpoint before it on its path. O(nodes between them)."""
+        node, length = self._places[state_id]
+        return length - self.deepest(node, length - 1).length
+
+    def pin(self, state_id: int) -> None:
+        """Use a checkpoint, which is kept until `unpin`."""
+        self._pins[state_id] = self._pins.get(state_id, 0) + 1
+        if state_id in self._places:
+            self._order.use(state_id)
+
+    def unpin(self, state_id: int) -> None:
+        self._pins[state_id] -= 1
+        if not self._pins[state_id]:
+            del self._pins[state_id]
+            if state_id in self._without_node:
+                self._without_node.discard(state_id)
+                self.pool.free(state_id)
+
+    def is_only_pin(self, state_id: int) -> bool:
+        return self._pins.get(state_id) == 1
+
+    def take(self, state_id: int) -> None:
+        """Turn a checkpoint with a single pin into a state owned by the caller."""
+        del self._pins[state_id]
+        if state_id in self._places:
+            self._order.discard(state_id)
+            self._detach(state_id)
+        else:
+            self._without_node.discard(state_id)
+
+    def collect(self, tokens: bytearray) -> None:
+        """Until `collected`, keep the checkpoints of removed nodes whose prefixes agree with
+        `tokens` (int32 bytes)."""
+        self._collector = tokens
+
+    def collected(self) -> dict[int, int]:
+        """The kept states by length; the caller owns them from now on."""
+        collected, self._collected, self._collector = self._collected, {}, None
+        return collected
+
+    # -- for the tree -------------------------------------------------------------------------
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """`upper` is the new upper part of `lower`."""
+        kept = self.by_node.get(lower)
+        if kept is None:
+            return
+        moved = {length: kept.pop(length) for length in list(kept) if length <= upper.end}
+        if moved:
+            self.by_node[upper] = moved
+            for length, state_id in moved.items():
+                self._places[state_id] = upper, length
+        if not kept:
+            del self.by_node[lower]
+
+    def drop_after(self, node: Node, end: int) -> None:
+        """`node` is about to lose its tokens from position `end` on."""
+        kept = self.by_node.get(node)
+        if kept is None:
+            return
+        for length in [length for length in kept if length > end]:
+            self._drop_checkpoint(node, length, kept.pop(length))
+        if not kept:
+            del self.by_node[node]
+
+    def move(self, old: Node, new: Node) -> None:
+        """`new` holds all tokens of its sibling `old`."""
+        for length, state_id in self.by_node.pop(old, {}).items():
+            del self._places[state_id]
+            kind = self._order.kind(state_id)
+            self._order.discard(state_id)
+            self.add(new, length, state_id, kind)
+
+    def _drop_checkpoint(self, node: Node, length: int, state_id: int) -> None:
+        del self._places[state_id]
+        self._order.discard(state_id)
+        tokens, first, last = self._collector, node.start * TOKEN_BYTES, length * TOKEN_BYTES
+        if state_id in self._pins:
+            self._without_node.add(state_id)
+        elif (
+            tokens is not None
+            and length not in self._collected
+            and tokens[first:last] == node.tokens[: last - first]
+        ):
+            self._collected[length] = state_id
+        else:
+            self.pool.free(state_id)
+
+    def _evict_one(self) -> None:
+        victim = self._order.first(self._pins)
+        if victim is not None:
+            self._evict(victim)
+            return
+        lent = next(iter(self._lent))
+        self._lent.pop(lent)()
+        self.pool.free(lent)
+
+    def _evict(self, state_id: int) -> None:
+        self._order.evict(state_id)
+        self._detach(state_id)
+        self.pool.free(state_id)
+
+    def _detach(self, state_id: int) -> None:
+        node, length = self._places.pop(state_id)
+        kept = self.by_node[node]
+        del kept[length]
+        if not kept:
+            del self.by_node[node]
+        self.num_evicted += 1
+
+    def check(self, nodes: list[Node], states: list[int], pinned: list[int]) -> None:
+        """AssertionError unless each state has one owner. `states`: of the sequences; `pinned`:
+        what they are about to copy."""
+        known = {id(node) for node in nodes}
+        kept: list[int] = []
+        for node, states_by_len in self.by_node.items():
+            assert states_by_len, f"node {node.node_id} has an empty record of checkpoints"
+            assert id(node) in known, f"node {node.node_id} is gone and has checkpoints"
+            for length, state_id in states_by_len.items():
+                assert node.start < length <= node.end, f"checkpoint {length} of another node"
+                assert self._places.get(state_id) == (node, length), f"state {state_id} misplaced"
+            kept += states_by_len.values()
+        assert len(kept) == len(self._places), "a checkpoint has no node"
+        assert len(self._order) == len(kept), "a checkpoint has no place in the order"
+        self._order.check()
+        owned = [*self.pool.free_ids(), *kept, *states, *self._without_node]
+        assert sorted(owned) == list(range(self.pool.num_states)), "a state has not one owner"
+        assert self._lent.keys() <= set(states), "a state is lent without an owner"
+        counted = {state_id: pinned.count(state_id) for state_id in pinned}
+        assert counted == self._pins, f"{self._pins} pins counted, {counted} found"
+        assert not self._collected, "checkpoints without an owner"
+        assert self._without_node <= self._pins.keys(), "a state is kept without a user"
+
+
+class CheckpointTree(RadixTree):
+    """A `RadixTree` whose nodes lose their checkpoints with their tokens."""
+
+    def __init__(
+        self, pool: PagePool, page_size: int, order: EvictionOrder, checkpoints: StateCheckpoints
+    ) -> None:
+        super().__init__(pool, page_size, order)
+        self.checkpoints = checkpoints
+
+    def split(self, node: Node, num_tokens: int) -> Node:
+        upper = super().split(node, num_tokens)
+        self.checkpoints.split(upper, node)
+        return upper
+
+    def cut(self, leaf: Node, keep: int) -> array[int]:
+        self.checkpoints.drop_after(leaf, leaf.start + keep * self.page_size)
+        return super().cut(leaf, keep)
+
+    def remove(self, node: Node) -> array[int]:
+        parent, checkpoints = node.parent, self.checkpoints
+        if node not in checkpoints.by_node or parent is None:
+            return super().remove(node)
+        pages, cover = super().remove(node), None
+        if node.num_tokens < self.page_size and not node.namespace.is_dead:
+            cover = child_covering(parent, node.key)
+        if cover is None:
+            checkpoints.drop_after(node, node.start)
+        else:  # a sibling holds all of this leaf
+            checkpoints.move(node, cover)
+        return pages
+
+
+class StatefulSequence(CachedSequence):
+    """Made by a `RadixCache` with states."""
+
+    __slots__ = (
+        "_begin_state",
+        "_former",
+        "_former_len",
+        "_kinds",
+        "_last_kept",
+        "_state",
+        "_taken",
+        "_wanted",
+    )
+
+    _begin_state: int  # checkpoint to copy before the next token, pinned
+    _state: int  # of this sequence alone
+    _former: int  # after _former_len tokens, one before the last step ahead; may be taken
+    _former_len: int
+    _taken: dict[int, int]  # length -> state: checkpoints that are still to be published
+    _kinds: dict[int, str]  # length -> kind, of these
+    _wanted: dict[int, str]  # length -> kind, of those to take beside the spacing's
+    _last_kept: int  # length of the deepest checkpoint on its path
+
+    def begin_at(self, checkpoint: Checkpoint, wanted: dict[int, str]) -> None:
+        """Start a new sequence at a checkpoint. `wanted`: lengths of others to take, by kind."""
+        self._state, self._begin_state = NO_STATE, checkpoint.state_id
+        self._former, self._former_len = NO_STATE, -1
+        self._taken, self._kinds, self._wanted = {}, {}, wanted
+        self._last_kept = checkpoint.length
+        if checkpoint.state_id != NO_STATE:
+            self._checkpoints.pin(checkpoint.state_id)
+
+    @property
+    def _checkpoints(self) -> StateCheckpoints:
+        if TYPE_CHECKING:
+            assert isinstance(self._tree, CheckpointTree)
+        return self._tree.checkpoints
+
+    @property
+    def state_id(self) -> int:
+        return self._state
+
+    def owned_states(self) -> tuple[list[int], list[int]]:
+        """Its own states, and those that it has pinned, for audits."""
+        own = [self._state, self._former, *self._taken.values()]
+        pinned = [self._begin_state] if self._begin_state != NO_STATE else []
+        return [state_id for state_id in own if state_id != NO_STATE], pinned
+
+    def step_states(self, *, is_ahead: bool) -> tuple[int, int]:
+        read, other, checkpoints = self._state, self._former, self._checkpoints
+        if not is_ahead:
+            return read, read
+        if other != NO_STATE:
+            checkpoints.reclaim(other)
+        elif checkpoints.can_lend:
+            other = checkpoints.allocate()
+        else:
+            return read, read
+        self._state, self._former, self._former_len = other, read, self.length - 1
+        checkpoints.lend(read, self._lose_former)
+        return read, other
+
+    def _lose_former(self) -> None:
+        self._former = NO_STATE
+
+    def want_checkpoint(self, length: int, kind: str = BRANCH) -> None:
+        if kind == PROMPT:  # it is known where the generation prompt begins
+            self._wanted = {n: other for n, other in self._wanted.items() if other != TAIL}
+        if self._wanted.get(length, MESSAGE) == MESSAGE:
+            self._wanted[length] = kind
+
+    def take_checkpoints(self, start: int) -> tuple[tuple[int, int], ...]:
+        if self.is_stale:
+            return ()
+        checkpoints, end = self._checkpoints, self.length
+        spacing, wanted = checkpoints.spacing, self._wanted
+        kinds = dict.fromkeys(spacing.lengths(start, end), SPACED)
+        if wanted:
+            kinds |= {length: kind for length, kind in wanted.items() if start < length <= end}
+            self._wanted = {length: kind for length, kind in wanted.items() if length > end}
+        taken = []
+        for length in sorted(kinds.keys() - self._taken.keys()):
+            kind, distance = kinds[length], length - self._last_kept
+            if kind == MESSAGE and distance < spacing.least_apart(length):
+                continue
+            state_id = checkpoints.allocate_for(kind, distance)
+            if state_id is None:
+                continue
+            self._taken[length], self._kinds[length] = state_id, kind
+            self._last_kept = length
+            taken.append((length, state_id))
+        return tuple(taken)
+
+    def _append(self, data: bytes) -> None:
+        if self._state != NO_STATE:
+            super()._append(data)
+            return
+        checkpoints, begin_state = self._checkpoints, self._begin_state
+        is_own = not checkpoints.has_room and checkpoints.is_only_pin(begin_state)
+        state_id = begin_state if is_own else checkpoints.allocate()
+        try:
+            super()._append(data)
+        except OutOfPages:
+            if not is_own:
+                checkpoints.pool.free(state_id)
+            raise
+        self._state, self._begin_state = state_id, NO_STATE
+        if is_own:
+            checkpoints.take(state_id)
+        elif begin_state != NO_STATE:
+            checkpoints.pool.copy(begin_state, state_id)
+            checkpoints.unpin(begin_state)
+
+    def copy_from(self, source: CacheSequence) -> int:
+        """Nothing: the state belongs to the other namespace."""
+        del source
+        return 0
+
+    def fork(self) -> StatefulSequence:
+        """See `CacheSequence.fork`. InvalidRequest unless all tokens are committed."""
+        if self.length != self.committed_len:
+            raise InvalidRequest(
+                f"a sequence with a recurrent state is forked when all of its {self.length} tokens "
+                f"are committed, not {self.committed_len}"
+            )
+        checkpoints = self._checkpoints
+        state_id = checkpoints.allocate() if self._state != NO_STATE else NO_STATE
+        try:
+            forked = super().fork()
+        except OutOfPages:
+            if state_id != NO_STATE:
+                checkpoints.pool.free(state_id)
+            raise
+        assert isinstance(forked, StatefulSequence)
+        forked.begin_at(Checkpoint(self.length, self._begin_state, self._last_node), {})
+        if state_id != NO_STATE:
+            checkpoints.pool.copy(self._state, state_id)
+            forked._state = state_id
+        return forked
+
+    def truncate(self, length: int) -> None:
+        """Roll back to the deepest checkpoint at `length` or before it: see `length` afterwards."""
+        self._check_open()
+        length = check_int("length", length, 0)
+        if length >= self.length:
+            super().truncate(length)
+            return
+        checkpoints = self._checkpoints
+        checkpoint = checkpoints.deepest(self._last_node, min(length, self._published))
+        if checkpoint.state_id != NO_STATE:
+            checkpoints.pin(checkpoint.state_id)
+        try:
+            super().truncate(checkpoint.length)
+        except OutOfPages:
+            if checkpoint.state_id != NO_STATE:
+                checkpoints.unpin(checkpoint.state_id)
+            raise
+        self._drop_states()
+        self._begin_state, self._last_kept = checkpoint.state_id, checkpoint.length
+
+    def _publish(self) -> None:
+        checkpoints = self._checkpoints
+        checkpoints.collect(self._tokens)
+        super()._publish()
+        for length, state_id in checkpoints.collected().items():
+            if length in self._taken:
+                checkpoints.pool.free(state_id)
+            else:
+                self._taken[length] = state_id
+                self._kinds[length] = SPACED
+        if self._taken:
+            self._publish_checkpoints()
+
+    def _publish_checkpoints(self) -> None:
+        published, is_stale = self._published, self.is_stale
+        for length in [length for length in self._taken if length <= published or is_stale]:
+            state_id, kind = self._taken.pop(length), self._kinds.pop(length, END)
+            if is_stale:
+                self._checkpoints.pool.free(state_id)
+            else:
+                node = node_covering(self._last_node, length)
+                self._checkpoints.add(node, length, state_id, kind)
+
+    def release(self) -> None:
+        if self._is_open:
+            length = self.committed_len
+            is_kept = length > 0 and length not in self._taken
+            if is_kept and length == self.length and self._state != NO_STATE:
+                self._taken[length], self._state = self._state, NO_STATE
+            elif is_kept and length == self._former_len and self._former != NO_STATE:
+                self._checkpoints.reclaim(self._former)
+                self._taken[length], self._former = self._former, NO_STATE
+            self._publish_checkpoints()
+            self._drop_states()
+        super().release()
+
+    def _drop_states(self) -> None:
+        checkpoints = self._checkpoints
+        for state_id in self._taken.values():
+            checkpoints.pool.free(state_id)
+        self._taken.clear()
+        self._kinds.clear()
+        if self._state != NO_STATE:
+            checkpoints.pool.free(self._state)
+            self._state = NO_STATE
+        if self._former != NO_STATE:
+            checkpoints.reclaim(self._former)
+            checkpoints.pool.free(self._former)
+            self._former = NO_STATE
+        if self._begin_state != NO_STATE:
+            checkpoints.unpin(self._begin_state)
+            self._begin_state = NO_STATE

@@ -1,0 +1,391 @@
+"""Window pages: the K and V of layers that see a window of positions only, in a pool of their own.
+
+Such layers (sliding windows, attention chunks) keep their K and V in a memory of their own. A page
+of the cache, with the K and V of all other layers, has a window page beside it until that is
+dropped: a query needs the window pages of the last positions before it, no others. When window
+pages are short, the least recently used ones that no live sequence can still see are dropped. Those
+where sequences began, ended or left the cached tokens count as used; all others are dropped long
+before.
+
+    page         0   1   2   3   4   5   6        of a sequence; windows of two pages
+    window page  -   8   9   -   -   4   7        it continues after page 6, others after 2 or 6
+
+A prefix can be used where the window pages of the last positions before its end exist; what lies
+before is needed by the other layers alone.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from radixserve.arrays import IntArray
+from radixserve.cache.page_pool import PagePool
+from radixserve.cache.radix.child_index import siblings_with_head
+from radixserve.cache.radix.node import Node, path
+from radixserve.cache.radix.sequence import CachedSequence, node_covering
+from radixserve.cache.sequence import BRANCH, CacheSequence, PageAllocator, PageOwner
+from radixserve.checks import check_int
+from radixserve.errors import OutOfPages
+from radixserve.schedule import WindowLayers, WindowUpdates
+
+_NO_PAGES: IntArray = np.empty(0, np.int32)
+NO_PAGE = -1  # instead of a window page
+NEVER_USED = 4  # times as many ticks as there are window pages: the age of one that is new
+RECLAIM_SHARE = 16  # at least one in so many is dropped at a time: a search costs O(window pages)
+
+
+class WindowPool:
+    """Window pages 0 .. num_pages - 1; each is free, or of one page of the cache."""
+
+    def __init__(self, num_pages: int, page_size: int, layers: WindowLayers) -> None:
+        """`num_pages`: of the cache; a `WindowedPagePool` has them."""
+        self.page_size = page_size
+        self.num_pages = check_int("windows.num_pages", layers.num_pages, 1, 2**31 - 1)
+        self.window_size = check_int("windows.window_size", layers.window_size, 1)
+        self.num_evicted = 0  # window pages, since the start
+        self.live_sequences: set[CacheSequence] = set()  # the window pages that they see stay
+        self._held = _NO_PAGES  # pages whose window pages stay, too: see `use`
+        self._table = np.full(num_pages, NO_PAGE, np.int32)  # page -> window page
+        self._owners = np.full(self.num_pages, -1, np.int32)  # window page -> page
+        self._last_use = np.zeros(self.num_pages, np.int64)  # of a window page, in `_ticks`
+        self._ticks = 0
+        self._pool = PagePool(self.num_pages)
+        self._changed = array("i")  # pages, see `take_updates`
+        self._copies: list[tuple[int, int, int]] = []  # of window pages, in order
+
+    @property
+    def num_free(self) -> int:
+        return self._pool.num_free
+
+    def num_obtainable(self, wanted: int, beside: Sequence[int] = ()) -> int:
+        """How many of `wanted` window pages `attach` can give now, without those of the pages
+        `beside`. O(1) where they are free."""
+        missing = wanted - self._pool.num_free
+        if missing <= 0:
+            return wanted
+        return wanted - missing + min(missing, len(self._droppable(beside)))
+
+    def attach(self, pages: Sequence[int], after: int = NO_PAGE) -> None:
+        """Give each page a window page, dropping others where none is free. The caller has checked
+        `num_obtainable`.
+
+        `after`: the page before them in their sequence, so that window pages are adjacent, too.
+        O(pages), and O(window pages) where some are dropped.
+        """
+        count, pool, table = len(pages), self._pool, self._table
+        if (missing := count - pool.num_free) > 0:
+            self._drop_oldest(missing)
+        first_tick = self._ticks - NEVER_USED * self.num_pages
+        last = NO_PAGE if after == NO_PAGE else int(table[after])
+        taken = pool.allocate(count) if last == NO_PAGE else pool.allocate_after(last, count)
+        if count == 1:
+            page, window = pages[0], taken[0]
+            table[page], self._owners[window] = window, page
+            self._last_use[window] = first_tick
+            self._changed.append(page)
+        else:
+            windows = np.array(taken, np.int32)
+            table[pages], self._owners[windows] = windows, pages
+            self._last_use[windows] = np.arange(first_tick, first_tick + count)
+            self._changed.extend(pages)
+        self._ticks += count
+
+    def detach(self, pages: Sequence[int]) -> None:
+        """Free the window pages of these pages, where they have one."""
+        index = np.array(pages, np.int32)
+        windows = self._table[index]
+        windows = windows[windows >= 0]
+        self._table[index], self._owners[windows] = NO_PAGE, -1
+        self._pool.free(array("i", windows.tobytes()))
+        self._changed.extend(index.tolist())
+
+    def move(self, sources: array[int], pages: array[int]) -> None:
+        """`pages` hold the same tokens as `sources`, one by one: those without a window page get
+        that of their source."""
+        source, target = np.array(sources, np.int32), np.array(pages, np.int32)
+        moved = (self._table[target] < 0) & (self._table[source] >= 0)
+        if moved.any():
+            source, target = source[moved], target[moved]
+            windows = self._table[source]
+            self._table[target], self._table[source] = windows, NO_PAGE
+            self._owners[windows] = target
+            self._changed.extend(source.tolist())
+            self._changed.extend(target.tolist())
+
+    def copy(self, source: int, destination: int, num_tokens: int) -> None:
+        """Copy the window page of the page `source` before the next step, up to a token. Where it
+        has none, neither has the page `destination`, which may have none already."""
+        read, written = int(self._table[source]), int(self._table[destination])
+        if read == NO_PAGE:
+            self.detach((destination,))
+        elif written != NO_PAGE:
+            self._copies.append((read, written, num_tokens))
+
+    def touch(self, pages: IntArray) -> None:
+        """The window pages of these pages are the most recently used ones."""
+        windows = self._table[pages]
+        windows = windows[windows >= 0]
+        self._last_use[windows] = np.arange(self._ticks, self._ticks + len(windows))
+        self._ticks += len(windows)
+
+    def use(self, pages: Sequence[int], length: int) -> None:
+        """A sequence is about to continue after `length` tokens, on `pages`. The window pages that
+        it sees become the most recently used ones, and none of them is dropped until `end_use`."""
+        self._held = np.array(pages[self.first_seen_page(length) :], np.int32)
+        self.touch(self._held)
+
+    def end_use(self) -> None:
+        """The sequence of the last `use` is live now, or it failed."""
+        self._held = _NO_PAGES
+
+    # -- what a query can see -----------------------------------------------------------------
+
+    def first_seen_page(self, length: int) -> int:
+        """Index of the first page that a query after `length` tokens sees."""
+        return max(0, length + 1 - self.window_size) // self.page_size
+
+    def has_all(self, pages: IntArray | Sequence[int]) -> bool:
+        """Whether each of these pages has a window page."""
+        return bool((self._table[np.array(pages, np.int32)] >= 0).all())
+
+    def usable_length(self, runs: Iterable[tuple[int, array[int]]], length: int) -> int:
+        """The longest prefix, of at most `length` tokens, that a sequence can continue from.
+
+        `runs`: the pages of these tokens from the last ones up to the first, each run with the
+        index of its first page. O(pages visited): those of one window where none is missing.
+        """
+        end = -(-length // self.page_size)  # no window page seen is missing from this index on
+        for first, pages in runs:
+            while end > (begin := max(first, self.first_seen_page(length))):
+                missing = np.flatnonzero(self._table[pages[begin - first : end - first]] < 0)
+                if len(missing):
+                    end = begin + int(missing[-1])
+                    length = end * self.page_size
+                else:
+                    end = begin
+            if end <= self.first_seen_page(length):
+                break
+        return length
+
+    # -- for the runner -----------------------------------------------------------------------
+
+    def take_updates(self) -> WindowUpdates:
+        """Updates since the last call."""
+        pages = np.unique(np.array(self._changed, np.int32))
+        copies, self._copies, self._changed = self._copies, [], array("i")
+        return WindowUpdates(np.stack((pages, self._table[pages]), 1), copies)
+
+    # -- dropping -----------------------------------------------------------------------------
+
+    def _droppable(self, beside: Sequence[int] = ()) -> IntArray:
+        """Window pages that no live sequence can see, without those of the pages `beside`."""
+        is_kept = self._owners < 0  # or free
+        seen = [sequence.seen_pages(self.window_size) for sequence in self.live_sequences]
+        for pages in (*seen, self._held, np.array(beside, np.int32)):
+            windows = self._table[pages]
+            is_kept[windows[windows >= 0]] = True
+        return np.flatnonzero(~is_kept).astype(np.int32)
+
+    def _drop_oldest(self, missing: int) -> None:
+        droppable, count = self._droppable(), max(missing, self.num_pages // RECLAIM_SHARE)
+        assert missing <= len(droppable), "window pages were not obtainable"
+        if count < len(droppable):
+            droppable = droppable[np.argpartition(self._last_use[droppable], count)[:count]]
+        self.num_evicted += len(droppable)
+        self.detach(self._owners[droppable].tolist())
+
+    # -- audit --------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, int]:
+        """Window pages, and those dropped since the start. O(1)."""
+        return {
+            "window_pages_total": self.num_pages,
+            "window_pages_free": self._pool.num_free,
+            "window_pages_used": self.num_pages - self._pool.num_free,
+            "evicted_window_pages": self.num_evicted,
+        }
+
+    def check(self, free_pages: Iterable[int]) -> None:
+        """AssertionError unless each window page has one owner. `free_pages`: of the pool."""
+        owned = np.flatnonzero(self._owners >= 0)
+        assert sorted([*self._pool.free_ids(), *owned.tolist()]) == list(range(self.num_pages)), (
+            "a window page has not one owner"
+        )
+        assert (self._table[self._owners[owned]] == owned).all(), "a window page of another page"
+        assert np.count_nonzero(self._table >= 0) == len(owned), "pages share a window page"
+        free = np.array(list(free_pages), np.int32)
+        assert (self._table[free] < 0).all(), "a free page has a window page"
+
+
+class WindowedPagePool(PagePool):
+    """A `PagePool` whose pages lose their window pages when they are freed."""
+
+    __slots__ = ("_windows",)
+
+    def __init__(self, num_pages: int, windows: WindowPool) -> None:
+        super().__init__(num_pages)
+        self._windows = windows
+
+    def free(self, pages: array[int]) -> None:
+        self._windows.detach(pages)
+        super().free(pages)
+
+
+class WindowedAllocator(PageAllocator):
+    """A `PageAllocator` whose pages have window pages when they are new."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        page_size: int,
+        owner: PageOwner,
+        clock: Callable[[], float],
+        windows: WindowPool,
+    ) -> None:
+        super().__init__(pool, page_size, owner, clock)
+        self.windows = windows
+        self.live_sequences = windows.live_sequences
+
+    def num_obtainable(self, wanted: int) -> int:
+        return self.windows.num_obtainable(super().num_obtainable(wanted))
+
+    def take_after(self, page: int) -> int:
+        if not self.windows.num_free:
+            return -1
+        taken = self.pool.take_after(page)
+        if taken >= 0:
+            self.windows.attach((taken,), page)
+        return taken
+
+    def allocate(self, count: int, *, may_shrink_locks: bool = True) -> array[int]:
+        self._check_obtainable(count)
+        pages = super().allocate(count, may_shrink_locks=may_shrink_locks)
+        self.windows.attach(pages)
+        return pages
+
+    def allocate_after(self, page: int, count: int) -> Sequence[int]:
+        if count > self.pool.num_free:
+            return self.allocate(count)
+        self._check_obtainable(count)
+        pages = self.pool.allocate_after(page, count)
+        self.windows.attach(pages, page)
+        return pages
+
+    def _check_obtainable(self, count: int) -> None:
+        if self.windows.num_obtainable(count) < count:
+            windows = self.windows
+            raise OutOfPages(
+                f"{count} window pages wanted: {windows.num_free} of {windows.num_pages} free, and "
+                "live sequences see too many of the others"
+            )
+
+
+class WindowedSequence(CachedSequence):
+    """Made by a `RadixCache` with windows."""
+
+    __slots__ = ("_wanted",)
+
+    _wanted: set[int]  # lengths that other sequences continue from
+
+    def __init__(self, *parts: Any, match_len: int = 0) -> None:
+        """See `CachedSequence`. `match_len`: where it left the cached tokens, perhaps after what it
+        could use: the tree branches there."""
+        super().__init__(*parts)
+        self._wanted = {match_len} if match_len > self.length else set()
+
+    @property
+    def _windows(self) -> WindowPool:
+        if TYPE_CHECKING:
+            assert isinstance(self._allocator, WindowedAllocator)
+        return self._allocator.windows
+
+    def fork(self) -> WindowedSequence:
+        forked = super().fork()
+        assert isinstance(forked, WindowedSequence)
+        whole, extra = divmod(self.committed_len, self._tree.page_size)
+        if extra:
+            self._windows.copy(self._pages[whole], forked._pages[whole], extra)
+        return forked
+
+    def copy_from(self, source: CacheSequence) -> int:
+        """Early pages, which no new token sees, get no window page."""
+        allocator, num_pages = self._allocator, len(self._pages)
+        num_early = max(0, self._windows.first_seen_page(source.length) - num_pages)
+        early = PageAllocator.allocate(allocator, num_early)
+        self._pages = self._pages + early  # a view of the old array may be exported
+        try:
+            copied = super().copy_from(source)
+        except OutOfPages:
+            self._pages = self._pages[:num_pages]
+            allocator.free(early)
+            raise
+        for read, written, num_tokens in self.cow_copies:
+            self._windows.copy(read, written, num_tokens)
+        return copied
+
+    def truncate(self, length: int) -> None:
+        """Roll back to `length`, or before it where K and V of layers with windows were dropped:
+        see `length` afterwards."""
+        self._check_open()
+        windows, length = self._windows, check_int("length", length, 0)
+        if length < self.committed_len:
+            length = windows.usable_length([(0, self._pages)], length)
+            windows.use(self._pages, length)
+        try:
+            super().truncate(length)
+        finally:
+            windows.end_use()
+
+    def _cut(self, length: int, whole: int, extra: int) -> None:
+        last = self._pages[whole] if extra else -1
+        super()._cut(length, whole, extra)
+        if extra and self._pages[whole] != last:
+            self._windows.copy(last, self._pages[whole], extra)
+
+    def want_checkpoint(self, length: int, kind: str = BRANCH) -> None:
+        """Other sequences continue there: once that is computed, the window pages before it count
+        as used, as do those where a sequence ends."""
+        del kind
+        self._wanted.add(length)
+
+    def _publish(self) -> None:
+        super()._publish()
+        if self._wanted:
+            for length in [length for length in self._wanted if length <= self.committed_len]:
+                self._wanted.remove(length)
+                self._touch_window(length)
+
+    def _touch_window(self, length: int) -> None:
+        windows, last = self._windows, self._allocator.pages_for(length)
+        pages = self._pages[windows.first_seen_page(length) : last]
+        windows.touch(np.array(pages, np.int32))
+
+    def _replace_pages(self, first: int, pages: array[int]) -> None:
+        """The tree's pages get our window pages where they lack one."""
+        self._windows.move(self._pages[first : first + len(pages)], pages)
+        super()._replace_pages(first, pages)
+
+    def release(self) -> None:
+        if self._is_open:
+            self._touch_window(self.committed_len)
+        super().release()
+
+
+def usable_match(windows: WindowPool, node: Node, length: int) -> tuple[int, Node]:
+    """The longest prefix of a match of `length` tokens, whose last one is in `node`, that a
+    sequence can continue from; and the node with its last token."""
+    if node.parent is None:
+        return length, node
+    candidates = []
+    for sibling in siblings_with_head(node, length):  # one of them may have what another has lost
+        runs = ((ancestor.start // windows.page_size, ancestor.pages) for ancestor in path(sibling))
+        usable = windows.usable_length(runs, length)
+        if usable == length:
+            return length, sibling
+        candidates.append((usable, sibling))
+    usable, node = max(candidates, key=lambda sibling: sibling[0])
+    return usable, node_covering(node, usable)

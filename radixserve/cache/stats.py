@@ -1,0 +1,75 @@
+"""`CacheStats`, the counters of a cache, and `RecentCounts`, what counters gained in a minute."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+WINDOW_S = 60.0
+_STEP_S = 1.0  # between two readings, and how much of the window may be missed
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Tokens since the cache was made."""
+
+    acquired_tokens: int = 0  # passed to `acquire`
+    matched_tokens: int = 0  # acquired tokens that were cached
+    copied_tokens: int = 0  # matched tokens in page prefixes that were copied
+    committed_tokens: int = 0  # tokens published by `commit`
+    duplicate_tokens: int = 0  # committed tokens published before by other sequences; whole pages
+    num_acquired: int = 0  # sequences
+    num_resets: int = 0
+
+
+class RecentCounts:
+    """Readings of counters, at most one a second, for the last minute.
+
+    The owner calls `note` with the time before it counts something.
+    """
+
+    __slots__ = ("_counters", "_made_at", "_readings", "due")
+
+    def __init__(self, counters: Callable[[], Mapping[str, int]], now: float) -> None:
+        """`counters`: their present values, none of which ever falls."""
+        self._counters = counters
+        self._made_at = self.due = now
+        self._readings: deque[tuple[float, Mapping[str, int]]] = deque()  # the oldest first
+
+    def note(self, now: float) -> None:
+        """Something is about to be counted. O(1), amortised."""
+        if now >= self.due:
+            self.read(now)
+
+    def read(self, now: float) -> None:
+        """Remember the counters, when `due` is reached. O(counters)."""
+        self._readings.append((now, self._counters()))
+        self.due = now + _STEP_S
+        self._forget(now)
+
+    def gains(self, now: float) -> dict[str, float]:
+        """{"seconds", and for each counter: name, name_per_s} of the last minute.
+
+        "seconds" is less than 60 where the counters are younger. Amortised O(counters).
+        """
+        self._forget(now)
+        present = self._counters()
+        before = self._readings[0][1] if self._readings else present
+        seconds = min(WINDOW_S, now - self._made_at)
+        gained: dict[str, float] = {"seconds": seconds}
+        for name, value in present.items():
+            gained[name] = value - before[name]
+            gained[f"{name}_per_s"] = (value - before[name]) / max(seconds, _STEP_S)
+        return gained
+
+    def _forget(self, now: float) -> None:
+        """Drop what was read before the window: nothing was counted between a reading's second
+        and the next reading."""
+        while self._readings and self._readings[0][0] < now - WINDOW_S:
+            self._readings.popleft()
+
+
+def hit_rate(matched: float, asked: float) -> float:
+    """The share of looked up tokens that were cached; 0.0 without any."""
+    return matched / asked if asked else 0.0

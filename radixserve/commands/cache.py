@@ -1,0 +1,184 @@
+"""`radixserve cache`: lists, verifies and prunes a kv_store; saves prompts to one, loads it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from radixserve.commands.flags import (
+    EXPORTS,
+    add_command,
+    add_engine_flags,
+    add_flags,
+    given_engine,
+)
+from radixserve.commands.jsonl import read_batch
+from radixserve.commands.terminal import format_bytes
+from radixserve.config import parse_bytes
+from radixserve.errors import InvalidRequest
+from radixserve.request import SamplingParams
+
+if TYPE_CHECKING:
+    from radixserve.store import FolderStore
+
+ACTIONS = ("list", "verify", "prune", "save", "load")
+_UNBOUNDED = 1 << 62
+_EPILOG = """\
+list      files, tokens and bytes by model and namespace
+verify    read every file and check its sums; --drop removes those that are damaged
+prune     remove the files that were not used for longest, down to --size
+save      compute the prompts of --jsonl with --model, and keep their K/V in the folder
+load      load what the folder has for --model, and say how much that is
+
+FOLDER is that of `radixserve serve --kv-store FOLDER`, `Runtime(kv_store=...)` or
+`Runtime.save_cache`. The exit code of verify is 1 where a file is damaged.
+
+examples:
+  radixserve cache list ~/kv
+  radixserve cache verify ~/kv --drop
+  radixserve cache prune ~/kv --size 4GB
+  radixserve cache save ~/kv --model Qwen/Qwen3-0.6B --jsonl system-prompts.jsonl
+"""
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    parser = add_command(
+        commands,
+        "cache",
+        "list, verify, prune, save or load K/V that is kept on disk",
+        "Look after a folder of K/V: the kv_store of an engine, or a saved cache.",
+        _EPILOG,
+    )
+    parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS))
+    parser.add_argument("folder", metavar="FOLDER", help="of the K/V")
+    flags = {
+        "--drop": "verify: remove damaged files",
+        "--size BYTES": 'prune: what is to be left, such as "4GB"',
+        "--model MODEL": "save, load: the model, as of `radixserve serve` (default: demo)",
+        "--jsonl FILE": "save: the prompts, as JSON lines of `radixserve generate`",
+        "--json": "print one JSON document instead",
+    }
+    add_flags(parser, flags)
+    add_engine_flags(parser, without=(*EXPORTS, "kv_store"))
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.action in ("save", "load"):
+        return _save(args) if args.action == "save" else _load(args)
+    if not Path(args.folder).is_dir():
+        raise InvalidRequest(f"{args.folder} is not a folder")
+    from radixserve.store import FolderStore
+
+    store = FolderStore(args.folder, _UNBOUNDED)
+    if args.action == "list":
+        return _list(store, args)
+    return _verify(store, args) if args.action == "verify" else _prune(store, args)
+
+
+def _list(store: FolderStore, args: argparse.Namespace) -> int:
+    from radixserve.store import BadRun, decode_run
+
+    groups: dict[tuple[str, str], dict[str, Any]] = defaultdict(
+        lambda: {"files": 0, "tokens": 0, "bytes": 0, "used_s_ago": float("inf"), "layout": ""}
+    )
+    num_damaged, now = 0, time.time()
+    for file in store.list():
+        try:
+            run = decode_run(store.get(store.name_of(file)) or b"")
+        except (BadRun, OSError):
+            num_damaged += 1
+            continue
+        model = file.path.parent.parent.name
+        group = groups[model, run.namespace]
+        group["files"] += 1
+        group["tokens"] += len(run.tokens)
+        group["bytes"] += file.num_bytes
+        group["used_s_ago"] = round(min(group["used_s_ago"], max(0.0, now - file.used_at)), 1)
+    if args.json:
+        listed = [
+            {"model": model, "namespace": namespace, **group}
+            for (model, namespace), group in sorted(groups.items())
+        ]
+        print(json.dumps({"groups": listed, "damaged_files": num_damaged}, indent=2))
+        return 0
+    for (model, namespace), group in sorted(groups.items()):
+        print(
+            f"model {model[:12]}  namespace {namespace!r}: {group['tokens']} tokens in "
+            f"{group['files']} files, {format_bytes(group['bytes'])}, "
+            f"last used {group['used_s_ago']:.0f} s ago"
+        )
+    print(f"{format_bytes(store.num_bytes)} in all, {num_damaged} damaged files")
+    return 0
+
+
+def _verify(store: FolderStore, args: argparse.Namespace) -> int:
+    from radixserve.store import BadRun, decode_run
+
+    damaged: dict[str, str] = {}
+    num_files = 0
+    for file in store.list():
+        num_files += 1
+        name = store.name_of(file)
+        try:
+            decode_run(store.get(name) or b"")
+        except (BadRun, OSError) as error:
+            damaged[str(file.path)] = str(error)
+            if args.drop:
+                store.drop(name)
+    if args.json:
+        print(json.dumps({"files": num_files, "damaged": damaged, "dropped": args.drop}, indent=2))
+    else:
+        for path, reason in damaged.items():
+            print(f"{path}: {reason}{', dropped' if args.drop else ''}")
+        print(f"{num_files} files, {len(damaged)} damaged")
+    return 1 if damaged else 0
+
+
+def _prune(store: FolderStore, args: argparse.Namespace) -> int:
+    if args.size is None:
+        raise InvalidRequest("prune needs --size: the bytes to be left")
+    before = store.num_bytes
+    num_dropped = store.prune(parse_bytes(args.size, "--size"))
+    counts = {"dropped_files": num_dropped, "bytes_before": before, "bytes": store.num_bytes}
+    if args.json:
+        print(json.dumps(counts, indent=2))
+    else:
+        print(f"{num_dropped} files went; {format_bytes(store.num_bytes)} are left")
+    return 0
+
+
+def _save(args: argparse.Namespace) -> int:
+    if args.jsonl is None:
+        raise InvalidRequest("save needs --jsonl: a file with the prompts")
+    from radixserve.api.runtime import Runtime
+
+    with Runtime(args.model or "demo", **given_engine(args)) as runtime:
+        lines = read_batch(Path(args.jsonl).read_bytes(), {}, lambda text: text)
+        for line in lines:
+            if line.error is not None:
+                raise InvalidRequest(f"line {line.number}: {line.error}")
+        prompts = [line.prompt for line in lines]
+        runtime.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0))
+        num_tokens = runtime.save_cache(args.folder, prompts=prompts)
+    _print_tokens(args, "written", num_tokens)
+    return 0
+
+
+def _load(args: argparse.Namespace) -> int:
+    from radixserve.api.runtime import Runtime
+
+    with Runtime(args.model or "demo", **given_engine(args)) as runtime:
+        num_tokens = runtime.load_cache(args.folder)
+    _print_tokens(args, "loaded", num_tokens)
+    return 0
+
+
+def _print_tokens(args: argparse.Namespace, verb: str, num_tokens: int) -> None:
+    print(
+        json.dumps({f"{verb}_tokens": num_tokens}) if args.json else f"{num_tokens} tokens {verb}"
+    )

@@ -1,0 +1,85 @@
+"""Why a prompt found less in the cache than an earlier request had left there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from radixserve.arrays import IntArray
+
+Decode = Callable[[Sequence[int]], str]
+_SHOWN = 16  # tokens of `expected` and `found`
+_CONTEXT = 5  # tokens decoded along, so that a first word keeps its leading space
+_DROPPED = ("evicted", "namespace", "no_checkpoint", "window_evicted")  # of Lookup.reason
+
+
+class Diagnosis(NamedTuple):
+    """A prompt beside an earlier request: its prompt and its answer.
+
+    reason is one of
+      hit         nothing is lost
+      diverged    the prompt differs from the earlier request at `position`
+      evicted, namespace, no_checkpoint, window_evicted, never_seen   as in Lookup: the tokens
+                  agree up to `shared_tokens`, but from `position` on they were not in the cache
+      partial_page  the tokens agree, and all whole pages of them were found
+
+    expected and found are the next 16 tokens of both as text where they differ; None elsewhere and
+    for models without a tokenizer. All counts are tokens of the prompt.
+    """
+
+    reason: str
+    position: int  # the first token that is lost
+    tokens_lost: int  # that were computed, and would have been found
+    cached_tokens: int  # that were found
+    shared_tokens: int  # leading tokens that agree with the earlier request
+    reusable_tokens: int  # whose K/V the earlier request left: its prompt and answer, but the end
+    expected: str | None = None  # the earlier request's text
+    found: str | None = None  # the prompt's text
+
+
+def diagnose(
+    prompt: IntArray,
+    cached: int | None,
+    miss_reason: str,
+    previous: IntArray,
+    num_reusable: int,
+    decode: Decode | None = None,
+) -> Diagnosis:
+    """Compare a prompt with an earlier request. O(tokens).
+
+    cached        tokens that were found; None: not known yet, all that agree are taken for found
+    miss_reason   the cache's, see Lookup; "" where there is none
+    previous      the earlier prompt and answer; the K/V of the first `num_reusable` was computed
+    """
+    target = min(num_reusable, len(prompt) - 1)  # a prompt's last token is always computed
+    shared = common_length(prompt, previous)
+    num_found = min(shared, target) if cached is None else cached
+    lost = max(0, target - num_found)
+    counts = (lost, num_found, shared, num_reusable)
+    if not lost:
+        return Diagnosis("hit", num_found, *counts)
+    if num_found < shared and miss_reason in _DROPPED:
+        return Diagnosis(miss_reason, num_found, *counts)
+    if shared < target:
+        if decode is None:
+            return Diagnosis("diverged", shared, *counts)
+        expected, given = (_text_at(decode, tokens, shared) for tokens in (previous, prompt))
+        return Diagnosis("diverged", shared, *counts, expected, given)
+    reason = "partial_page" if miss_reason == "full" else "never_seen"
+    return Diagnosis(reason, num_found, *counts)
+
+
+def common_length(tokens: IntArray, other: IntArray) -> int:
+    """Leading tokens that are equal."""
+    size = min(len(tokens), len(other))
+    differs = np.asarray(tokens[:size]) != np.asarray(other[:size])
+    return int(differs.argmax()) if differs.any() else size
+
+
+def _text_at(decode: Decode, tokens: IntArray, position: int) -> str:
+    """The text of the next tokens from `position` on."""
+    context = tokens[max(0, position - _CONTEXT) : position].tolist()
+    ahead = tokens[position : position + _SHOWN].tolist()
+    return decode([*context, *ahead])[len(decode(context)) :]

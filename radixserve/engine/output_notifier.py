@@ -1,0 +1,93 @@
+"""`OutputNotifier`: wakes the tasks of asyncio loops for new outputs, many by one signal."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+
+class LoopWaker:
+    """Calls functions in one loop.
+
+    A call between threads costs a system call and wakes the loop. All calls that a step has for
+    the tasks of one loop share one signal.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, notifier: OutputNotifier) -> None:
+        self._loop = weakref.ref(loop)
+        self._notifier = notifier
+        self._calls: deque[Callable[[], None]] = deque()
+        self._is_scheduled = False
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Have `function` called in the loop soon. From any thread; not after the loop's end."""
+        self._calls.append(function)
+        if self._is_scheduled:
+            return
+        self._is_scheduled = True
+        if not self._notifier.defer(self):
+            self.wake()
+
+    def wake(self) -> None:
+        loop = self._loop()
+        if loop is None:
+            return
+        try:
+            loop.call_soon_threadsafe(self._run)
+        except RuntimeError:  # the loop was closed meanwhile
+            if not loop.is_closed():
+                raise
+
+    def _run(self) -> None:
+        self._is_scheduled = False  # first: a concurrent call is either seen below or signalled
+        while self._calls:
+            self._calls.popleft()()
+
+
+class OutputNotifier:
+    """A `LoopWaker` for each loop whose tasks read outputs.
+
+    While the notifier is held, signals wait for the release: a loop that is woken takes Python's
+    lock from the engine's thread, which has a step to prepare.
+    """
+
+    def __init__(self) -> None:
+        self.is_held = False
+        self._deferred: deque[LoopWaker] = deque()
+        self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def running(self) -> LoopWaker:
+        """The waker of the running loop."""
+        loop = asyncio.get_running_loop()
+        waker = self._by_loop.get(loop)
+        if waker is None:
+            waker = self._by_loop[loop] = LoopWaker(loop, self)
+        return waker
+
+    def hold(self) -> None:
+        """Defer all signals until `release`."""
+        self.is_held = True
+
+    def release(self) -> None:
+        """Wake the loops for which calls came meanwhile. Idempotent."""
+        self.is_held = False
+        while True:
+            try:
+                waker = self._deferred.popleft()
+            except IndexError:  # also where another thread was faster
+                return
+            waker.wake()
+
+    def defer(self, waker: LoopWaker) -> bool:
+        """Keep the waker's signal for the release. False, and nothing is kept, while the notifier
+        is not held. From any thread."""
+        if not self.is_held:
+            return False
+        self._deferred.append(waker)
+        if not self.is_held:  # released meanwhile, perhaps before the waker was added
+            self.release()
+        return True

@@ -1,0 +1,71 @@
+"""`BitmaskWorkers`: threads that compute the masks of a step, where a slow one holds up no other.
+
+A parser gives up Python's lock. It cannot be stopped: a row that takes too long keeps its thread to
+its end, and its request fails.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+MASK_TIMEOUT_S = 0.5  # for a mask, which takes some 20 microseconds
+_CHUNK = 8  # masks that are worth a thread more
+_NAME = "radixserve-mask"
+
+
+class BitmaskTasks:
+    """The masks of one step."""
+
+    def __init__(self, works: Sequence[Callable[[], object]]) -> None:
+        self._works = works
+        self.waiting = deque(range(len(works)))
+        self._is_done = [False] * len(works)
+        self._num_left = len(works)
+        self._lock = threading.Lock()
+        self.all_done = threading.Event()
+        if not works:
+            self.all_done.set()
+
+    def run(self) -> None:
+        """In a worker: one row after the other until none waits."""
+        while True:
+            try:
+                row = self.waiting.popleft()
+            except IndexError:
+                return
+            self._works[row]()
+            with self._lock:
+                self._is_done[row] = True
+                self._num_left -= 1
+                if not self._num_left:
+                    self.all_done.set()
+
+    def finish(self) -> list[int]:
+        """Wait for all; the rows that take longer than MASK_TIMEOUT_S, which still run."""
+        if self.all_done.wait(MASK_TIMEOUT_S):
+            return []
+        while self.waiting:  # behind the slow ones
+            threading.Thread(target=self.run, name=_NAME, daemon=True).start()
+            if self.all_done.wait(MASK_TIMEOUT_S):
+                return []
+        self.all_done.wait(MASK_TIMEOUT_S)
+        return [row for row, is_done in enumerate(self._is_done) if not is_done]
+
+
+class BitmaskWorkers:
+    """The threads."""
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        self._num_threads = num_threads or min(16, os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(2 * self._num_threads, _NAME)
+
+    def start(self, works: Sequence[Callable[[], object]]) -> BitmaskTasks:
+        """Begin; one work a row, none of which raises."""
+        batch = BitmaskTasks(works)
+        for _ in range(min(self._num_threads, -(-len(works) // _CHUNK))):
+            self._pool.submit(batch.run)
+        return batch

@@ -1,0 +1,36 @@
+"""`LogitsDigest`: a hash of the logits behind each generated token, to compare answers by."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+_BYTES = 16
+
+
+class LogitsDigest:
+    """A function for `logits_processors` that changes nothing and hashes every bit it sees.
+
+    Of one request, whose tokens it sees in order. A copy for another process begins anew.
+    """
+
+    __slots__ = ("_after_tokens", "_hash")
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=_BYTES)
+        self._after_tokens = [self._hash.hexdigest()]  # [n] of the logits of the first n tokens
+
+    def __reduce__(self) -> tuple[type[LogitsDigest], tuple[()]]:
+        return LogitsDigest, ()
+
+    def __call__(self, _: Sequence[int], logits: Any) -> Any:
+        """logits [V] float32 of the next token; _: the ids of those before it."""
+        self._hash.update(logits.detach().cpu().contiguous().numpy().tobytes())
+        self._after_tokens.append(self._hash.hexdigest())
+        return logits
+
+    def hexdigest(self, num_tokens: int) -> str | None:
+        """The hash of the logits of the first `num_tokens` tokens; None where fewer were seen:
+        another process sampled them, or a grammar forced them."""
+        return self._after_tokens[num_tokens] if num_tokens < len(self._after_tokens) else None

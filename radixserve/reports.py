@@ -1,0 +1,231 @@
+"""What an engine reports of its cache and requests: dicts whose keys and types are known.
+
+They are plain dicts at run time. The methods of `Runtime` that return them say what they mean.
+"""
+
+from __future__ import annotations
+
+from typing import NotRequired, TypedDict
+
+
+class Lease(TypedDict):
+    """A session that holds a node for some time."""
+
+    session: str
+    tokens: int  # from the root to the node's end
+    seconds_left: float
+
+
+class LastMinute(TypedDict):
+    """What the counters gained in the last 60 seconds; see `RecentCounts.gains`."""
+
+    seconds: float  # fewer than 60 soon after the start
+    hit_rate: float
+    num_acquired: int
+    num_acquired_per_s: float
+    acquired_tokens: int
+    acquired_tokens_per_s: float
+    matched_tokens: int
+    matched_tokens_per_s: float
+    committed_tokens: int
+    committed_tokens_per_s: float
+    evicted_tokens: int
+    evicted_tokens_per_s: float
+    prompted_tokens: int
+    prompted_tokens_per_s: float
+    reused_tokens: int
+    reused_tokens_per_s: float
+    prefilled_tokens: int
+    prefilled_tokens_per_s: float
+    decoded_tokens: int
+    decoded_tokens_per_s: float
+    generated_tokens: int
+    generated_tokens_per_s: float
+
+
+class StoreStats(TypedDict):
+    """Counters of a kv_store since the start, and its size."""
+
+    loaded_tokens: int
+    written_tokens: int
+    unwritten_tokens: int  # the disk was too slow or refused
+    failed_reads: int  # files that were damaged, missing or late
+    failed_writes: int  # files
+    loading_requests: int  # requests whose stored prefix is being loaded
+    store_bytes: int
+    store_dropped_files: int  # removed because the store was full
+
+
+class EngineStats(TypedDict):
+    """Counters since the start and gauges; see `PrefixCache.stats`, `SchedulerStats` and
+    `Engine.stats`."""
+
+    # pages of the cache
+    page_size: int
+    pages_total: int
+    pages_free: int
+    pages_tree: int
+    pages_locked: int
+    pages_private: int
+    pages_cached: int
+    pages_referenced: int
+    pages_shared: int
+    pages_leased: int
+    pages_closed: int
+    pages_retained: int
+    pages_pinned: int
+    # what the cache holds now
+    namespaces: int
+    nodes: int
+    sequences: int
+    sessions: int
+    watches: int
+    leases: list[Lease]
+    # the cache's counters
+    splits: int
+    collisions: int
+    acquired_tokens: int
+    matched_tokens: int
+    copied_tokens: int
+    committed_tokens: int
+    duplicate_tokens: int
+    evicted_tokens: int
+    retained_evicted_pages: int
+    num_acquired: int
+    num_resets: int
+    # requests now
+    running: int
+    waiting: int
+    waiting_tokens: int
+    # the scheduler's counters
+    steps: int
+    steps_ahead: int
+    finished: int
+    aborted: int
+    failed: int
+    preemptions: int
+    prompted_tokens: int
+    reused_tokens: int
+    gained_while_waiting_tokens: int
+    computed_tokens: int
+    recomputed_tokens: int
+    prefilled_tokens: int
+    decoded_tokens: int
+    discarded_tokens: int
+    prefetched_tokens: int
+    generated_tokens: int
+    # hints
+    hints: int
+    broken_pins: int
+    shared_prefixes: int
+    shared_tokens: int
+    prefetches: int
+    # rates, and seconds spent by part of a step
+    hit_rate: float
+    last_minute: LastMinute
+    kv_store: NotRequired[StoreStats]  # of an engine that has one
+    schedule_s: float
+    prepare_s: float
+    forward_s: float
+    sample_s: float
+    commit_s: float
+    overlapped_s: float
+    prefill_s: float
+    decode_s: float
+    # of models with recurrent layers
+    states_total: NotRequired[int]
+    states_free: NotRequired[int]
+    states_tree: NotRequired[int]
+    states_private: NotRequired[int]
+    evicted_checkpoints: NotRequired[int]
+    # of models with window pages
+    window_pages_total: NotRequired[int]
+    window_pages_free: NotRequired[int]
+    window_pages_used: NotRequired[int]
+    evicted_window_pages: NotRequired[int]
+
+
+class HeldByHints(TypedDict):
+    """What an owner's pins and retains are and hold now."""
+
+    pins: int
+    retains: int
+    held_tokens: int
+
+
+class EvictionCandidate(TypedDict):
+    """A node or block that eviction takes; see `PrefixCache.eviction_preview`."""
+
+    namespace: str
+    start: int
+    tokens: list[int]
+    num_tokens: int
+    num_pages: int
+    idle_s: float
+    reason: str
+
+
+class Fragmentation(TypedDict):
+    """Slots of pages in use that hold no token."""
+
+    pages: int
+    slots: int
+    unused_slots: int
+    unused_share: float
+
+
+class SequencePages(TypedDict):
+    """The page table of a running request."""
+
+    request_id: str
+    length: int
+    committed_len: int
+    cached_len: int
+    num_private: int
+    pages: list[int]
+
+
+class NodeFacts(TypedDict):
+    """A node of the tree, or a block; see `PrefixCache.dump`."""
+
+    start: int
+    tokens: list[int]
+    num_tokens: int
+    pages: list[int]
+    lock_ref: int
+    sequences: int
+    state: str
+    last_use: float | None
+
+
+class TreeNode(NodeFacts):
+    """A node with the nodes below it."""
+
+    children: list[TreeNode]
+
+
+class FlatNode(NodeFacts):
+    """A node in a list, parents before children."""
+
+    id: int
+    parent: int | None
+    namespace: str
+
+
+class _Dump(TypedDict):
+    page_size: int
+    truncated: bool
+    sequences: list[SequencePages]
+    fragmentation: Fragmentation
+
+
+class TreeDump(_Dump):
+    """The tree as nested dicts: the root of each namespace."""
+
+    namespaces: dict[str, TreeNode]
+
+
+class FlatTreeDump(_Dump):
+    """The tree as one list of nodes; see `flat_tree`."""
+
+    nodes: list[FlatNode]

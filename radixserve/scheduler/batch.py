@@ -1,0 +1,290 @@
+"""`Batch`: a step's rows, collected column by column, and their requests while it is in flight."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from radixserve.arrays import IntArray
+from radixserve.cache import CacheSequence, PrefixCache
+from radixserve.schedule import (
+    PLACEHOLDER,
+    LogprobTargets,
+    RowStates,
+    SampleSpec,
+    ScheduledRows,
+    SchedulerOutput,
+)
+from radixserve.scheduler.request_state import RequestState
+from radixserve.scheduler.running_requests import RunningRequests
+
+_NO_COPIES: IntArray = np.empty((0, 3), np.int32)
+
+
+class Batch:
+    """One step. Rows are added while it is planned; `schedule` is what the runner gets.
+
+    Decode rows come first. A row's request is known by object identity: another request may use its
+    id while the step is in flight. `token_budget`: prefill tokens left of `chunked_prefill_size`.
+    """
+
+    def __init__(self, step: int, token_budget: int) -> None:
+        self.token_budget = token_budget
+        self.is_out_of_pages = False  # a request found no free page: none is admitted
+        self.begun_at = 0.0  # seconds, where steps are measured
+        self.num_ending_in_flight = 0  # running requests whose last row is in flight
+        self.states: list[RequestState] = []  # [R] each row's request
+        self.sequences: list[CacheSequence] = []  # [R] and its sequence at that time
+        self.schedule: SchedulerOutput | None = None  # set by `build`
+        self._step = step
+        self._rows = ScheduledRows()
+        self._planned: set[RequestState] = set()  # see `has`
+        self._host_sampled_rows: list[
+            tuple[RequestState, CacheSequence]
+        ] = []  # rows sampled on the host
+        self._num_decode = self._num_prefill = 0  # tokens
+        self._copies: list[tuple[int, int, int]] = []
+        self._state_copies: list[tuple[int, int]] = []
+
+    # -- planning -----------------------------------------------------------------------------
+
+    def has(self, state: RequestState) -> bool:
+        """Whether the request has a row."""
+        if len(self._planned) < len(self.states):
+            self._planned = set(self.states)
+        return state in self._planned
+
+    def add(self, state: RequestState, num_tokens: int, *, is_decode: bool) -> None:
+        """Compute the last `num_tokens` tokens of the request's sequence."""
+        sequence, tokens, rows = state.sequence, state.tokens, self._rows
+        assert sequence is not None
+        end = sequence.length
+        start = end - num_tokens
+        assert start >= sequence.committed_len
+        if is_decode:
+            assert self._num_decode == len(self.states), "decodes come first"
+            self._num_decode += 1
+        else:
+            self._num_prefill += num_tokens
+            self.token_budget -= num_tokens
+        if num_tokens == 1 and end == tokens.size:
+            rows.input_ids.append(tokens.last)
+        else:
+            rows.input_ids.frombytes(tokens.view(start, end).tobytes())
+        if state.scores is not None:
+            self._add_targets(state, start, end)
+        spec, request = None, state.request
+        if end >= tokens.size and (request.logprob_targets is None or request.also_generate):
+            spec = state.greedy_only_spec or self._make_spec(state, sequence, end - tokens.size)
+        if sequence.cow_copies and start == sequence.committed_len:  # else a step in flight copies
+            self._copies += sequence.cow_copies
+        pages, first_new_page = sequence.take_page_table_delta()
+        self.states.append(state)
+        self.sequences.append(sequence)
+        rows.request_ids.append(state.request_id)
+        rows.num_tokens.append(num_tokens)
+        rows.starts.append(start)
+        rows.page_ids.append(pages)
+        rows.samples.append(spec)
+        rows.first_new_pages.append(first_new_page)
+        rows.req_pool_indices.append(state.req_pool_idx)
+        if rows.future_indices:
+            rows.future_indices.append(-1)
+
+    def add_decodes(
+        self,
+        states: Sequence[RequestState],
+        sequences: Sequence[CacheSequence],
+        future_indices: Sequence[int] | None = None,
+    ) -> None:
+        """Compute the last token of each sequence. Before all other rows.
+
+        future_indices: that token is a placeholder, which output `future_indices[i]` of the step in
+        flight samples; None: all tokens are known.
+        """
+        assert not self.states
+        self.states += states
+        self.sequences += sequences
+        self._num_decode = num_rows = len(states)
+        rows = self._rows
+        rows.num_tokens = [1] * num_rows
+        num_placeholders = 0
+        if future_indices is not None:
+            rows.input_ids = array("i", (PLACEHOLDER,)) * num_rows
+            rows.future_indices += future_indices
+            num_placeholders = 1
+        for state, sequence in zip(states, sequences, strict=True):
+            pages, first_new_page = sequence.take_page_table_delta()
+            rows.request_ids.append(state.request_id)
+            rows.starts.append(sequence.length - 1)
+            rows.page_ids.append(pages)
+            rows.samples.append(
+                state.greedy_only_spec or self._make_spec(state, sequence, num_placeholders)
+            )
+            rows.first_new_pages.append(first_new_page)
+            rows.req_pool_indices.append(state.req_pool_idx)
+            if not num_placeholders:
+                rows.input_ids.append(state.tokens.last)
+                if sequence.cow_copies:  # of a fork; else a step in flight has made them
+                    self._copies += sequence.cow_copies
+
+    def add_states(self, cache: PrefixCache) -> None:
+        """Name the recurrent state of each row and those that are kept of it. After all rows."""
+        rows = self._rows
+        kept = [
+            sequence.take_checkpoints(start)
+            for sequence, start in zip(self.sequences, rows.starts, strict=True)
+        ]
+        # Last of all: no row of this step may read what `take_checkpoints` evicts.
+        futures = rows.future_indices or [-1] * len(kept)
+        for sequence, future_index, checkpoints in zip(self.sequences, futures, kept, strict=True):
+            read, written = sequence.step_states(is_ahead=future_index >= 0)
+            rows.states.append(RowStates(read, checkpoints, written))
+        self._state_copies = cache.take_state_copies()
+
+    def build(self, cache: PrefixCache | None) -> SchedulerOutput:
+        """Set and return `schedule`. `cache`: a cache with windows, whose updates go along."""
+        copies = self._copies
+        self.schedule = SchedulerOutput(
+            step=self._step,
+            rows=self._rows,
+            cow_copies=np.array(copies, np.int32) if copies else _NO_COPIES,
+            num_prefill_tokens=self._num_prefill,
+            num_decode_tokens=self._num_decode,
+            state_copies=self._state_copies,
+            windows=None if cache is None else cache.take_window_updates(),
+        )
+        return self.schedule
+
+    # -- in flight ----------------------------------------------------------------------------
+
+    def active_rows(self) -> Iterator[RequestState]:
+        """Requests whose sequence is still that of their row; ending one may end others."""
+        rows = zip(self.states, self.sequences, strict=True)
+        return (state for state, sequence in rows if state.sequence is sequence)
+
+    @property
+    def decides_next(self) -> bool:
+        """Whether the next step cannot be planned before this one's output.
+
+        It has beams, which begin, end and share pages by what was sampled, or samples by a caller's
+        function. All other sampling depends only on the number of tokens before, penalties on token
+        counts that the runner keeps, and bad words on a last token that the device compares.
+        """
+        return any(state.sequence is sequence for state, sequence in self._host_sampled_rows)
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _make_spec(
+        self, state: RequestState, sequence: CacheSequence, num_placeholders: int
+    ) -> SampleSpec:
+        spec = _sample_spec(state, num_placeholders)
+        if spec.on_host:
+            self._host_sampled_rows.append((state, sequence))
+        return spec
+
+    def _add_targets(self, state: RequestState, start: int, end: int) -> None:
+        """Score the tokens after [start, end) that have not been scored yet, in the next row."""
+        request, scores = state.request, state.scores
+        assert request.logprob_targets is not None
+        assert scores is not None
+        first = request.score_start
+        wanted = request.logprob_targets[
+            max(start - first, scores.num_scored) : max(0, end - first)
+        ]
+        if len(wanted):
+            num_top = (request.params.prompt_logprobs or 0) if request.also_generate else 0
+            self._rows.targets[len(self.states)] = LogprobTargets(wanted, num_top)
+
+
+def _sample_spec(state: RequestState, num_placeholders: int = 0) -> SampleSpec:
+    """The sampler's input; kept in `greedy_only_spec` for a greedy request from min_tokens on.
+
+    `num_placeholders`: tokens of the request that the step in flight samples.
+    """
+    request = state.request
+    banned: tuple[int, ...] = ()
+    min_tokens_pending = state.num_output + num_placeholders < request.params.min_tokens
+    if min_tokens_pending:
+        banned = tuple(sorted(request.end_ids))
+    if request.grammar is not None and state.matcher is None:
+        state.matcher = request.grammar.matcher(request.end_ids)
+    is_plain = state.search is None and not min_tokens_pending
+    is_greedy_only = is_plain and request.params.is_greedy_only
+    spec = SampleSpec(
+        params=request.params,
+        seed=request.seed,
+        num_prompt=state.num_prompt,
+        token_ids=state.tokens.view(),
+        banned_ids=banned,
+        num_candidates=request.num_candidates,
+        num_placeholders=0 if is_greedy_only else num_placeholders,
+        bad_words_ids=request.bad_words_ids,
+        matcher=state.matcher,
+        is_greedy_only=is_greedy_only,
+    )
+    if is_greedy_only:
+        state.greedy_only_spec = spec
+    return spec
+
+
+def plan_ahead(step: Batch, batch: Batch, running: RunningRequests, cache: PrefixCache) -> bool:
+    """Add the rows of the running requests to `batch`, assuming that `step`, which is in flight,
+    ends only those that reach their length limit: decodes, then prefill chunks, by priority.
+
+    False, and nothing is planned, if the step's output is needed first (see `Batch.decides_next`)
+    or pages are short: which requests continue and what is free is known only from the output, so
+    none is preempted here.
+    """
+    if step.decides_next:
+        return False
+    sampled: list[RequestState] = []  # the step in flight samples the next token
+    decodes: list[RequestState] = []
+    prefills: list[tuple[RequestState, int]] = []
+    num_pages, size = 0, cache.page_size
+    for state in running.by_priority():
+        sequence = state.sequence
+        assert sequence is not None
+        length = sequence.length
+        left = state.tokens.size - length  # tokens that no step computes yet
+        if left <= 0 and state.is_ending:  # by the step in flight
+            running.free_slot(state)
+            batch.num_ending_in_flight += 1
+        elif left <= 0:
+            sampled.append(state)
+            num_pages += length % size == 0
+        elif left == 1 and state.is_scored:
+            decodes.append(state)
+            num_pages += length % size == 0
+        else:
+            prefills.append((state, left))
+    chunks, token_budget = [], batch.token_budget
+    for state, left in prefills:
+        if count := min(token_budget, left):
+            assert state.sequence is not None
+            length = state.sequence.length
+            num_pages += -(-(length + count) // size) - -(-length // size)
+            token_budget -= count
+            chunks.append((state, count))
+    if num_pages > cache.num_obtainable(num_pages):
+        return False
+    sequences = [state.sequence for state in sampled if state.sequence is not None]
+    cache.append_next(sequences)
+    output_of = dict(zip(step.states, range(len(step.states)), strict=True))
+    batch.add_decodes(sampled, sequences, [output_of[state] for state in sampled])
+    for state in decodes:
+        _extend(batch, state, 1, is_decode=True)
+    for state, count in chunks:
+        _extend(batch, state, count, is_decode=False)
+    return True
+
+
+def _extend(batch: Batch, state: RequestState, count: int, *, is_decode: bool) -> None:
+    """Compute the next `count` tokens of the request, which are known."""
+    sequence = state.sequence
+    assert sequence is not None
+    start = sequence.length
+    sequence.extend(state.tokens.view(start, start + count))
+    batch.add(state, count, is_decode=is_decode)

@@ -1,0 +1,142 @@
+"""`PricedAdmission`: whether what a waiting request brings is worth what it would push out.
+
+Everything is in seconds. See docs/scheduling.md for the derivation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from radixserve.cache import PrefixCache, Return
+from radixserve.schedule import SchedulerOutput
+from radixserve.scheduler.request_state import RequestState
+from radixserve.scheduler.returns import ReturnTimes, waiting_return
+from radixserve.scheduler.running_requests import RunningRequests
+
+_DECAY = 0.95  # of earlier steps in the measured costs
+_MIN_PREFILL = 16  # prefill tokens of a step that is a measurement of their cost
+
+
+class StepCosts:
+    """Seconds of a decode step and of a prefilled token, from the steps themselves."""
+
+    def __init__(self) -> None:
+        self.decode_step_s = 0.0
+        self._prefill_s = self._prefill_tokens = 0.0
+
+    @property
+    def prefill_token_s(self) -> float:
+        return self._prefill_s / self._prefill_tokens if self._prefill_tokens else 0.0
+
+    def note(self, schedule: SchedulerOutput, seconds: float) -> None:
+        tokens = schedule.num_prefill_tokens
+        if tokens < _MIN_PREFILL:
+            self.decode_step_s += 0.1 * (seconds - self.decode_step_s)
+        else:
+            self._prefill_s = self._prefill_s * _DECAY + max(0.0, seconds - self.decode_step_s)
+            self._prefill_tokens = self._prefill_tokens * _DECAY + tokens
+
+
+class PricedAdmission:
+    """Whether a waiting request is worth what it would push out, and what the cache should expect.
+
+    Within a scheduling pass the victims are read once: `begin_pass`, then `is_worth`.
+    """
+
+    def __init__(
+        self, cache: PrefixCache, running: RunningRequests, clock: Callable[[], float]
+    ) -> None:
+        """`clock`: the scheduler's; the cache's may be another one."""
+        self._cache, self._running, self._clock = cache, running, clock
+        self.returns = ReturnTimes()
+        self.costs = StepCosts()
+        self.num_held = 0  # decisions to let a request wait, since the start
+        self._has_adopted = False  # the cache knows what is expected of what was released before
+        self._updated_at = 0.0
+        self._victims: Iterator[tuple[int, Return | None]] = iter(())
+        self._known: list[tuple[int, Return | None]] = []  # the first victims, once read
+        self._growth = 0  # tokens
+        self._now = 0.0  # on the cache's clock
+
+    # -- what happens -------------------------------------------------------------------------
+
+    def note_arrival(self, state: RequestState) -> None:
+        """A request was queued: its prefix goes last, and its session has come back."""
+        now, returns = self._cache.time(), self.returns
+        returns.note_arrival(state, now)
+        if not self._has_adopted and (typical := returns.typical(now)) is not None:
+            self._has_adopted = True
+            self._cache.adopt_returns(typical)
+        watch = state.prefix_watch
+        self._cache.expect_return(watch, waiting_return(now, watch.cached_len))
+
+    def note_end(self, state: RequestState, reason: str) -> None:
+        """A request is about to be removed; its sequence carries when its session comes back."""
+        is_finished = reason in ("stop", "length")
+        expected = self.returns.note_end(state, self._cache.time(), is_finished=is_finished)
+        if state.sequence is not None:
+            state.sequence.expected_return = expected
+
+    def note_preempted(self, state: RequestState) -> None:
+        """A running request is about to wait again."""
+        if state.sequence is not None:
+            length = state.sequence.committed_len
+            state.sequence.expected_return = waiting_return(self._cache.time(), length)
+
+    def note_step(self, schedule: SchedulerOutput, begun_at: float) -> None:
+        """A step was computed that was dispatched then."""
+        now = self._clock()
+        self.costs.note(schedule, now - max(begun_at, self._updated_at))
+        self._updated_at = now
+
+    # -- the decision -------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """What runs or is cached has changed. O(running requests)."""
+        self._victims, self._known = self._cache.victims(), []
+        self._now = self._cache.time()
+        self._growth = sum(map(self._left_to_add, self._running))
+
+    def is_worth(self, state: RequestState) -> bool:
+        """Whether to start `state` beside the running requests. O(victims)."""
+        size, cached_len = self._cache.page_size, state.prefix_watch.cached_len
+        wanted = -(-(state.tokens.size - cached_len + self.returns.expected_output(state)) // size)
+        growth, num_free = self.returns.growth_share, self._cache.num_free_pages
+        # Room for what runs, and for what the sessions that are kept will still add.
+        reserved = -(-self._growth // size) + growth * (self._cache.num_pages - num_free + wanted)
+        have, lost, seconds, dear = float(num_free), 0.0, 0.0, 0.0
+        for num_pages, expected in self._read_victims():
+            if have >= reserved + wanted:
+                break
+            if expected is None or expected.late_at <= self._now:
+                have += num_pages * (1.0 + growth)  # it does not grow
+                continue
+            # The part of it that is taken for this request, not for those that run.
+            taken = min(have + num_pages, reserved + wanted) - max(have, reserved)
+            have += num_pages
+            if taken > 0:
+                dear += num_pages
+                lost += taken * expected.probability
+                seconds += num_pages * expected.seconds_left(self._now)
+        missing = min(wanted, reserved + wanted - have)
+        if missing > 0:  # the room that others will need
+            lost += missing
+            dear += missing
+        if lost * size <= cached_len:
+            return True  # what it would lose by waiting is more
+        price = lost * size * self.costs.prefill_token_s * (1 + len(self._running))
+        is_worth = price <= seconds / dear
+        self.num_held += not is_worth
+        return is_worth
+
+    def _left_to_add(self, state: RequestState) -> int:
+        """Tokens that a running request will still take room for."""
+        sequence = state.sequence
+        length = 0 if sequence is None else sequence.length
+        return state.tokens.size - length + self.returns.expected_output(state)
+
+    def _read_victims(self) -> Iterator[tuple[int, Return | None]]:
+        yield from self._known
+        for victim in self._victims:
+            self._known.append(victim)
+            yield victim

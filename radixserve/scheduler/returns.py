@@ -1,0 +1,201 @@
+"""`ReturnTimes`: when the sessions whose requests have ended come back, from their own past.
+
+A request continues a session that it names, or the request whose prompt and answer its prompt
+begins with. The time between the two is a think time.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from array import array
+from collections import OrderedDict
+
+from radixserve.cache import Return
+from radixserve.scheduler.request_state import RequestState
+
+MAX_CONVERSATIONS = 100_000  # remembered; the one that ended first is forgotten
+_LEAST_RETURNS = 4  # observed before anything is expected
+_PRIOR = 1.0  # observations that the population counts for in a session's own mean
+_DECAY = 0.98  # of the population's past at each observation: about 50 count
+_MIN_S = 1e-3  # shorter think times are all the same: the network's
+_REGULAR = 0.4  # standard deviation of log think times up to which they are regular
+_LATE = 1.5  # such deviations after which a return is late
+_MAX_TURNS = 8.0  # for which a session's growth is foreseen
+_WAITING_S = 60.0  # that a waiting request's prefix goes last
+_BLOCK = 64  # tokens of a block of `_checksums`
+_BLOCK_BYTES = 4 * _BLOCK
+
+Key = str | tuple[str, int, int]  # a session, or where the tokens of a request ended
+
+
+def waiting_return(now: float, cached_len: int) -> Return:
+    """Of the prefix of a request that waits: it goes last, the longest one after the others."""
+    return Return(-float(cached_len), 0.0, now + _WAITING_S, 1.0, is_regular=True)
+
+
+class _Conversation:
+    """What is known of a session while none of its requests is in the scheduler."""
+
+    __slots__ = ("ended_at", "late_at", "length", "num_thinks", "num_turns", "sum_logs")
+
+    def __init__(self) -> None:
+        self.num_turns = 0  # requests that have ended
+        self.num_thinks = 0
+        self.length = 0  # tokens when its last request ended
+        self.sum_logs = 0.0  # of its think times
+        self.ended_at = self.late_at = math.nan
+
+
+class ReturnTimes:
+    """Log think times of the population and of each session: their mean and deviation."""
+
+    def __init__(self) -> None:
+        self._idle: OrderedDict[Key, _Conversation] = OrderedDict()  # the first to end is first
+        self._active: dict[int, tuple[_Conversation, bool]] = {}  # by arrival of its request
+        self._weight = self._mean = self._variance = 0.0  # of the population's log think times
+        self._num_returns = 0
+        # by whether it was the first turn: turns that were continued, and all whose fate is known
+        self._fates = {True: [1.0, 2.0], False: [2.0, 2.2]}
+        self._mean_output = 32.0
+        self._turn_growth = self._mean_length = 0.0  # tokens of a session: by turn, and of all
+
+    def __len__(self) -> int:
+        return len(self._idle)
+
+    def note_arrival(self, state: RequestState, now: float) -> None:
+        """A request was queued: it may continue a conversation. O(tokens) without a session."""
+        conversation = self._continued(state)
+        if conversation is None:
+            self._active[state.arrival] = _Conversation(), True
+            return
+        if conversation.num_turns:
+            self._note_think(conversation, now - conversation.ended_at)
+            self._note_fate(conversation, is_continued=True)
+        self._active[state.arrival] = conversation, False
+
+    def note_end(self, state: RequestState, now: float, *, is_finished: bool) -> Return | None:
+        """A request has ended; when its session will come back, None where nothing is known."""
+        conversation, _ = self._active.pop(state.arrival, (None, True))
+        if conversation is None or not is_finished:
+            return None
+        conversation.num_turns += 1
+        conversation.ended_at = now
+        self._mean_output += 0.05 * (state.num_output - self._mean_output)
+        length = state.tokens.size
+        if conversation.length:
+            grown = max(0, length - conversation.length)
+            self._turn_growth += 0.05 * (grown - self._turn_growth)
+        conversation.length = length
+        self._mean_length += 0.05 * (length - self._mean_length)
+        self._expire(now)
+        expected = self._expect(conversation, now)
+        conversation.late_at = math.inf if expected is None else expected.late_at
+        key = _end_key(state)
+        self._idle[key] = conversation
+        self._idle.move_to_end(key)
+        if len(self._idle) > MAX_CONVERSATIONS:
+            self._idle.popitem(last=False)
+        return expected
+
+    def note_closed(self, name: str) -> None:
+        """The session was closed: it does not come back."""
+        conversation = self._idle.pop(name, None)
+        if conversation is not None:
+            self._note_fate(conversation, is_continued=False)
+
+    def expected_output(self, state: RequestState) -> int:
+        """Tokens that a request will still generate."""
+        left = state.length_limit - state.tokens.size
+        return max(1, min(left, round(self._mean_output) - state.num_output))
+
+    @property
+    def growth_share(self) -> float:
+        """What the sessions that are kept will add on average while they are, over their size."""
+        continued, known = self._fates[False]
+        turns = min(_MAX_TURNS, continued / max(known - continued, 1e-9))
+        return 0.5 * turns * self._turn_growth / max(self._mean_length, 1.0)
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _continued(self, state: RequestState) -> _Conversation | None:
+        name = state.request.session
+        if name:
+            return self._idle.pop(name, None)
+        if not self._idle:
+            return None
+        namespace, idle = state.request.params.namespace, self._idle
+        sums = _checksums(state)
+        for index in range(len(sums) - 1, -1, -1):  # the longest one first
+            conversation = idle.pop((namespace, index, sums[index]), None)
+            if conversation is not None:
+                return conversation
+        return None
+
+    def _expect(self, conversation: _Conversation, now: float) -> Return | None:
+        if self._num_returns < _LEAST_RETURNS:
+            return None
+        count = conversation.num_thinks
+        mean = (_PRIOR * self._mean + conversation.sum_logs) / (_PRIOR + count)
+        return self._estimate(mean, conversation.num_turns == 1, now)
+
+    def typical(self, now: float) -> Return | None:
+        """What is expected of a session of which nothing is known; None until something is."""
+        return None if self._num_returns < _LEAST_RETURNS else self._estimate(self._mean, True, now)
+
+    def _estimate(self, mean: float, is_first: bool, now: float) -> Return:
+        deviation = math.sqrt(self._variance)
+        continued, known = self._fates[is_first]
+        late_s = 1.25 * math.exp(mean + _LATE * deviation) + 2 * _MIN_S
+        # An unusually long pause is better kept in order of recency.
+        is_regular = deviation <= _REGULAR and mean <= self._mean + 1.0
+        at = now + math.exp(mean)
+        return Return(at, at - now, now + late_s, continued / known, is_regular)
+
+    def _note_think(self, conversation: _Conversation, seconds: float) -> None:
+        value = math.log(max(seconds, _MIN_S))
+        count = conversation.num_thinks
+        if self._num_returns:
+            own = (_PRIOR * self._mean + conversation.sum_logs) / (_PRIOR + count)
+            self._variance += (1 - _DECAY) * ((value - own) ** 2 - self._variance)
+            if self._num_returns < 20:  # few: the plain mean of the squares
+                self._variance += ((value - own) ** 2 - self._variance) / (self._num_returns + 1)
+        self._weight = self._weight * _DECAY + 1.0
+        self._mean += (value - self._mean) / self._weight
+        self._num_returns += 1
+        conversation.num_thinks += 1
+        conversation.sum_logs += value
+
+    def _note_fate(self, conversation: _Conversation, *, is_continued: bool) -> None:
+        fates = self._fates[conversation.num_turns == 1]
+        fates[0] = fates[0] * _DECAY + is_continued
+        fates[1] = fates[1] * _DECAY + 1.0
+
+    def _expire(self, now: float) -> None:
+        """Conversations that are late have probably ended: count that. O(1) amortised."""
+        for key, conversation in self._idle.items():
+            if conversation.late_at > now:
+                return
+            if conversation.late_at == -math.inf:
+                continue
+            conversation.late_at = -math.inf
+            self._note_fate(conversation, is_continued=False)
+            self._idle.move_to_end(key, last=False)
+            return
+
+
+def _checksums(state: RequestState) -> array[int]:
+    """[n] of the first 1, 2, ... n whole blocks of its tokens."""
+    data, value = state.tokens.view().tobytes(), 0
+    sums = array("Q")
+    for start in range(0, len(data) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
+        value = zlib.crc32(data[start : start + _BLOCK_BYTES], value)
+        sums.append(value)
+    return sums
+
+
+def _end_key(state: RequestState) -> Key:
+    if state.request.session:
+        return state.request.session
+    sums = _checksums(state)
+    return (state.request.params.namespace, len(sums) - 1, sums[-1] if sums else -state.arrival)

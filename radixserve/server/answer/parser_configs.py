@@ -1,0 +1,119 @@
+"""`OutputParserConfigs`: which parsers read a model's answers."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from functools import partial
+
+from radixserve.errors import InvalidRequest
+from radixserve.server.answer import reasoning
+from radixserve.server.answer.output_parser import OutputParserConfig, new_call_id
+from radixserve.server.answer.tool_choice import ChatTools
+from radixserve.server.answer.tool_grammar import annotated_schema, tool_grammar
+from radixserve.server.answer.tool_parsers.json_calls import ARGS
+from radixserve.server.answer.tool_styles import STYLES, shown_style
+from radixserve.server.wire.errors import ApiError, invalid
+from radixserve.structured_outputs import StructuredOutput
+from radixserve.text.tokenizer import Tokenizer
+
+_THINKING = (reasoning.OPEN, reasoning.CLOSE)
+_ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+class OutputParserConfigs:
+    """How the answers of one model are parsed."""
+
+    def __init__(self, tokenizer: Tokenizer | None, tool_parser: str, reasoning: str) -> None:
+        """`tool_parser` and `reasoning`: as in ServerConfig; "auto" takes what the tokenizer's chat
+        template shows."""
+        template = "" if tokenizer is None else str(tokenizer.facts()["chat_template"] or "")
+        self.tool_parser = tool_parser
+        if tool_parser == "auto":
+            self.tool_parser = shown_style(template)
+            if tokenizer is not None and template and not tokenizer.traits().has_tools:
+                self.tool_parser = "generic"
+        elif tool_parser == "mistral" and ARGS in template:
+            self.tool_parser = "mistral-args"
+        self._is_harmony = self.tool_parser == "harmony" or shown_style(template) == "harmony"
+        knows_think = any(tag in template for tag in _THINKING) and not self._is_harmony
+        self.has_reasoning = knows_think if reasoning == "auto" else reasoning == "think"
+        self._special = {} if tokenizer is None else _special_marks(tokenizer)
+
+    def config(
+        self,
+        tools: ChatTools,
+        prompt: str,
+        *,
+        structured_outputs: StructuredOutput | None,
+        keeps_special: bool,
+    ) -> OutputParserConfig:
+        """How the answers to a prompt's text are read.
+
+        structured_outputs  the client's own constraint on the answer. JSON may come after a
+                            thought, and tools may be called instead; other constraints begin with
+                            the first token
+        keeps_special       the client wants to see special tokens
+
+        Raises ApiError where calls cannot be read.
+        """
+        parser = self.tool_parser if tools.may_call else "none"
+        if tools.must_call and structured_outputs is not None:
+            raise ApiError(
+                400,
+                "tool_choice must be auto or none where response_format or structured_outputs "
+                "constrains the answer",
+                param="tool_choice",
+            )
+        if tools.must_call and parser == "none":
+            parser = "llama3"  # whose calls are plain JSON
+        if parser == "none" and self._is_harmony:
+            parser = "harmony"  # its channels exist without tools, too
+        style = STYLES.get(parser)
+        marks = () if style is None else (*style.marks, *style.around)
+        marks += _THINKING if self.has_reasoning else ()
+        special = {mark: self._special[mark] for mark in marks if mark in self._special}
+        schema = None if structured_outputs is None else annotated_schema(structured_outputs)
+        is_thinking = prompt.rstrip().endswith(reasoning.OPEN)
+        is_thinking = is_thinking and (structured_outputs is None or schema is not None)
+        thinks = self.has_reasoning or parser == "harmony"
+        is_held = parser == "generic" and tools.choice == "auto" and structured_outputs is None
+        grammar = None
+        if tools.must_call or is_held or (schema is not None and (tools.may_call or thinks)):
+            opened = "open" if is_thinking else "may"
+            functions = tools.functions if tools.may_call else ()
+            try:
+                grammar = tool_grammar(
+                    parser if style is not None else "hermes",
+                    [f for f in functions if tools.name in (None, f["name"])],
+                    special,
+                    parallel=tools.parallel and tools.choice != "named",
+                    thinking=opened if thinks else "none",
+                    schema=schema,
+                    may_speak=is_held,
+                )
+            except InvalidRequest as error:
+                raise invalid(error, param="tools") from None
+        hidden = () if style is None else style.around
+        return OutputParserConfig(
+            calls=None if style is None else partial(style.make, tools.functions),
+            grammar=grammar,
+            reasoning=self.has_reasoning,
+            is_thinking=is_thinking,
+            keep_special_ids=tuple(special.values()),
+            hidden=() if keeps_special else tuple(dict.fromkeys((*special, *hidden))),
+            max_calls=None if tools.parallel else 1,
+            new_id=_nine_characters if parser.startswith("mistral") else new_call_id,
+        )
+
+
+def _special_marks(tokenizer: Tokenizer) -> dict[str, int]:
+    """The marks that are special tokens, with their ids."""
+    known = {mark for style in STYLES.values() for mark in (*style.marks, *style.around)}
+    texts = {tokenizer.decode([token], keep_special=True): token for token in tokenizer.special_ids}
+    return {text: token for text, token in texts.items() if text in known or text in _THINKING}
+
+
+def _nine_characters() -> str:
+    """What Mistral's templates take for an id."""
+    return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))

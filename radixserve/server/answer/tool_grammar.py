@@ -1,0 +1,307 @@
+"""Grammars of answers: calls in the style that the model's parser reads, JSON of a schema, and
+thoughts before them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from radixserve.errors import InvalidRequest
+from radixserve.grammar.backend import whitespace_options
+from radixserve.grammar.json_schemas import narrowed, narrowed_pattern
+from radixserve.server.answer import reasoning
+from radixserve.server.answer.tool_parsers.tagged_calls import (
+    allowed_types,
+    as_bare,
+    resolved,
+)
+from radixserve.server.answer.tool_styles import (
+    ARGUMENTS,
+    GEMMA_QUOTES,
+    INDEX,
+    JSON_NAME,
+    NAME,
+    STYLES,
+    Functions,
+)
+from radixserve.structured_outputs import StructuredOutput
+
+_MAX_RULES = 2_000  # of the arguments of a function
+MAX_CALLS = 16  # of one answer
+# Arguments are written as templates write them when the call comes back.
+_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_TEXT_KEYWORDS = frozenset(
+    """
+    $comment $ref anyOf default deprecated description enum examples format maxLength minLength
+    oneOf pattern title type
+    """.split()
+)
+_TAGS = {  # around a key and around a value
+    "function": ("<parameter=", ">\n", "\n</parameter>\n"),
+    "glm": ("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+}
+
+
+def tool_grammar(
+    style: str,
+    functions: Functions,
+    special: Mapping[str, int],
+    *,
+    parallel: bool,
+    thinking: str,
+    schema: Mapping[str, Any] | None = None,
+    may_speak: bool = False,
+) -> str:
+    """A Lark grammar of one call or, where `parallel`, up to MAX_CALLS, of these functions; with
+    `schema` of JSON instead, too, and of that alone where there are no functions.
+
+    style     a name of STYLES
+    special   the marks that are special tokens, with their ids
+    schema    a JSON schema, with its options: see `annotated_schema`
+    thinking  "open": reasoning has begun in the prompt; "may": it may come first; "none"
+    may_speak  any text may precede or replace the calls; a call that has begun is held
+              to the grammar
+    """
+    pieces = STYLES[style]
+    rules: list[str] = []
+    answers = []
+    for index, function in enumerate(functions):
+        own = {NAME: function["name"], JSON_NAME: json.dumps(function["name"])}
+        rules.append(f"f{index}: {_sequence(pieces.call, special, own, f'a{index}')}")
+        parameters = function.get("parameters") or _NO_ARGUMENTS
+        rules += _arguments(pieces.notation, parameters, special, f"a{index}")
+    if functions:
+        more = f"({_sequence(pieces.between, special)} call){{0,{MAX_CALLS - 1}}}"
+        head, tail = _sequence(pieces.head, special), _sequence(pieces.tail, special)
+        rules.append("call: " + " | ".join(f"f{index}" for index in range(len(functions))))
+        rules.append(f"calls: {head} call {more if parallel and style != 'harmony' else ''} {tail}")
+        answers.append("calls")
+    if schema is not None:
+        rules.append(f"json: {_sequence(pieces.answer, special)} json_value")
+        rules.append(f"json_value: %json {json.dumps(schema)}")
+        answers.append("json")
+    if may_speak:
+        return "\n".join([*rules, *_speech(pieces.call, functions, special)]) + "\n"
+    thought = {"open": "thought", "may": "(thought)?", "none": ""}[thinking]
+    rules.append(f"start: {thought} ({' | '.join(answers)})")
+    if thinking != "none":
+        opening, closing = pieces.thought or ((reasoning.OPEN,), (reasoning.CLOSE,))
+        begin = _sequence(opening, special) if thinking == "may" else ""
+        rules += _thought(begin, closing, special)
+    return "\n".join(rules) + "\n"
+
+
+def annotated_schema(structured_outputs: StructuredOutput) -> dict[str, Any] | None:
+    """The schema that an answer has to follow, with the options of its white space; None for
+    constraints other than JSON."""
+    if structured_outputs.kind != "json":
+        return None
+    schema = narrowed(json.loads(structured_outputs.source), strict=structured_outputs.strict)
+    return {**schema, "x-guidance": whitespace_options(structured_outputs)}
+
+
+def _sequence(
+    pieces: Sequence[str],
+    special: Mapping[str, int],
+    own: Mapping[str, str] | None = None,
+    arguments: str = "",
+) -> str:
+    """Texts and special tokens one after the other; texts that follow each other are joined."""
+    sequence: list[str] = []
+    text = ""
+    for piece in pieces:
+        if own is not None and piece in own:
+            text += own[piece]
+        elif piece in special or piece in (ARGUMENTS, INDEX):
+            sequence += [json.dumps(text)] if text else []
+            placed = {ARGUMENTS: arguments, INDEX: "/[0-9]{1,2}/"}
+            sequence.append(placed.get(piece) or f"<[{special[piece]}]>")
+            text = ""
+        else:
+            text += piece
+    return " ".join([*sequence, *([json.dumps(text)] if text else [])])
+
+
+def _thought(begin: str, closing: Sequence[str], special: Mapping[str, int]) -> list[str]:
+    """Rules of reasoning up to its closing and the white space after it."""
+    blank = r"BLANK: /\s{0,4}/"
+    first, rest = closing[0], _sequence(closing[1:], special)
+    if first in special:
+        end = f"<[{special[first]}]>"
+        return [f"thought: {begin} TEXT {end} {rest} BLANK", r"TEXT: /(?s:.*)/", blank]
+    text = f"text[suffix={json.dumps(first)}]: /(?s:.*)/"
+    return [f"thought: {begin} text {rest} BLANK", text, blank]
+
+
+def _speech(call: Sequence[str], functions: Functions, special: Mapping[str, int]) -> list[str]:
+    """Rules of an answer of any text and calls: a call follows each mark of a call."""
+    opening = call[0]
+    if opening in special:
+        start = f"start: TEXT | TEXT call (BLANK call){{0,{MAX_CALLS - 1}}} BLANK"
+        return [start, r"TEXT: /(?s:.*)/", r"BLANK: /\s{0,4}/"]
+    mark = json.dumps(opening)
+    rest = []
+    for index, function in enumerate(functions):
+        own = {NAME: function["name"], JSON_NAME: json.dumps(function["name"])}
+        rest.append(_sequence(call[1:], special, own, f"a{index}"))
+    return [
+        f"after_mark: {' | '.join(rest)}",
+        f"start: SPOKEN | until_call after_mark (BLANK call){{0,{MAX_CALLS - 1}}} BLANK",
+        f"until_call[suffix={mark}]: /(?s:.*)/",
+        f"SPOKEN: /(?s:.*)/ & ~/(?s:.*){_escaped(opening)}(?s:.*)/",
+        r"BLANK: /\s{0,4}/",
+    ]
+
+
+def _escaped(text: str) -> str:
+    """A text as a regular expression between slashes."""
+    return re.sub(r"([\\/.^$|()\[\]{}*+?])", r"\\\1", text)
+
+
+def _arguments(
+    notation: str, schema: Mapping[str, Any], special: Mapping[str, int], rule: str
+) -> list[str]:
+    """Rules of the arguments of a function."""
+    if notation == "json":
+        return [f"{rule}: %json {json.dumps({**narrowed(schema), 'x-guidance': _JSON})}"]
+    if notation in GEMMA_QUOTES:
+        return _GemmaRules(schema, GEMMA_QUOTES[notation], special).rules(rule)
+    opening, middle, closing = _TAGS[notation]
+    required = schema.get("required", ())
+    parts, rules = [], []
+    for index, (name, property_schema) in enumerate(schema.get("properties", {}).items()):
+        value = f"{rule}v{index}"
+        before = _marked(f"{opening}{name}{middle}", special)
+        parts.append(f"({before} {value})" + ("" if name in required else "?"))
+        rules += _value_rules(value, property_schema, schema, closing, special)
+    return [f"{rule}: {' '.join(parts) if parts else json.dumps('')}", *rules]
+
+
+def _value_rules(
+    rule: str, schema: Any, root: Mapping[str, Any], closing: str, special: Mapping[str, int]
+) -> list[str]:
+    """Rules of a value with the tag that closes it: text where the schema allows a string."""
+    end = _marked(closing, special)
+    choices = schema.get("enum") if isinstance(schema, Mapping) else None
+    if choices is None and isinstance(schema, Mapping) and "const" in schema:
+        choices = [schema["const"]]
+    if choices is not None:
+        return [f"{rule}: ({' | '.join(json.dumps(as_bare(c)) for c in choices)}) {end}"]
+    if "string" not in allowed_types(schema, root):
+        return [f"{rule}: {_json(schema, root)} {end}"]
+    expression = _text_expression(schema)
+    if expression is None:
+        return _text_rules(rule, closing, special)
+    return [f"{rule}: /{expression}/ {end}"]
+
+
+def _json(schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+    """JSON of a part of the schema `root`, which has the definitions."""
+    definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+    options = {**narrowed(schema), **narrowed(definitions), "x-guidance": _JSON}
+    return f"%json {json.dumps(options)}"
+
+
+def _text_expression(schema: Any) -> str | None:
+    """The regular expression of a text by the keywords of its schema; None: any text. Raises
+    InvalidRequest for keywords that cannot be held so."""
+    if not isinstance(schema, Mapping):
+        return None
+    unknown = sorted(set(schema).difference(_TEXT_KEYWORDS))
+    if unknown or ("pattern" in schema and {"minLength", "maxLength"} & set(schema)):
+        names = json.dumps(unknown or ["pattern", "minLength", "maxLength"])
+        raise InvalidRequest(
+            f"tools: arguments in this model's form: Unimplemented keys: {names}", param="tools"
+        )
+    if "pattern" in schema:
+        expression = narrowed_pattern(schema["pattern"]).replace("/", r"\/")
+        head, tail = expression.startswith("^"), expression.endswith("$")
+        expression = expression[head : len(expression) - tail]
+        return f"{'' if head else '(?s:.*)'}({expression}){'' if tail else '(?s:.*)'}"
+    if "minLength" in schema or "maxLength" in schema:
+        return f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})"
+    return None
+
+
+def _text_rules(rule: str, closing: str, special: Mapping[str, int]) -> list[str]:
+    """Rules of any text up to what closes it."""
+    if any(mark in closing for mark in special):
+        return [f"{rule}: /(?s:.*)/ {_marked(closing, special)}"]
+    return [f"{rule}[suffix={json.dumps(closing)}]: /(?s:.*)/"]
+
+
+def _marked(text: str, special: Mapping[str, int]) -> str:
+    """A text as a sequence in which the marks that are special tokens are tokens."""
+    pieces = [text]
+    for mark in special:
+        pieces = [
+            part
+            for piece in pieces
+            for index, between in enumerate(piece.split(mark) if piece != mark else [piece])
+            for part in ([mark, between] if index else [between])
+            if part
+        ]
+    return _sequence(pieces, special)
+
+
+class _GemmaRules:
+    """Rules of an object in Gemma's notation."""
+
+    def __init__(self, root: Mapping[str, Any], quote: str, special: Mapping[str, int]) -> None:
+        self._root = root
+        self._quote = quote
+        self._special = special
+        self._rules: list[str] = []
+
+    def rules(self, rule: str) -> list[str]:
+        self._object(rule, self._root)
+        return self._rules
+
+    def _object(self, rule: str, schema: Mapping[str, Any]) -> None:
+        """Members in the order of their names, as templates write them."""
+        properties = sorted(schema.get("properties", {}).items())
+        required = schema.get("required", ())
+        first, later = '""', '""'
+        for index, (name, member) in reversed(list(enumerate(properties))):
+            value = f"{rule}x{index}"
+            self._value(value, member)
+            pair = f"{json.dumps(name + ':')} {value}"
+            optional_first, optional_later = "", ""
+            if name not in required:
+                optional_first, optional_later = f" | {rule}s{index + 1}", f" | {rule}r{index + 1}"
+            self._rules.append(f"{rule}s{index}: {pair} {rule}r{index + 1}{optional_first}")
+            self._rules.append(f'{rule}r{index}: "," {pair} {rule}r{index + 1}{optional_later}')
+        end = len(properties)
+        self._rules += [f"{rule}s{end}: {first}", f"{rule}r{end}: {later}"]
+        self._rules.append(f'{rule}: "{{" {rule}s0 "}}"')
+
+    def _value(self, rule: str, schema: Any) -> None:
+        schema = resolved(schema, self._root)
+        if len(self._rules) > _MAX_RULES:
+            raise InvalidRequest("tools: the schema is too large, or recursive", param="tools")
+        kinds = allowed_types(schema, self._root)
+        quote = _marked(self._quote, self._special)
+        choices = schema.get("enum") if isinstance(schema, Mapping) else None
+        if choices is not None:
+            texts = [
+                f"{quote} {json.dumps(choice)} {quote}"
+                if isinstance(choice, str)
+                else json.dumps(json.dumps(choice))
+                for choice in choices
+            ]
+            self._rules.append(f"{rule}: {' | '.join(texts)}")
+        elif "string" in kinds and (expression := _text_expression(schema)) is not None:
+            self._rules.append(f"{rule}: {quote} /{expression}/ {quote}")
+        elif "string" in kinds:
+            self._rules += _text_rules(f"{rule}t", self._quote, self._special)
+            self._rules.append(f"{rule}: {quote} {rule}t")
+        elif kinds == {"object"}:
+            self._object(rule, schema)
+        elif kinds == {"array"}:
+            self._value(f"{rule}i", schema.get("items"))
+            self._rules.append(f'{rule}: "[" ({rule}i ("," {rule}i)*)? "]"')
+        else:
+            self._rules.append(f"{rule}: {_json(schema, self._root)}")

@@ -1,0 +1,254 @@
+"""Parsers of tool calls: the interface, calls that follow a mark, and calls as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from radixserve.text.tool_functions import is_deep
+
+_STEPS = re.compile(r'[][{}"]')
+_STRING_STEPS = re.compile(r'["\\]')
+
+
+class Call(NamedTuple):
+    """What the model wants to call."""
+
+    name: str
+    arguments: str  # a JSON object
+    id: str | None = None  # where the model gave it one
+
+
+class Thought(NamedTuple):
+    """A piece of reasoning, from parsers that separate it from content themselves."""
+
+    text: str
+
+
+Piece = str | Call | Thought
+
+
+class ToolParser(Protocol):
+    """Splits one answer, which arrives in pieces, into text and calls.
+
+    Text that may turn out to be a part of a call is held back; what turns out to be none is
+    returned as it is. O(text) in all.
+    """
+
+    def feed(self, text: str) -> list[Piece]:
+        """The parts that became certain with this text, in order."""
+
+    def finish(self) -> list[Piece]:
+        """The rest, after the last text."""
+
+
+class JsonEnd:
+    """Finds where the JSON object or array ends that begins at `start` of a growing text."""
+
+    def __init__(self, start: int) -> None:
+        self._at = start
+        self._depth = 0
+        self._is_in_string = False
+
+    def find(self, text: str) -> int | None:
+        """The position after its last bracket; None if it is missing. `text` may be longer than
+        at the last call, and is else the same."""
+        while True:
+            step = (_STRING_STEPS if self._is_in_string else _STEPS).search(text, self._at)
+            if step is None:
+                self._at = len(text)
+                return None
+            if step[0] == "\\":
+                if step.end() == len(text):
+                    self._at = step.start()
+                    return None
+                self._at = step.end() + 1
+                continue
+            self._at = step.end()
+            if step[0] == '"':
+                self._is_in_string = not self._is_in_string
+            else:
+                self._depth += 1 if step[0] in "{[" else -1
+                if self._depth <= 0:
+                    return self._at
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON text. Line breaks in strings are accepted: models write them.
+
+    Raises ValueError where the text is not JSON or is nested more than MAX_NESTING deep.
+    """
+    try:
+        value = json.loads(text, strict=False, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if is_deep(value):
+        raise ValueError("nested too deeply")
+    return value
+
+
+def call_of(value: Any) -> Call | None:
+    """The call that `{"name": ..., "arguments": {...}}` is; also with "parameters", as some models
+    write. Without arguments there are none. None for anything else."""
+    if not isinstance(value, dict):
+        return None
+    name = value.get("name")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    call_id = value.get("id")
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return None
+    try:
+        return Call(name, dump(arguments), call_id if isinstance(call_id, str) else None)
+    except ValueError:  # a number that is infinite
+        return None
+
+
+def read_call(text: str) -> Call | None:
+    """The call that a JSON text is; None for any other text."""
+    try:
+        return call_of(read_json(text))
+    except ValueError:
+        return None
+
+
+def dump(arguments: Any) -> str:
+    """Valid JSON, as templates write it. Raises ValueError for numbers that JSON does not have."""
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        text = json.dumps(arguments, allow_nan=False)
+    return text
+
+
+def held_len(text: str, marks: Sequence[str]) -> int:
+    """How many of the last characters may be the beginning of a mark."""
+    longest = 0
+    for mark in marks:
+        position = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+        while position >= 0 and len(text) - position > longest:
+            if mark.startswith(text[position:]):
+                longest = len(text) - position
+            position = text.find(mark[0], position + 1)
+    return longest
+
+
+class MarkFilter:
+    """Leaves marks out of a text that arrives in pieces."""
+
+    def __init__(self, marks: Sequence[str]) -> None:
+        self._marks = tuple(marks)
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        if not self._marks:
+            return text
+        self._held += text
+        texts = []
+        while True:
+            position, mark = min(
+                (
+                    (position, mark)
+                    for mark in self._marks
+                    if (position := self._held.find(mark)) >= 0
+                ),
+                default=(len(self._held) - held_len(self._held, self._marks), ""),
+            )
+            texts.append(self._held[:position])
+            self._held = self._held[position + len(mark) :]
+            if not mark:
+                return "".join(texts)
+
+    def finish(self) -> str:
+        """The rest: the beginning of an incomplete mark."""
+        text, self._held = self._held, ""
+        return text
+
+
+class ParsedSpan(NamedTuple):
+    """What the first `size` characters after a mark are: calls, or text where there are none."""
+
+    size: int
+    calls: tuple[Call, ...] = ()
+
+
+class MarkedParser(ABC):
+    """A parser of calls behind a mark; a subclass reads what follows the mark.
+
+    Text that is not a call is returned with its mark. No text is read twice.
+    """
+
+    mark: str
+    is_optional = False  # calls may come without it: at the start, and after a call
+
+    def __init__(self) -> None:
+        self._text = ""  # not returned yet
+        self._head: int | None = None  # characters of the mark that `_text` begins with
+        self._json: JsonEnd | None = None
+        self._json_end: int | None = None
+        self._searched = 0  # characters behind the mark that `_find` need not look at again
+        self._open(0 if self.is_optional else None)
+
+    def feed(self, text: str) -> list[Piece]:
+        self._text += text
+        return self._pieces(is_last=False)
+
+    def finish(self) -> list[Piece]:
+        pieces = self._pieces(is_last=True)
+        text, self._text = self._text, ""
+        return [*pieces, text] if text else pieces
+
+    @abstractmethod
+    def _read(self, inner: str, *, has_mark: bool, is_last: bool) -> ParsedSpan | None:
+        """What `inner`, the text after the mark, begins with; None where more of it is needed."""
+
+    def _find_end(self, inner: str, start: int) -> int | None:
+        """The end of the JSON object or array at `start`; None if it is incomplete."""
+        if self._json is None:
+            self._json = JsonEnd(start)
+        if self._json_end is None:
+            self._json_end = self._json.find(inner)
+        return self._json_end
+
+    def _pieces(self, *, is_last: bool) -> list[Piece]:
+        pieces: list[Piece] = []
+        while self._text:
+            if self._head is None:
+                position = self._text.find(self.mark)
+                if position < 0:
+                    keeps = 0 if is_last else held_len(self._text, (self.mark,))
+                    pieces.append(self._take(len(self._text) - keeps))
+                    break
+                pieces.append(self._take(position))
+                self._open(len(self.mark))
+            assert self._head is not None
+            read = self._read(self._text[self._head :], has_mark=self._head > 0, is_last=is_last)
+            if read is None:
+                break
+            text = self._take(self._head + read.size)
+            pieces += read.calls or (text,)
+            self._open(0 if self.is_optional and read.calls else None)
+        return [piece for piece in pieces if piece]
+
+    def _find(self, inner: str, closing: str) -> int:
+        """The start of the closing text; -1 if it is missing. O(inner) in all."""
+        position = inner.find(closing, self._searched)
+        if position < 0:
+            self._searched = max(0, len(inner) - len(closing) + 1)
+        return position
+
+    def _open(self, head: int | None) -> None:
+        self._head = head
+        self._json = self._json_end = None
+        self._searched = 0
+
+    def _take(self, size: int) -> str:
+        piece, self._text = self._text[:size], self._text[size:]
+        return piece
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")

@@ -1,0 +1,1 @@
+"""The checks and counters of every request: tenants, limits, sessions, metrics."""

@@ -1,0 +1,79 @@
+"""`CancelOnDisconnect`: a block of a request's task that ends when its client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from starlette.requests import Request
+
+from radixserve.request import Request as EngineRequest
+from radixserve.server.gate.request_log import note
+from radixserve.server.gate.state import AppState, caller_of
+
+
+class ClientGone(Exception):
+    """The client closed its connection."""
+
+
+class CancelOnDisconnect:
+    """While it is entered, a client that closes its connection, and `end`, cancel what the task
+    awaits: the block then raises ClientGone or the error given to `end`.
+    """
+
+    def __init__(self, server: AppState, request: Request) -> None:
+        self.server = server
+        self._request = request
+        self.tenant = caller_of(request).tenant
+        self.num_requests = 0
+        self._error: Exception | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> Self:
+        self._task = asyncio.current_task()
+        self._watcher = asyncio.create_task(self._watch())
+        self.server.in_flight.add(self)
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        task, self._task = self._task, None
+        assert task is not None
+        assert self._watcher is not None
+        self._watcher.cancel()
+        self.server.in_flight.discard(self)
+        if self._error is not None:
+            task.uncancel()
+            if isinstance(error, asyncio.CancelledError):
+                raise self._error from None
+
+    @property
+    def held(self) -> Sequence[EngineRequest]:
+        """Those of the engine's requests that it does not have yet."""
+        return ()
+
+    @property
+    def has_generated(self) -> bool:
+        """A token has been sampled."""
+        return False
+
+    def end(self, error: Exception) -> None:
+        """Have the block raise `error` soon."""
+        if self._task is not None and self._error is None:
+            self._error = error
+            self._task.cancel()
+
+    def note_usage(self, num_requests: int, usage: Mapping[str, Any]) -> None:
+        """So many requests of the engine have ended, with this usage in all."""
+        self.server.limits.note_finished(num_requests, usage["prompt_tokens"])
+        self.server.tenant_usage.add(caller_of(self._request).tenant, usage)
+        note(self._request.scope, **usage)
+
+    async def _watch(self) -> None:
+        while True:
+            message = await self._request.receive()
+            if message["type"] == "http.disconnect":
+                break
+        self.server.counters.clients_gone += 1
+        self.end(ClientGone())

@@ -1,0 +1,66 @@
+"""Which `Host` and `Origin` a server without keys accepts: no web page may drive it.
+
+A page can point its own name at 127.0.0.1 (DNS rebinding): the browser then sends that name as
+Host. It cannot send an IP address as Host so.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from radixserve.checks import shown
+from radixserve.server.config import ServerConfig
+from radixserve.server.wire.errors import ApiError
+
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+class AllowedHosts:
+    """The hosts and origins of a server without keys."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._hosts = _LOOPBACK | {config.host.lower(), *map(str.lower, config.allowed_host)}
+        self._takes_addresses = config.allow_unauthenticated_network_access
+        if self._takes_addresses:
+            self._hosts |= {socket.gethostname().lower()}
+        self._origins = frozenset(config.cors_origin)
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Raise ApiError 403 for the name of another host and for a web page of another origin."""
+        host = headers.get("host", "")
+        name = _host_name(host)
+        if host and name not in self._hosts and not (self._takes_addresses and _is_address(name)):
+            raise ApiError(
+                403,
+                f"the host {shown(host[:256])} is not one of this server: without keys it "
+                "answers to localhost and to the names in --host and --allowed-host",
+                code="host_not_allowed",
+            )
+        origin = headers.get("origin")
+        if origin is None or origin in self._origins or "*" in self._origins:
+            return
+        if urlsplit(origin).netloc.lower() != host.lower():
+            raise ApiError(
+                403,
+                f"web pages of {shown(origin[:256])} may not use this server: --cors-origin names "
+                "those that may",
+                code="origin_not_allowed",
+            )
+
+
+def _host_name(host: str) -> str:
+    """The name or address in a Host header, without port and brackets."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

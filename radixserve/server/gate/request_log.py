@@ -1,0 +1,91 @@
+"""A line of JSON for each request, on standard error; and the fields that had no effect."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import Scope
+
+from radixserve.server.gate.json_body import has_large_body
+from radixserve.server.gate.state import server_of
+from radixserve.server.wire.body import Body, skipped_in
+from radixserve.server.wire.errors import ApiError
+
+log = logging.getLogger("radixserve.requests")
+_KEPT_HEADERS = (b"traceparent", b"x-request-id", b"user-agent")
+_LONGEST = 256  # characters of a header
+_server_log = logging.getLogger("radixserve.server")
+SKIPPED_HEADER = "x-radixserve-skipped-fields"
+_MAX_SKIPPED = 32  # names in the header
+_PLAIN = re.compile(r"[\w.\[\]-]{1,96}", re.ASCII)  # fit for a header
+_MAX_LOGGED = 1_024  # names that the log has seen
+
+
+def note(scope: Scope, **facts: Any) -> None:
+    """Add facts to the line of this request."""
+    scope["radixserve.notes"].update(facts)
+
+
+def log_request(scope: Scope, status: int, seconds: float) -> None:
+    """Write the line: counts, times and ids, never prompts or answers."""
+    line: dict[str, Any] = {
+        "time": round(time.time(), 3),
+        "id": scope["radixserve.request_id"],
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": status or None,  # none where the client left before the answer
+        "seconds": round(seconds, 6),
+    }
+    caller = scope.get("radixserve.caller")
+    if caller is not None and caller.tenant:
+        line["tenant"] = caller.tenant
+    for name, value in scope["headers"]:
+        if name in _KEPT_HEADERS:
+            key = name.decode().replace("-", "_").replace("x_request_id", "client_request_id")
+            line[key] = value.decode("latin-1")[:_LONGEST]
+    line |= scope["radixserve.notes"]
+    log.info(json.dumps(line))
+
+
+async def note_skipped(request: Request, body: Body) -> None:
+    """Report the skipped fields and tools of a body in a header and in the log.
+
+    With --strict-fields raises ApiError for the first of them.
+    """
+    server = server_of(request)
+    labels: dict[str, None] = {}
+    if has_large_body(request):
+        all_skipped = await asyncio.to_thread(lambda: list(skipped_in(body)))
+    else:
+        all_skipped = list(skipped_in(body))
+    for skipped in all_skipped:
+        if server.config.strict_fields:
+            raise ApiError(
+                400,
+                f"{skipped.param} is not supported by this server (--strict-fields)",
+                param=skipped.param,
+                code="unsupported_field",
+            )
+        labels[skipped.label if _PLAIN.fullmatch(skipped.label) else "..."] = None
+    if not labels:
+        return
+    names = [*labels][:_MAX_SKIPPED]
+    add_header(request, SKIPPED_HEADER, ", ".join(names))
+    note(request.scope, skipped_fields=names)
+    path = request.scope["path"]
+    for name in names:
+        known = server.logged_fields
+        if (path, name) not in known and len(known) < _MAX_LOGGED:
+            known.add((path, name))
+            _server_log.info("%s: %s has no effect here and is skipped", path, name)
+
+
+def add_header(request: Request, name: str, value: str) -> None:
+    """Add a header to the answer, whatever its status."""
+    request.scope["radixserve.headers"].append((name.encode(), value.encode("latin-1", "replace")))

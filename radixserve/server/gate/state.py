@@ -1,0 +1,167 @@
+"""`AppState`: what the routes share."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from starlette.requests import Request
+
+from radixserve.api.runtime import Runtime
+from radixserve.checks import shown
+from radixserve.output import EngineStatus
+from radixserve.server.answer.parser_configs import OutputParserConfigs
+from radixserve.server.config import ServerConfig
+from radixserve.server.gate.branch_table import BranchTable
+from radixserve.server.gate.counters import ServerCounters
+from radixserve.server.gate.json_body import JsonParser
+from radixserve.server.gate.limits import GrammarThreads, Limits
+from radixserve.server.gate.prompt_records import PromptRecords
+from radixserve.server.gate.response_store import ResponseStore
+from radixserve.server.gate.session_table import InFlight, SessionTable
+from radixserve.server.gate.tenants import Caller, TenantConversations, Tenants, TenantUsage
+from radixserve.server.wire.errors import ApiError
+from radixserve.server.wire.logprobs import TokenTexts
+
+_SHARE_ALONE = 0.75  # of the slots, for one request of a tenant beside which no other is active
+
+
+class AppState:
+    """One model, its callers, and what is in flight. Owned by the event loop."""
+
+    def __init__(self, config: ServerConfig, model: str, tenants: Tenants) -> None:
+        self.config = config
+        self.model_names = tuple(config.served_model_name or (model,))
+        self.tenants = tenants
+        self.limits = Limits(config)
+        self.json_parser = JsonParser()
+        self.grammar_threads = GrammarThreads()
+        self.started_at = int(time.time())
+        self.is_draining = False
+        self.in_flight: set[InFlight] = set()
+        self.conversations = TenantConversations(config.max_conversations)
+        assert isinstance(config.max_response_bytes, int)
+        self.responses = ResponseStore(config.max_responses, config.max_response_bytes)
+        self.prompt_records = PromptRecords(config.max_conversations)
+        self.tenant_usage = TenantUsage()
+        self.counters = ServerCounters()
+        self.logged_fields: set[tuple[str, str]] = set()  # path and name, skipped before
+        self.num_billing_headers = 0  # taken out of system prompts
+        self.branches = BranchTable(config.session_lease, config.max_conversations)
+        self._sessions: SessionTable | None = None
+        self._runtime: Runtime | None = None
+        self._token_texts: TokenTexts | None = None
+        self._parser_configs: OutputParserConfigs | None = None
+
+    def set_runtime(self, runtime: Runtime) -> None:
+        """The model is loaded."""
+        self._runtime = runtime
+        self._sessions = SessionTable(
+            self.config.session_lease, self.config.max_conversations, runtime.close_session
+        )
+        self._token_texts = TokenTexts(runtime.tokenizer)
+        self._parser_configs = OutputParserConfigs(
+            runtime.tokenizer, self.config.tool_call_parser, self.config.reasoning_parser
+        )
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._runtime is not None
+
+    @property
+    def runtime(self) -> Runtime:
+        assert self._runtime is not None, "the gate lets nothing pass before the model is loaded"
+        return self._runtime
+
+    @property
+    def sessions(self) -> SessionTable:
+        assert self._sessions is not None
+        return self._sessions
+
+    @property
+    def token_texts(self) -> TokenTexts:
+        assert self._token_texts is not None
+        return self._token_texts
+
+    @property
+    def parser_configs(self) -> OutputParserConfigs:
+        assert self._parser_configs is not None
+        return self._parser_configs
+
+    def num_waiting(self, tenant: str) -> int:
+        """Requests of the tenant that have not generated a token; O(what is in flight)."""
+        return sum(
+            request.num_requests
+            for request in self.in_flight
+            if request.tenant == tenant and not request.has_generated
+        )
+
+    def load(self) -> EngineStatus:
+        """The engine's, which counts as waiting what requests hold back. O(what is in flight and
+        what is held back)."""
+        status = self.runtime.status()
+        held = [request for handle in self.in_flight for request in handle.held]
+        return status._replace(
+            waiting=status.waiting + len(held),
+            waiting_tokens=status.waiting_tokens + sum(len(request.token_ids) for request in held),
+        )
+
+    def num_at_once(self, tenant: str) -> int | None:
+        """How many of one request's prompts and samples the engine has at a time; None: all.
+
+        Beside other tenants these are the tenant's share of the slots: each row of a step makes
+        everybody's next token later. Alone, it leaves a part of the slots to others that come.
+        """
+        if not self.tenants:
+            return None
+        slots = self.runtime.config.max_running_requests * max(1, self.config.replicas)
+        is_alone = all(request.tenant == tenant for request in self.in_flight)
+        share = _SHARE_ALONE if is_alone else min(_SHARE_ALONE, self.tenants.share(tenant))
+        return max(1, int(slots * share))
+
+    def check_open(self) -> None:
+        """Raise ApiError 503 while the model is being loaded, and from SIGTERM on."""
+        if self.is_draining:
+            headers = {"connection": "close", "retry-after": "5"}
+            raise ApiError(503, "the server is shutting down", code="shutdown", headers=headers)
+        if self._runtime is None:
+            headers = {"retry-after": "5"}
+            raise ApiError(503, "the model is being loaded", code="loading", headers=headers)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError 404 where a request names another model."""
+        if self.config.accept_any_model or name is None or name in self.model_names:
+            return
+        served = ", ".join(map(repr, self.model_names))
+        raise ApiError(
+            404,
+            f"the model {shown(name)} is not served here; {served} is",
+            param="model",
+            code="model_not_found",
+        )
+
+    @property
+    def model_name(self) -> str:
+        """The name in answers."""
+        return self.model_names[0]
+
+
+def server_of(request: Request) -> AppState:
+    server: AppState = request.app.state.server
+    return server
+
+
+def caller_of(request: Request) -> Caller:
+    caller: Caller = request.scope["radixserve.caller"]
+    return caller
+
+
+def check_admin(request: Request) -> None:
+    """Raise ApiError 403 unless the caller is an admin; without keys everybody is one."""
+    if not caller_of(request).is_admin:
+        raise ApiError(403, "this route needs an admin key", code="admin_only")
+
+
+def request_id_of(request: Request) -> str:
+    name: Any = request.scope["radixserve.request_id"]
+    return str(name)

@@ -1,0 +1,217 @@
+"""Tenants: the API keys, namespace, conversations and usage of each."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import stat
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from radixserve.checks import shown
+from radixserve.errors import InvalidRequest
+from radixserve.server.wire.errors import ApiError
+from radixserve.text.conversations import AnsweredChat, ConversationTable
+
+_LEAST_KEY = 16  # characters
+_LONGEST_KEY = 512
+_KEY = re.compile(rf"[!-~]{{1,{_LONGEST_KEY}}}")  # printable ASCII without spaces
+_WEIGHT = re.compile(r"weight=(1000|[1-9][0-9]{0,2})")
+LONGEST_SALT = 256  # characters
+_DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+_TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The sender of a request."""
+
+    tenant: str  # "" without keys
+    is_admin: bool
+    shares_prefixes: bool = False  # it may share prefixes with other tenants
+    weight: int = 1  # its share of a full queue, beside those of the other tenants
+
+    @property
+    def may_share(self) -> bool:
+        return self.is_admin or self.shares_prefixes
+
+    def namespace(self, cache_salt: str | None) -> str:
+        """The part of the cache that this caller's requests use, and no others.
+
+        A salt divides it further. A tenant's name has no "/", so that no two pairs collide.
+        Raises ApiError for a salt that is too long.
+        """
+        if cache_salt is not None and len(cache_salt) > LONGEST_SALT:
+            message = f"cache_salt takes at most {LONGEST_SALT} characters, got {len(cache_salt)}"
+            raise ApiError(400, message, param="cache_salt")
+        return self.tenant if not cache_salt else f"{self.tenant}/{cache_salt}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    digest: bytes
+    caller: Caller
+
+
+class Tenants:
+    """The keys, as digests. Without keys every caller is the same admin."""
+
+    def __init__(self, keys: tuple[_Key, ...] = ()) -> None:
+        self._keys = keys
+        self._weights: dict[str, int] = {}  # of each tenant: the largest one of its keys
+        for key in keys:
+            tenant = key.caller.tenant
+            self._weights[tenant] = max(key.caller.weight, self._weights.get(tenant, 0))
+        self._total_weight = sum(self._weights.values())
+
+    @classmethod
+    def load(cls, path: str | None) -> Tenants:
+        """Lines "TENANT KEY [admin] [share] [weight=N]", the key itself or sha256: and its
+        hexadecimal digest; `share` is the permission to share prefixes, which an admin has; a
+        weight of 1 to 1,000 is the tenant's share of a full queue, relative to others.
+
+        Several keys may name the same tenant, which they then share with its cache. Raises
+        InvalidRequest for a wrong line and for a file that others can read.
+        """
+        if path is None:
+            return cls()
+        mode = os.stat(path).st_mode
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise InvalidRequest(
+                f"{path} may be read by others (mode {stat.S_IMODE(mode):03o}): chmod 600 {path}"
+            )
+        keys = []
+        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+            if line.strip() and not line.lstrip().startswith("#"):
+                keys.append(_read_key(line.split(), f"{path}, line {number}"))
+        if not keys:
+            raise InvalidRequest(f"{path} holds no key")
+        if len({key.digest for key in keys}) < len(keys):
+            raise InvalidRequest(f"{path} holds a key twice")
+        return cls(tuple(keys))
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def share(self, tenant: str) -> float:
+        """The tenant's part of what all tenants share, by their weights: 0 to 1."""
+        weight = self._weights.get(tenant)
+        return 1.0 if weight is None else weight / self._total_weight
+
+    def caller(self, authorization: str | None, x_api_key: str | None) -> Caller:
+        """The caller with that key. Takes the same time for every wrong key; raises ApiError."""
+        if not self._keys:
+            return Caller("", is_admin=True)
+        scheme, _, given = (authorization or "").partition(" ")
+        key = given.strip() if scheme.lower() == "bearer" else (x_api_key or "")
+        if not key:
+            raise _unauthorized("an API key is needed: Authorization: Bearer KEY")
+        if not _KEY.fullmatch(key):
+            raise _unauthorized(f"an API key is 1 to {_LONGEST_KEY} printable ASCII characters")
+        digest = hashlib.sha256(key.encode()).digest()
+        caller = None
+        for known in self._keys:  # all of them, also after one fits
+            if hmac.compare_digest(known.digest, digest):
+                caller = known.caller
+        if caller is None:
+            raise _unauthorized("the API key is not known")
+        return caller
+
+
+def _read_key(parts: list[str], where: str) -> _Key:
+    tenant, key, *words = parts if len(parts) >= 2 else ("", "", "")
+    weights = [match[1] for word in words if (match := _WEIGHT.fullmatch(word))]
+    rights = [word for word in words if not _WEIGHT.fullmatch(word)]
+    is_doubled = len(set(rights)) < len(rights) or len(weights) > 1
+    if is_doubled or not {"admin", "share"}.issuperset(rights):
+        raise InvalidRequest(f"{where}: a line is TENANT KEY [admin] [share] [weight=1 to 1000]")
+    if not _TENANT.fullmatch(tenant):
+        raise InvalidRequest(
+            f"{where}: a tenant's name is 1 to 64 letters, digits, dots, dashes and underscores, "
+            f"got {shown(tenant)}"
+        )
+    match = _DIGEST.fullmatch(key)
+    is_key = len(key) >= _LEAST_KEY and _KEY.fullmatch(key) and not key.startswith("sha256:")
+    if match is None and not is_key:
+        raise InvalidRequest(
+            f"{where}: a key has {_LEAST_KEY} to {_LONGEST_KEY} printable ASCII characters, or is "
+            "sha256: and 64 hexadecimal digits"
+        )
+    digest = bytes.fromhex(match[1]) if match else hashlib.sha256(key.encode()).digest()
+    weight = int(weights[0]) if weights else 1
+    return _Key(digest, Caller(tenant, "admin" in rights, "share" in rights, weight))
+
+
+def check_priority(tenants: Tenants, caller: Caller, priority: int) -> None:
+    """Raise ApiError 403 where a request would go before those of other tenants."""
+    if tenants and priority > 0 and not caller.is_admin:
+        message = "a priority above 0 goes before other tenants' requests and needs an admin key"
+        raise ApiError(403, message, param="priority", code="admin_only")
+
+
+def tenant_of(namespace: str) -> str:
+    """The tenant that `Caller.namespace` made a namespace for."""
+    return namespace.partition("/")[0]
+
+
+def _unauthorized(message: str) -> ApiError:
+    headers = {"www-authenticate": "Bearer"}
+    return ApiError(401, message, code="invalid_api_key", headers=headers)
+
+
+_NAMES = ("requests", "prompt_tokens", "cached_tokens", "computed_tokens", "completion_tokens")
+
+
+class TenantUsage:
+    """Sums of each tenant's usage. Owned by the event loop."""
+
+    def __init__(self) -> None:
+        self._by_tenant: dict[str, Counter[str]] = {}
+
+    def add(self, tenant: str, usage: Mapping[str, Any]) -> None:
+        """A request has ended with this usage, in the format in which it was answered."""
+        counts = self._by_tenant.setdefault(tenant, Counter())
+        prompt, cached = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+        counts["requests"] += 1
+        counts["prompt_tokens"] += prompt
+        counts["cached_tokens"] += cached
+        counts["computed_tokens"] += prompt - cached
+        counts["completion_tokens"] += usage["completion_tokens"]
+
+    def of(self, tenant: str) -> dict[str, int | str]:
+        counts = self._by_tenant.get(tenant, Counter())
+        return {"tenant": tenant, **{name: counts[name] for name in _NAMES}}
+
+
+class TenantConversations:
+    """The exact ids of answered conversations, by tenant: none pushes out those of another.
+
+    Owned by the event loop.
+    """
+
+    def __init__(self, max_entries: int) -> None:
+        """`max_entries`: conversations of a tenant."""
+        self._tables: dict[str, ConversationTable] = defaultdict(
+            lambda: ConversationTable(max_entries)
+        )
+
+    def __len__(self) -> int:
+        return sum(map(len, self._tables.values()))
+
+    def note(self, namespace: str, chat: AnsweredChat) -> None:
+        """Remember an answer; see `ConversationTable.note`."""
+        self._tables[tenant_of(namespace)].note(namespace, chat)
+
+    def find(self, namespace: str, text: str, answers: Collection[str]) -> AnsweredChat | None:
+        """The longest conversation that `text` continues; see `ConversationTable.find`."""
+        return self._tables[tenant_of(namespace)].find(namespace, text, answers)
+
+    def forget(self, namespace: str | None) -> None:
+        """Drop the conversations of one namespace, or all."""
+        for table in self._tables.values():
+            table.forget(namespace)

@@ -1,0 +1,155 @@
+"""Checks a chat's messages in OpenAI's format and makes those that chat templates take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from radixserve.checks import shown
+from radixserve.server.answer.tool_parsers.base import read_json
+from radixserve.server.wire.errors import ApiError, wrong_field
+from radixserve.text.prompts import ROLE
+from radixserve.text.template_traits import Message
+from radixserve.text.tool_functions import is_deep
+
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_TEXT_MEMBERS = {  # besides the content
+    "assistant": ("name", "reasoning_content", "reasoning"),
+    "tool": ("name", "tool_call_id"),
+}
+_MAX_CALLS = 1_024  # of one message
+
+
+def read_messages(given: object) -> list[Message]:
+    """Each with its content as one text and the arguments of its calls as objects. Raises ApiError,
+    which names the place."""
+    if not isinstance(given, list) or not given:
+        raise ApiError(
+            400, f"messages must be a list with a message, got {shown(given)}", param="messages"
+        )
+    call_ids: set[str] = set()
+    checked = []
+    for index, item in enumerate(given):
+        message = _checked(item, f"messages[{index}]")
+        call_ids.update(call["id"] for call in message.get("tool_calls", ()))
+        call_id = message.get("tool_call_id")
+        if call_id is not None and call_id not in call_ids:
+            raise wrong_field(
+                f"messages[{index}].tool_call_id",
+                f"names no call of an earlier message: {shown(call_id)}",
+            )
+        checked.append(message)
+    return checked
+
+
+def answer_key(content: str, calls: Sequence[tuple[str, str]] = ()) -> str:
+    """A key that is equal for equal answers. calls: (name, arguments as JSON)."""
+    if not calls:
+        return content
+    read = [[name, json.loads(arguments)] for name, arguments in calls]
+    return json.dumps([content.strip(), read])
+
+
+def key_of(message: Message) -> str:
+    """`answer_key` of an assistant's message."""
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    calls = [(function["name"], json.dumps(function["arguments"])) for function in functions]
+    return answer_key(message["content"], calls)
+
+
+def call_message(call_id: str, name: str, arguments: Any) -> Message:
+    """A call as templates take it: its arguments are an object."""
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def _checked(message: object, where: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise wrong_field(where, f"must be an object, got {shown(message)}")
+    role = message.get("role")
+    if not isinstance(role, str) or not ROLE.fullmatch(role):
+        raise wrong_field(
+            f"{where}.role", f"must be 1 to 64 letters, digits, _ and -, got {shown(role)}"
+        )
+    given = {name: value for name, value in message.items() if value is not None}
+    checked: Message = {"role": role}
+    is_answer = role == "assistant"
+    calls = _calls(given.get("tool_calls", []), f"{where}.tool_calls") if is_answer else []
+    content = given.get("content")
+    if is_answer and not content:  # thoughts or calls alone, a refusal, or nothing
+        content = given.get("refusal", "")
+    checked["content"] = _text(
+        content, f"{where}.content", may_be_empty=is_answer or role == "tool"
+    )
+    if calls:
+        checked["tool_calls"] = calls
+    for name in _TEXT_MEMBERS.get(role, ("name",)):
+        value = given.get(name)
+        if value is None and name != "tool_call_id":
+            continue
+        if not isinstance(value, str):
+            raise wrong_field(f"{where}.{name}", f"must be a string, got {shown(value)}")
+        checked["reasoning_content" if name == "reasoning" else name] = value
+    return checked
+
+
+def _text(content: object, where: str, *, may_be_empty: bool) -> str:
+    """Parts are joined with a line break, as vLLM does for templates that know text only."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not (content or may_be_empty):
+        raise wrong_field(where, f"must be text or a list of text parts, got {shown(content)}")
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get(_TEXT_PARTS[kind]) if kind in _TEXT_PARTS else None
+        if not isinstance(text, str):
+            raise wrong_field(
+                f"{where}[{index}]", f'must be {{"type": "text", "text": ...}}, got {shown(part)}'
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _calls(given: object, where: str) -> list[Message]:
+    if not isinstance(given, list) or len(given) > _MAX_CALLS:
+        raise wrong_field(
+            where, f"must be a list of at most {_MAX_CALLS} calls, got {shown(given)}"
+        )
+    return [_call(item, f"{where}[{index}]") for index, item in enumerate(given)]
+
+
+def _call(given: object, where: str) -> Message:
+    """With its arguments as an object, which is what templates render."""
+    if not isinstance(given, Mapping):
+        raise wrong_field(where, f"must be an object, got {shown(given)}")
+    kind = given.get("type", "function")
+    if kind != "function":
+        raise wrong_field(f"{where}.type", f"must be 'function', got {shown(kind)}")
+    call_id, function = given.get("id"), given.get("function")
+    if not isinstance(call_id, str) or not call_id:
+        raise wrong_field(f"{where}.id", f"must be a non-empty string, got {shown(call_id)}")
+    if not isinstance(function, Mapping):
+        raise wrong_field(f"{where}.function", f"must be an object, got {shown(function)}")
+    where = f"{where}.function"
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise wrong_field(f"{where}.name", f"must be a non-empty string, got {shown(name)}")
+    arguments = _arguments(function.get("arguments"), f"{where}.arguments")
+    return call_message(call_id, name, arguments)
+
+
+def _arguments(given: object, where: str) -> Any:
+    value = given
+    if isinstance(given, str):
+        try:
+            value = read_json(given) if given.strip() else {}
+        except ValueError:
+            value = None
+    if not isinstance(value, dict) or is_deep(value):
+        raise wrong_field(where, f"must be the JSON text of an object, got {shown(given)}")
+    return value

@@ -1,0 +1,134 @@
+"""Reads a request's prompts, as text or token ids or lists of these, into checked token ids."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from pydantic import BaseModel
+
+from radixserve.api.runtime import Runtime
+from radixserve.arrays import IntArray
+from radixserve.checks import shown
+from radixserve.errors import InvalidRequest
+from radixserve.request import TruncationSide
+from radixserve.server.wire.errors import invalid, wrong_field
+from radixserve.text.prompts import is_token_id
+
+T = TypeVar("T")
+_MUCH_TEXT = 8_192  # characters; tokenising more than this goes to another thread
+_KINDS = "text, a list of texts, a list of token ids, or a list of lists of token ids"
+
+
+async def read_prompts(
+    runtime: Runtime,
+    given: Any,
+    param: str,
+    max_prompts: int,
+    *,
+    add_special_tokens: bool = True,
+    keep_last: int | None = None,
+    truncation_side: TruncationSide | None = None,
+) -> tuple[list[IntArray], bool]:
+    """The prompts, and whether `given` is a list of them. ApiError names the bad item.
+
+    `keep_last`: so many of the last tokens of each, or of the first with a `truncation_side` of
+    "right".
+    """
+    items, is_list = _split(given, param)
+    if len(items) > max_prompts:
+        raise wrong_field(param, f"has {len(items)} items; at most {max_prompts} are allowed")
+    side = truncation_side or "left"
+
+    def read() -> list[IntArray]:
+        return [
+            _read(
+                runtime,
+                item,
+                param,
+                index if is_list else None,
+                add_special_tokens,
+                keep_last,
+                side,
+            )
+            for index, item in enumerate(items)
+        ]
+
+    num_characters = sum(len(item) for item in items if isinstance(item, str | list | array))
+    return await in_thread_if(num_characters > _MUCH_TEXT, read), is_list
+
+
+async def in_thread_if(is_much: bool, function: Callable[[], T]) -> T:
+    """Call `function`, in another thread if it would block the event loop."""
+    return await asyncio.to_thread(function) if is_much else function()
+
+
+def is_much_text(text: str) -> bool:
+    return len(text) > _MUCH_TEXT
+
+
+def is_much(value: Any) -> bool:
+    """Whether a JSON value has many characters or parts. Looks no further than that."""
+    size, left = 0, [value]
+    while left and size <= _MUCH_TEXT:
+        part = left.pop()
+        if isinstance(part, str):
+            size += len(part)
+        elif isinstance(part, dict | list | tuple):
+            size += len(part)
+            left.extend(part.values() if isinstance(part, dict) else part[:_MUCH_TEXT])
+        elif isinstance(part, BaseModel):
+            left.append(part.__dict__)
+    return size > _MUCH_TEXT
+
+
+def num_characters(value: Any) -> int:
+    """Of all texts in a JSON value, without names of members. O(its parts)."""
+    size, left = 0, [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, str):
+            size += len(part)
+        elif isinstance(part, dict):
+            left.extend(part.values())
+        elif isinstance(part, list | tuple):
+            left.extend(part)
+    return size
+
+
+def _split(given: Any, param: str) -> tuple[Sequence[Any], bool]:
+    if isinstance(given, str | array):
+        return [given], False
+    if isinstance(given, list) and given:
+        if is_token_id(given[0]):
+            return [given], False
+        if isinstance(given[0], str | list | array):
+            return given, True
+    raise wrong_field(param, f"must be {_KINDS}, got {shown(given)}")
+
+
+def _read(
+    runtime: Runtime,
+    item: Any,
+    param: str,
+    index: int | None,
+    add_special_tokens: bool,
+    keep_last: int | None,
+    truncation_side: TruncationSide,
+) -> IntArray:
+    try:
+        if isinstance(item, array):
+            return runtime.tokenize(np.frombuffer(item, np.int64), keep_last=keep_last)
+        is_ids = isinstance(item, list) and set(map(type, item)) <= {int}
+        if not (is_ids or isinstance(item, str)):
+            raise InvalidRequest(f"a prompt must be text or token ids, got {shown(item)}")
+        if isinstance(item, str) and not add_special_tokens:
+            if runtime.tokenizer is None:
+                raise InvalidRequest("the model has no tokenizer: give the prompt as token ids")
+            item = runtime.tokenizer.encode_more(item)
+        return runtime.tokenize(item, keep_last=keep_last, truncation_side=truncation_side)
+    except InvalidRequest as error:
+        raise invalid(error, param=param, index=index) from None

@@ -1,0 +1,148 @@
+"""Chat messages as the text of a prompt, and the variables of the chat template that fields set."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from radixserve.api.runtime import Runtime
+from radixserve.errors import InvalidRequest
+from radixserve.server.answer.tool_choice import ChatTools
+from radixserve.server.prompt.chat_messages import key_of, read_messages
+from radixserve.server.wire.errors import ApiError, invalid
+from radixserve.server.wire.schema import TemplateFields
+from radixserve.text.chat_options import read_template_kwargs
+from radixserve.text.template_traits import Message, Render, check_rendered, fit_messages
+from radixserve.text.tokenizer import Tokenizer
+
+# A line with another hash in every request, before the system prompt of coding agents: the tokens
+# after it would never be found in the cache.
+_BILLING_HEADER = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A prompt's text, with the messages and options that it was rendered from."""
+
+    text: str
+    answers: frozenset[str]  # keys of the assistant's messages in it
+    num_headers: int  # billing headers that were taken out
+    messages: list[Message]
+    options: dict[str, Any]  # of `Tokenizer.render_chat`
+    generic_tools: list[dict[str, Any]] | None  # that the template has no place for
+
+    def with_answer(self, tokenizer: Tokenizer, answer: Sequence[Message]) -> str:
+        """The text of the conversation with more messages. Raises InvalidRequest."""
+        said = fit_messages([*self.messages, *answer], tokenizer.traits(), self.generic_tools)
+        return tokenizer.render_chat(said, **self.options)
+
+
+def render(
+    runtime: Runtime,
+    messages: object,
+    how: TemplateFields,
+    tools: ChatTools | None = None,
+    *,
+    has_generic_tools: bool = False,
+    keep_billing_header: bool,
+) -> RenderedPrompt:
+    """The text of `messages` in the model's chat template. Raises ApiError.
+
+    `has_generic_tools`: tools are described in the system message, not by the template.
+    """
+    checked = read_messages(messages)
+    num_headers = 0 if keep_billing_header else _strip_headers(checked)
+    options = _options(how, checked)
+    functions = None
+    if tools is not None and has_generic_tools:
+        functions = list(tools.functions) or None
+    elif tools is not None:
+        options["tools"] = tools.for_template
+    tokenizer = tokenizer_of(runtime)
+    render_chat: Render = partial(tokenizer.render_chat, **options)
+    try:
+        for message in checked:
+            tokenizer.check_role(message["role"])
+        said = fit_messages(checked, tokenizer.traits(), functions)
+        text = render_chat(said)
+        check_rendered(said, text, render_chat)
+    except InvalidRequest as error:
+        raise invalid(error, param=error.param or "messages") from None
+    answers = frozenset(key_of(message) for message in checked if message["role"] == "assistant")
+    return RenderedPrompt(text, answers, num_headers, checked, options, functions)
+
+
+def tokenizer_of(runtime: Runtime) -> Tokenizer:
+    if runtime.tokenizer is None:
+        raise ApiError(400, "the model has no tokenizer: it knows token ids, but no text")
+    return runtime.tokenizer
+
+
+def _options(how: TemplateFields, messages: Sequence[Message]) -> dict[str, Any]:
+    variables = read_template_kwargs(how.chat_template_kwargs)
+    continues = bool(how.continue_final_message)
+    if continues and how.add_generation_prompt:
+        raise ApiError(
+            400,
+            "add_generation_prompt and continue_final_message exclude each other",
+            param="continue_final_message",
+        )
+    last = messages[-1]
+    if continues and (last["role"] != "assistant" or "tool_calls" in last):
+        raise ApiError(
+            400,
+            "continue_final_message needs a last message of the assistant, without tool calls",
+            param="continue_final_message",
+        )
+    return {
+        "add_generation_prompt": how.add_generation_prompt is not False and not continues,
+        "continue_final_message": continues,
+        "variables": variables,
+    }
+
+
+def _strip_headers(messages: Sequence[Message]) -> int:
+    count = 0
+    for message in messages:
+        if message["role"] in ("system", "developer"):
+            message["content"], num_stripped = _BILLING_HEADER.subn("", message["content"])
+            count += num_stripped
+    return count
+
+
+# The words that templates know: gpt-oss's, for one, has three.
+_EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
+
+
+def thinks_at(effort: str | None) -> bool | None:
+    """Whether OpenAI's `reasoning_effort` requests thoughts; None without one."""
+    return None if effort is None else effort != "none"
+
+
+def template_variables(
+    given: Mapping[str, Any] | None,
+    *,
+    effort: str | None = None,
+    thinks: bool | None = None,
+    budget: int | None = None,
+    verbosity: str | None = None,
+) -> dict[str, Any] | None:
+    """`given` variables, and those that follow from the other arguments; `given` takes precedence.
+
+    effort  `reasoning_effort`
+    thinks  `enable_thinking`
+    budget  tokens for thoughts, `thinking_budget`
+    """
+    variables: dict[str, Any] = {}
+    if effort is not None and effort != "none":
+        variables["reasoning_effort"] = _EFFORTS.get(effort, effort)
+    if thinks is not None:
+        variables["enable_thinking"] = thinks
+    if budget is not None:
+        variables["thinking_budget"] = budget
+    if verbosity is not None:
+        variables["verbosity"] = verbosity
+    return {**variables, **(given or {})} or None

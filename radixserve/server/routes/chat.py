@@ -1,0 +1,258 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from radixserve.output import Chunk, Completion
+from radixserve.server.answer.output_parser import Delta, ParsedAnswer, ToolCallDelta
+from radixserve.server.answer.tool_choice import ChatTools, functions_of
+from radixserve.server.gate.json_body import JsonRoute, has_large_body
+from radixserve.server.gate.request_log import note_skipped
+from radixserve.server.gate.state import AppState, request_id_of, server_of
+from radixserve.server.prompt.prompt_input import in_thread_if
+from radixserve.server.prompt.rendering import template_variables, thinks_at
+from radixserve.server.turn.answer_builder import ChoicesBuilder
+from radixserve.server.turn.cache_diagnosis import openai_diagnostics
+from radixserve.server.turn.cache_use import CacheUse
+from radixserve.server.turn.chat_turn import ChatTurn, TurnRequest, finish_reason
+from radixserve.server.turn.structured_outputs import read_constraint
+from radixserve.server.wire import logprobs
+from radixserve.server.wire.cache_fields import retain_hints
+from radixserve.server.wire.errors import ApiError
+from radixserve.server.wire.json_response import dump, quote
+from radixserve.server.wire.sampling import check_stream, read_beams, read_sampling
+from radixserve.server.wire.schema import ChatRequest, NamedTool, TemplateFields
+
+router = APIRouter(route_class=JsonRoute)
+
+
+@router.post("/v1/chat/completions")
+async def chat(request: Request, body: ChatRequest) -> Response:
+    """Answer a conversation."""
+    server = server_of(request)
+    server.check_model(body.model)
+    await note_skipped(request, body)
+    asked = await in_thread_if(
+        has_large_body(request), lambda: _turn_request(server, request, body)
+    )
+    turn = await ChatTurn.start(server, request, asked)
+    return await _ChatCompletionBuilder(turn, body, request_id_of(request)).respond()
+
+
+def _turn_request(server: AppState, request: Request, body: ChatRequest) -> TurnRequest:
+    """Raises ApiError."""
+    options = body.prompt_cache_options
+    hints = retain_hints(options, body.prompt_cache_retention, body.breakpoints())
+    cache = CacheUse.read(request, body, hints)
+    max_tokens = _max_tokens(body)
+    renamed = {"logprobs": "top_logprobs"}
+    if body.max_completion_tokens is not None:
+        renamed["max_tokens"] = "max_completion_tokens"
+    params = read_sampling(
+        server.runtime,
+        body,
+        cache.namespace,
+        server.config.max_n,
+        renamed=renamed,
+        max_tokens=server.runtime.max_seq_len if max_tokens is None else max_tokens,
+        **_logprobs(body),
+    )
+    return TurnRequest(
+        messages=[message.as_message() for message in body.messages],
+        template=TemplateFields(
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            chat_template_kwargs=template_variables(
+                body.chat_template_kwargs,
+                effort=body.reasoning_effort,
+                thinks=thinks_at(body.reasoning_effort),
+                verbosity=body.verbosity,
+            ),
+        ),
+        tools=_tools(body),
+        params=params,
+        max_tokens=max_tokens,
+        constraint=read_constraint(body.response_format, body.structured_outputs),
+        keep_last=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side,
+        beams=read_beams(body),
+        stream=check_stream(body.stream, body.stream_options, params),
+        prewarm=options is not None and bool(options.prewarm),
+        compare_with=None if options is None else options.comparison_response_id,
+        cache=cache,
+    )
+
+
+def _logprobs(body: ChatRequest) -> dict[str, Any]:
+    """Named tokens take the place of the best ones. Raises ApiError."""
+    if not body.logprobs:
+        for name in ("top_logprobs", "logprob_token_ids"):
+            if getattr(body, name) is not None:
+                raise ApiError(400, f"{name} needs logprobs: true", param=name)
+        return {}
+    if body.logprob_token_ids:
+        return {"logprobs": None, "logprob_token_ids": body.logprob_token_ids}
+    return {"logprobs": body.top_logprobs or 0}
+
+
+def _max_tokens(body: ChatRequest) -> int | None:
+    limits = {body.max_tokens, body.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise ApiError(
+            400, "max_tokens and max_completion_tokens differ: give one", param="max_tokens"
+        )
+    return next(iter(limits), None)
+
+
+def _tools(body: ChatRequest) -> ChatTools:
+    """tool_choice is a word, or the name of a function."""
+    choice = body.tool_choice
+    return ChatTools.read(
+        functions_of(body.tools),
+        "named" if isinstance(choice, NamedTool) else choice,
+        choice.function.name if isinstance(choice, NamedTool) else None,
+        parallel=body.parallel_tool_calls,
+    )
+
+
+class _ChatCompletionBuilder(ChoicesBuilder):
+    """Formats chat completions."""
+
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, turn: ChatTurn, body: ChatRequest, request_id: str) -> None:
+        super().__init__(
+            turn.generation,
+            body,
+            turn.params.n,
+            answer_id=f"chatcmpl-{request_id}",
+            object_name="chat.completion",
+            streams=turn.streams,
+        )
+        self._turn = turn
+        self._request = body
+        self._begun: set[int] = set()  # choices with an event
+        self._calling: set[int] = set()  # choices with a call
+        options = body.stream_options
+        is_continuous = options is not None and options.continuous_usage_stats
+        # Whether chunks without text are sent, too.
+        self._wants_tokens = bool(body.logprobs or body.return_token_ids or is_continuous)
+
+    async def whole(self) -> dict[str, Any]:
+        answers = await self._turn.answers()
+        choices = [self._choice(index, *parsed) for index, parsed in enumerate(answers)]
+        group = [completion for _, completion in answers]
+        body = self._body(choices, [group])
+        ids = self._turn.prompt.token_ids.tolist()
+        if self._request.return_token_ids:
+            body["prompt_token_ids"] = ids
+        if self._request.prompt_logprobs is not None:
+            texts = self.server.token_texts
+            body["prompt_logprobs"] = logprobs.of_prompt(texts, ids, group[0])
+        return body
+
+    def more(self) -> dict[str, Any]:
+        """The answers to hints, and diagnostics of the prompt cache if they are requested."""
+        options = self._request.prompt_cache_options
+        if options is None or options.comparison_response_id is None:
+            return super().more()
+        diagnostics = openai_diagnostics(self._turn.diagnosis())
+        return {**super().more(), "prompt_cache_diagnostics": diagnostics}
+
+    def _choice(self, index: int, parsed: ParsedAnswer, completion: Completion) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": _message(parsed),
+            "logprobs": None,
+            "finish_reason": finish_reason(completion, calls=bool(parsed.tool_calls)),
+            "stop_reason": completion.stop_reason,
+        }
+        if completion.score is not None:
+            choice["score"] = completion.score
+        if self._request.logprobs:
+            assert completion.logprobs is not None
+            choice["logprobs"] = logprobs.of_chat(
+                self.server.token_texts,
+                completion.token_ids,
+                completion.logprobs,
+                completion.top_logprobs,
+            )
+        if self._request.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+            choice["prompt_token_ids"] = self._turn.prompt.token_ids.tolist()
+        return choice
+
+    async def _batches(self) -> AsyncIterator[list[tuple[int, Chunk, Delta | None]]]:
+        async for deltas in self._turn.deltas():
+            yield [(index, chunk, delta) for index, delta, chunk in deltas]
+
+    def _frames(self, index: int, chunk: Chunk, delta: Delta | None) -> Iterator[str]:
+        assert delta is not None
+        if index not in self._begun:
+            self._begun.add(index)
+            yield self._first_frame(index)
+        if delta.tool_calls:
+            self._calling.add(index)
+        done = chunk.completion
+        if not delta and done is None and not self._wants_tokens:
+            return
+        logprobs_text = "null"
+        if self._request.logprobs and chunk.logprobs is not None:
+            texts = self.server.token_texts
+            logprobs_text = dump(
+                logprobs.of_chat(texts, chunk.token_ids, chunk.logprobs, chunk.top_logprobs)
+            )
+        reason = "" if done is None else finish_reason(done, calls=index in self._calling)
+        yield self._frame(index, f'"delta":{_delta(delta)}', logprobs_text, chunk, reason)
+
+    def _first_frame(self, index: int) -> str:
+        content = '""' if self._turn.parser_config.is_plain else "null"
+        delta = f'"delta":{{"role":"assistant","content":{content}}}'
+        return (
+            f'{self._opening}{index},{delta},"logprobs":null{self._prompt_ids(index)},'
+            f'"finish_reason":null}}]'
+            f"{self._usage.empty_field()}}}\n\n"
+        )
+
+
+def _message(parsed: ParsedAnswer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
+    if parsed.reasoning is not None:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.tool_calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in parsed.tool_calls
+        ]
+    return message
+
+
+def _delta(delta: Delta) -> str:
+    """As JSON."""
+    if not delta.reasoning and not delta.tool_calls:
+        return f'{{"content":{quote(delta.content)}}}' if delta.content else "{}"
+    fields: dict[str, Any] = {}
+    if delta.reasoning:
+        fields["reasoning_content"] = delta.reasoning
+    if delta.content:
+        fields["content"] = delta.content
+    if delta.tool_calls:
+        fields["tool_calls"] = [_call(call) for call in delta.tool_calls]
+    return dump(fields)
+
+
+def _call(call: ToolCallDelta) -> dict[str, Any]:
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}

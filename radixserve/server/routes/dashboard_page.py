@@ -1,0 +1,342 @@
+"""The page at /: its files, the snapshots that it reads (/v1/cache/snapshot), and the comparison of
+caches that it shows (/v1/cache/compare)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from radixserve.api.runtime import Runtime
+from radixserve.cache import SnapshotView
+from radixserve.config import CacheKind
+from radixserve.request import SamplingParams
+from radixserve.server.gate.json_body import JsonRoute
+from radixserve.server.gate.limits import SHARE, Ration
+from radixserve.server.gate.state import AppState, caller_of, check_admin
+from radixserve.server.gate.tenants import Caller
+from radixserve.server.wire.errors import ApiError
+from radixserve.server.wire.json_response import answer, dump
+from radixserve.server.wire.schema import SnapshotRequest
+
+router = APIRouter(route_class=JsonRoute)
+_FOLDER = Path(__file__).parent / "dashboard"
+_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page/style.css": ("style.css", "text/css; charset=utf-8"),
+    "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/page/chat.js": ("chat.js", "text/javascript; charset=utf-8"),
+}
+PATHS = frozenset(_FILES)  # without a key: they hold nothing but the page
+_HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+_MAX_OPENED = 200
+_MAX_PATH = 100_000
+
+
+@router.get("/", include_in_schema=False)
+@router.get("/page/style.css", include_in_schema=False)
+@router.get("/page/page.js", include_in_schema=False)
+@router.get("/page/chat.js", include_in_schema=False)
+async def file(request: Request) -> Response:
+    name, kind = _FILES[request.url.path]
+    return Response((_FOLDER / name).read_bytes(), headers=_HEADERS, media_type=kind)
+
+
+@router.post("/v1/cache/snapshot")
+async def snapshot(request: Request, body: SnapshotRequest) -> Response:
+    """A bounded snapshot of cache and requests for the page: one's own part, all for an admin.
+
+    `opened`: ids of nodes to show with more children. `path`: token ids whose nodes are shown.
+    Snapshots are shared and rationed; "next_s" is the time until the next request.
+    """
+    caller = caller_of(request)
+    for name, values, limit in (
+        ("opened", body.opened, _MAX_OPENED),
+        ("path", body.path, _MAX_PATH),
+    ):
+        if values is not None and len(values) > limit:
+            raise ApiError(400, f"{name} takes {limit} numbers at most", param=name)
+        if any(not 0 <= value < 2**31 for value in values or ()):
+            raise ApiError(400, f"{name} must be numbers from 0 to 2**31 - 1", param=name)
+    view = SnapshotView(
+        within=None if caller.is_admin else caller.tenant,
+        opened=frozenset(body.opened or ()),
+        path=tuple(body.path or ()),
+        path_namespace=caller.namespace(None),
+    )
+    return Response(
+        await request.app.state.snapshots.get(caller, view), media_type="application/json"
+    )
+
+
+@router.post("/v1/cache/compare")
+async def compare(request: Request) -> Response:
+    """A short script on the bundled demo model with the radix cache, the hash cache and none.
+
+    One script runs at a time; requests that arrive meanwhile get its answer. Needs an admin key.
+    """
+    check_admin(request)
+    return answer(await request.app.state.comparison.run())
+
+
+EVERY_S = 0.4  # a snapshot is that old at least before a new one is taken
+ANSWER_COST_S = 0.0005  # of an answer that is taken from memory
+_MAX_KEPT = 32
+_MAX_TEXTS = 8192
+_COUNTERS = (
+    "prompted_tokens", "reused_tokens", "computed_tokens", "generated_tokens", "prefilled_tokens",
+    "decoded_tokens", "evicted_tokens", "preemptions", "splits", "finished", "nodes", "namespaces",
+    "sessions", "pages_total", "pages_free", "pages_tree", "pages_locked", "pages_private",
+    "pages_leased", "pages_shared",
+)  # fmt: skip
+
+
+class Snapshots:
+    """Snapshots of the cache for the open pages, within a share of the time. Owned by the event
+    loop.
+
+    A snapshot is taken only when it is asked for, and shared by all that ask for the same one. Its
+    cost, in the engine's thread and here, is counted: the next one is taken when the share of all
+    snapshots is below `SHARE` again, after `LONGEST_S` at the latest. Each answer says when to ask
+    again, the later the more viewers there are.
+    """
+
+    def __init__(self, server: AppState, clock: Callable[[], float] = time.monotonic) -> None:
+        self._server = server
+        self._clock = clock
+        self._kept: OrderedDict[tuple[str, SnapshotView], tuple[float, bytes]] = OrderedDict()
+        self._texts: OrderedDict[tuple[int, ...], str] = OrderedDict()
+        self.ration = Ration(clock)
+        self._answers_until = 0.0  # when what the answers cost is back below the share
+        self.num_taken = 0
+
+    async def get(self, caller: Caller, view: SnapshotView) -> bytes:
+        """JSON. Raises ApiError 429 where many different ones are waited for."""
+        key = (caller.tenant, view)
+        kept = self._fresh(key)
+        if kept is None:
+            kept = await self._make(key, caller, view)
+        now = self._clock()
+        self._answers_until = max(self._answers_until, now) + ANSWER_COST_S / SHARE
+        wait_s = max(EVERY_S, self.ration.next_at - now, self._answers_until - now)
+        return kept[:-1] + f',"next_s":{wait_s:.2f}}}'.encode()
+
+    def _fresh(self, key: tuple[str, SnapshotView]) -> bytes | None:
+        """What was taken just now, or last as long as no other may be taken."""
+        made_at, kept = self._kept.get(key, (0.0, None))
+        if kept is None or self._clock() >= max(made_at + EVERY_S, self.ration.next_at):
+            return None
+        return kept
+
+    async def _make(
+        self, key: tuple[str, SnapshotView], caller: Caller, view: SnapshotView
+    ) -> bytes:
+        async with self.ration.turn():
+            kept = self._fresh(key)  # another request has taken it meanwhile
+            if kept is not None:
+                return kept
+            await self.ration.pause()
+            snapshot, cost_s = await asyncio.to_thread(self._take, caller, view)
+            self.num_taken += 1
+            self.ration.spend(cost_s)
+            self._kept[key] = (self._clock(), snapshot)
+            self._kept.move_to_end(key)
+            while len(self._kept) > _MAX_KEPT:
+                self._kept.popitem(last=False)
+            return snapshot
+
+    def _take(self, caller: Caller, view: SnapshotView) -> tuple[bytes, float]:
+        """In a thread: the JSON, and the seconds of processor time that it took."""
+        server = self._server
+        start = time.thread_time()
+        snapshot = server.runtime.cache_snapshot(view)
+        engine_s = snapshot.pop("engine_s")
+        stats = {**server.runtime.status().stats, **snapshot.pop("counters")}
+        for entry in (*snapshot["nodes"], *snapshot["victims"]):
+            entry["text"] = self._text(entry["head"])
+            entry["tail_text"] = self._text(entry["tail"])
+            del entry["tail"]
+        for entry in snapshot["nodes"]:
+            entry["sessions"] = [session_id(name) for name in entry["sessions"]]
+        for entry in snapshot["requests"]:
+            entry["session"] = session_id(entry["session"])
+        snapshot |= {
+            "model": server.model_name,
+            "tenant": caller.tenant,
+            "is_admin": caller.is_admin,
+            "counters": _counters(server, caller, stats, snapshot),
+            "cost_ms": {"engine": round(engine_s * 1e3, 2)},
+        }
+        text = dump(snapshot)
+        return text.encode(), engine_s + time.thread_time() - start
+
+    def _text(self, tokens: list[int]) -> str | None:
+        tokenizer = self._server.runtime.tokenizer
+        if tokenizer is None:
+            return None
+        key = tuple(tokens)
+        text = self._texts.get(key)
+        if text is None:
+            text = self._texts[key] = tokenizer.decode(tokens, keep_special=True)
+            while len(self._texts) > _MAX_TEXTS:
+                self._texts.popitem(last=False)
+        return text
+
+
+def session_id(name: str) -> str:
+    """The client's own id in the name that `SessionTable` gave to a cache session."""
+    length, colon, rest = name.partition(":")
+    if colon and length.isdigit() and rest[int(length) : int(length) + 1] == ":":
+        return rest[int(length) + 1 :]
+    return name
+
+
+def _counters(
+    server: AppState, caller: Caller, stats: Any, snapshot: dict[str, Any]
+) -> dict[str, int | float]:
+    """An admin gets the counters of all requests, a tenant those of its own ended ones."""
+    if caller.is_admin:
+        return {name: stats[name] for name in _COUNTERS if name in stats}
+    own = server.tenant_usage.of(caller.tenant)
+    locked = [space["num_locked"] or 0 for space in snapshot["namespaces"]]
+    return {
+        "prompted_tokens": int(own["prompt_tokens"]),
+        "reused_tokens": int(own["cached_tokens"]),
+        "computed_tokens": int(own["computed_tokens"]),
+        "generated_tokens": int(own["completion_tokens"]),
+        "finished": int(own["requests"]),
+        "pages_tree": sum(space["num_pages"] for space in snapshot["namespaces"]),
+        "pages_locked": sum(locked),
+        "pages_private": snapshot["pages"]["private"],
+    }
+
+
+# The requests, and the token ids of each answer.
+PlayedScript = tuple[list[dict[str, Any]], list[list[int]]]
+COMPARISON_PAGE_SIZE = 16  # tokens a page, for all three
+_COMPARISON_TRIES = 2  # taking turns; the faster one counts
+_COMPARED_CACHES: tuple[CacheKind, ...] = ("radix", "hash", "off")
+_COMPARISON_PAGES = 512
+_COMPARISON_TOKENS = 12  # of each answer
+_SYSTEM = """\
+You are a helpful assistant for the Python standard library. Keep your answers short. Name the \
+module a function is in. Use the wording of the documentation. Write code in backquotes. If you do \
+not know the answer, say so.
+
+Notes on list.sort: sort the list in place, using only comparisons between items. The argument \
+`key` is a function of one argument that is called once for each item. The sort is stable: items \
+that compare_caches equal keep their order.
+
+Notes on shutil.copy: copy the file `src` to the file or directory `dst`. The contents and the \
+permission bits are copied; other metadata, such as the times of creation and modification, is not.
+
+Notes on generators: a function that contains `yield` returns an iterator. Its body runs up to the \
+next `yield` each time that an item is asked for, and goes on from there the next time."""
+_CHATS = (
+    ("How do I sort a list?", "What is a lambda?"),
+    ("How do I copy a file?", "How do I delete a file?"),
+    ("What is a generator?", "What is an iterator?"),
+)
+_BRANCHES = ("Give an example.", "Why is that so?", "Is there another way?")
+
+
+class Comparison:
+    """Runs one short script with the radix cache, the hash cache and none. Owned by the event loop.
+
+    The script runs in a thread, on three Runtimes one after another.
+    """
+
+    def __init__(self) -> None:
+        self._running: asyncio.Task[dict[str, Any]] | None = None
+
+    async def run(self) -> dict[str, Any]:
+        if self._running is None or self._running.done():
+            self._running = asyncio.create_task(asyncio.to_thread(compare_caches))
+        return await asyncio.shield(self._running)
+
+
+def compare_caches() -> dict[str, Any]:
+    """{"caches": [{"cache", "requests": [{"title", "cached_tokens", "computed_tokens", "time_s"}],
+    "cached_tokens", "computed_tokens", "time_s"}], "same_answers"}."""
+    runs, answers = [], []
+    tries = [[_run_script(cache) for cache in _COMPARED_CACHES] for _ in range(_COMPARISON_TRIES)]
+    for cache, of_cache in zip(_COMPARED_CACHES, zip(*tries, strict=True), strict=True):
+        requests, ids = min(
+            of_cache, key=lambda played: sum(request["time_s"] for request in played[0])
+        )
+        answers.append(ids)
+        sums = {
+            name: sum(request[name] for request in requests)
+            for name in ("cached_tokens", "computed_tokens", "time_s")
+        }
+        runs.append({"cache": cache, "requests": requests, **sums})
+    same = all(ids == answers[0] for ids in answers)
+    return {
+        "model": "demo",
+        "page_size": COMPARISON_PAGE_SIZE,
+        "caches": runs,
+        "same_answers": same,
+    }
+
+
+def _run_script(cache: CacheKind) -> PlayedScript:
+    with Runtime(
+        "demo",
+        cache=cache,
+        page_size=COMPARISON_PAGE_SIZE,
+        num_pages=_COMPARISON_PAGES,
+        device="cpu",
+    ) as runtime:
+        return _play_script(runtime)
+
+
+def _play_script(runtime: Runtime) -> PlayedScript:
+    """Chats of two turns under one system prompt, then three branches from the end of the last."""
+    params = SamplingParams(max_tokens=_COMPARISON_TOKENS, temperature=0.0)
+    runtime.generate("warm up " * 40, params, progress=False)
+    runtime.flush_cache()
+    requests: list[dict[str, Any]] = []
+    ids: list[list[int]] = []
+
+    def ask(title: str, messages: list[dict[str, str]]) -> str:
+        start = time.perf_counter()
+        done = runtime.generate(messages, params, progress=False)
+        ids.append(done.token_ids)
+        requests.append({
+            "title": title,
+            "cached_tokens": done.usage.cached_tokens,
+            "computed_tokens": done.usage.computed_tokens,
+            "time_s": time.perf_counter() - start,
+        })  # fmt: skip
+        return done.text
+
+    history: list[dict[str, str]] = []
+    for number, (first, second) in enumerate(_CHATS, 1):
+        history = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": first}]
+        text = ask(f"chat {number}, first turn: {first}", history)
+        history += [_message("assistant", text), _message("user", second)]
+        text = ask(f"chat {number}, second turn: {second}", history)
+        history.append(_message("assistant", text))
+    for number, branch in enumerate(_BRANCHES, 1):
+        ask(
+            f"branch {number} of chat {len(_CHATS)}: {branch}", [*history, _message("user", branch)]
+        )
+    return requests, ids
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}

@@ -1,0 +1,113 @@
+"""GET /v1/models, and the routes of the tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from radixserve.checks import shown
+from radixserve.server.gate.json_body import JsonRoute
+from radixserve.server.gate.state import AppState, caller_of, server_of
+from radixserve.server.prompt.chat_prompt import read_chat
+from radixserve.server.prompt.prompt_input import in_thread_if, is_much_text
+from radixserve.server.prompt.rendering import tokenizer_of
+from radixserve.server.wire.errors import ApiError
+from radixserve.server.wire.json_response import answer
+from radixserve.server.wire.schema import DetokenizeRequest, TokenizeRequest
+
+router = APIRouter(route_class=JsonRoute)
+_MANY_TOKENS = 4_096  # more are looked at in another thread
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    """The one model that is served, under each of its names."""
+    server = server_of(request)
+    cards = [_card(server, name) for name in server.model_names]
+    return answer({"object": "list", "data": cards})
+
+
+@router.get("/v1/models/{name:path}")
+async def show_model(request: Request, name: str) -> Response:
+    server = server_of(request)
+    server.check_model(name)
+    return answer(_card(server, name))
+
+
+def _card(server: AppState, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": server.started_at,
+        "owned_by": "radixserve",
+        "max_model_len": server.runtime.max_seq_len,
+    }
+
+
+@router.post("/tokenize")
+async def tokenize(request: Request, body: TokenizeRequest) -> Response:
+    """Token ids of a text, or of messages as a chat would render them."""
+    server = server_of(request)
+    server.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give prompt or messages", param="prompt")
+    if body.prompt is None:
+        namespace = caller_of(request).namespace(None)
+        prompt = await read_chat(server, body, body.messages or (), namespace)
+        ids = prompt.token_ids.tolist()
+    else:
+        text, tokenizer = body.prompt, tokenizer_of(server.runtime)
+        special = body.add_special_tokens is not False
+        encode = tokenizer.encode if special else tokenizer.encode_more
+
+        def read() -> list[int]:
+            server.runtime.check_length(text, is_prompt=False)
+            return encode(text)
+
+        ids = await in_thread_if(is_much_text(text), read)
+
+    def tell() -> Response:
+        fields: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": server.runtime.max_seq_len,
+            "tokens": ids,
+        }
+        if body.return_token_strs:
+            fields["token_strs"] = [server.token_texts.text(token_id) for token_id in ids]
+        return answer(fields)
+
+    return await in_thread_if(len(ids) > _MANY_TOKENS, tell)
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
+    """The text of token ids, special tokens included unless they are to be skipped."""
+    server = server_of(request)
+    server.check_model(body.model)
+    vocab_size = server.runtime.model.vocab_size
+    tokenizer, keeps = tokenizer_of(server.runtime), not body.skip_special_tokens
+
+    def tell() -> Response:
+        for position, token_id in enumerate(body.tokens):
+            if not 0 <= token_id < vocab_size:
+                raise ApiError(
+                    400,
+                    f"tokens[{position}] must be between 0 and {vocab_size - 1}, "
+                    f"got {shown(token_id)}",
+                    param="tokens",
+                    index=position,
+                )
+        return answer({"prompt": tokenizer.decode(body.tokens, keep_special=keeps)})
+
+    return await in_thread_if(len(body.tokens) > _MANY_TOKENS, tell)
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> Response:
+    """Its special tokens and chat template."""
+    server = server_of(request)
+    facts = tokenizer_of(server.runtime).facts()
+    return answer({**facts, "vocab_size": server.runtime.model.vocab_size})

@@ -1,0 +1,150 @@
+"""POST /v1/responses, and the routes of stored responses."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from radixserve.server.gate.json_body import JsonRoute, has_large_body
+from radixserve.server.gate.request_log import note_skipped
+from radixserve.server.gate.response_store import StoredResponse, next_response
+from radixserve.server.gate.state import caller_of, request_id_of, server_of
+from radixserve.server.prompt.prompt_input import in_thread_if
+from radixserve.server.routes.responses.builder import ResponseBuilder
+from radixserve.server.routes.responses.schema import ResponseRequest
+from radixserve.server.routes.responses.translate import (
+    check_calls,
+    items_of,
+    messages_of,
+    shown_items,
+    turn_request,
+)
+from radixserve.server.turn.cache_use import CacheUse
+from radixserve.server.turn.chat_turn import ChatTurn, TurnRequest
+from radixserve.server.wire.cache_fields import retain_hints
+from radixserve.server.wire.errors import ApiError
+from radixserve.server.wire.json_response import answer
+
+router = APIRouter(route_class=JsonRoute)
+_MOST_ITEMS = 100
+
+
+@router.post("/v1/responses")
+async def create_response(request: Request, body: ResponseRequest) -> Response:
+    """Answer an input, which may continue an earlier response."""
+    server = server_of(request)
+    server.check_model(body.model)
+    await note_skipped(request, body)
+    items = items_of(body)
+    known = _previous(request, body)
+
+    def read() -> tuple[list[dict[str, Any]], TurnRequest]:
+        new = messages_of(items)
+        messages = new if known is None else [*known.messages, *new]
+        check_calls(messages[: -len(new)], items)
+        hints = retain_hints(
+            body.prompt_cache_options, body.prompt_cache_retention, body.breakpoints()
+        )
+        cache = CacheUse.read(request, body, hints)
+        return new, turn_request(server, body, messages, cache)
+
+    new, asked = await in_thread_if(has_large_body(request), read)
+    turn = await ChatTurn.start(server, request, asked)
+    stores = body.store is not False and server.responses.keeps and not turn.prewarms
+
+    def keep(response: dict[str, Any], message: dict[str, Any]) -> None:
+        caller = caller_of(request)
+        namespace = caller.namespace(body.cache_salt)
+        inputs = shown_items(items, response["id"])
+        stored = next_response(known, namespace, response, inputs, [*new, message])
+        server.responses.put(caller.tenant, stored)
+
+    builder = ResponseBuilder(turn, request_id_of(request), body, keep if stores else None)
+    return await builder.respond()
+
+
+@router.get("/v1/responses/{response_id}")
+async def show_response(
+    request: Request, response_id: str, cache_salt: str | None = None
+) -> Response:
+    """A response that is stored."""
+    _check_query(request, "cache_salt")
+    return answer(_stored(request, response_id, cache_salt).response)
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(
+    request: Request, response_id: str, cache_salt: str | None = None
+) -> Response:
+    """Delete a stored response. Responses that continue it keep its messages."""
+    _check_query(request, "cache_salt")
+    _stored(request, response_id, cache_salt)
+    caller = caller_of(request)
+    server_of(request).responses.delete(caller.tenant, caller.namespace(cache_salt), response_id)
+    return answer({"id": response_id, "object": "response", "deleted": True})
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(
+    request: Request,
+    response_id: str,
+    after: str | None = None,
+    limit: int = 20,
+    order: Literal["asc", "desc"] = "desc",
+    cache_salt: str | None = None,
+) -> Response:
+    """The items of a stored response's own input."""
+    _check_query(request, "after", "limit", "order", "cache_salt")
+    if not 1 <= limit <= _MOST_ITEMS:
+        raise ApiError(400, f"limit must be 1 to {_MOST_ITEMS}, got {limit}", param="limit")
+    items = _stored(request, response_id, cache_salt).input_items
+    ordered = items if order == "asc" else items[::-1]
+    if after is not None:
+        places = [index for index, item in enumerate(ordered) if item["id"] == after]
+        if not places:
+            raise ApiError(400, f"after {after!r} is no item of this input", param="after")
+        ordered = ordered[places[0] + 1 :]
+    page = ordered[:limit]
+    ends = {
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+    }
+    has_more = len(page) < len(ordered)
+    return answer({"object": "list", "data": page, **ends, "has_more": has_more})
+
+
+def _previous(request: Request, body: ResponseRequest) -> StoredResponse | None:
+    name = body.previous_response_id
+    if name is None:
+        return None
+    caller = caller_of(request)
+    store = server_of(request).responses
+    stored = store.find(caller.tenant, caller.namespace(body.cache_salt), name)
+    if stored is None:
+        raise ApiError(
+            400,
+            f"previous_response_id {name!r} is not stored here, or not any more: send its items",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    return stored
+
+
+def _stored(request: Request, response_id: str, cache_salt: str | None) -> StoredResponse:
+    caller = caller_of(request)
+    store = server_of(request).responses
+    stored = store.find(caller.tenant, caller.namespace(cache_salt), response_id)
+    if stored is None:
+        raise ApiError(404, f"no response {response_id!r} is stored here", param="response_id")
+    return stored
+
+
+def _check_query(request: Request, *known: str) -> None:
+    for name in request.query_params:
+        if name not in known:
+            raise ApiError(
+                400, f"{name} is not supported by this server", param=name, code="unsupported_field"
+            )

@@ -1,0 +1,119 @@
+"""POST /v1/score: how likely the model finds given continuations."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from radixserve.checks import shown
+from radixserve.errors import InvalidRequest
+from radixserve.output import Score, add_usages
+from radixserve.server.gate.disconnect import CancelOnDisconnect
+from radixserve.server.gate.json_body import JsonRoute, has_large_body
+from radixserve.server.gate.state import AppState, caller_of, server_of
+from radixserve.server.prompt.prompt_input import in_thread_if, read_prompts
+from radixserve.server.prompt.rendering import tokenizer_of
+from radixserve.server.wire.errors import ApiError, invalid
+from radixserve.server.wire.json_response import answer
+from radixserve.server.wire.schema import ScoreRequest
+from radixserve.server.wire.usage import usage_body
+
+router = APIRouter(route_class=JsonRoute)
+
+
+@router.post("/v1/score")
+async def score(request: Request, body: ScoreRequest) -> Response:
+    """The log-probability of each of the candidates, texts or token ids, after a prompt.
+
+    The prompt is computed once; the model's own distribution, natural logarithms.
+    """
+    server = server_of(request)
+    server.check_model(body.model)
+    namespace = caller_of(request).namespace(body.cache_salt)
+    (prompt, *others), _ = await read_prompts(server.runtime, body.prompt, "prompt", 1)
+    assert not others
+    ids = await read_candidates(request, body.candidates)
+    check_room(request, ids, len(prompt))
+    watched = CancelOnDisconnect(server, request)
+    watched.num_requests = len(ids)
+    try:
+        with watched:
+            scores = await server.runtime.ascore(prompt, ids, namespace=namespace)
+    except InvalidRequest as error:
+        raise invalid(error, param="candidates") from None
+    return answer(scores_body(server, watched, scores, with_ids=bool(body.return_token_ids)))
+
+
+async def read_candidates(request: Request, given: object) -> list[Any]:
+    """Texts as token ids; lists of ids as they are, to be checked. Raises ApiError."""
+    server = server_of(request)
+    candidates = _check_candidates(server, given)
+
+    def read(candidate: Any) -> Any:
+        if isinstance(candidate, str):
+            server.runtime.check_length(candidate)
+            return tokenizer_of(server.runtime).encode_more(candidate)
+        return np.frombuffer(candidate, np.int64) if isinstance(candidate, array) else candidate
+
+    try:
+        return await in_thread_if(has_large_body(request), lambda: list(map(read, candidates)))
+    except InvalidRequest as error:
+        raise invalid(error, param="candidates") from None
+
+
+def check_room(request: Request, candidates: Sequence[Any], num_tokens: int) -> None:
+    """Raise ApiError 429 where a score of so many requests does not fit into the queue.
+    `num_tokens`: before the candidates."""
+    server, tenant = server_of(request), caller_of(request).tenant
+    server.limits.check(
+        server.load(),
+        len(candidates),
+        num_tokens + sum(len(ids) for ids in candidates if isinstance(ids, list | np.ndarray)),
+        share=server.tenants.share(tenant),
+        own_waiting=server.num_waiting(tenant),
+    )
+
+
+def _check_candidates(server: AppState, candidates: object) -> list[Any]:
+    """Raises ApiError."""
+    if not isinstance(candidates, list) or not candidates:
+        raise ApiError(
+            400,
+            f"candidates must be a list of texts or lists of token ids, got {shown(candidates)}",
+            param="candidates",
+        )
+    limit = server.config.max_prompts
+    if len(candidates) > limit:
+        raise ApiError(
+            400,
+            f"candidates has {len(candidates)} items; at most {limit} are allowed",
+            param="candidates",
+        )
+    return candidates
+
+
+def scores_body(
+    server: AppState, watched: CancelOnDisconnect, scores: Sequence[Score], *, with_ids: bool
+) -> dict[str, Any]:
+    """The answer; counts its tokens."""
+    data: list[dict[str, Any]] = []
+    for index, candidate_score in enumerate(scores):
+        entry: dict[str, Any] = {
+            "index": index,
+            "logprob": candidate_score.logprob,
+            "token_logprobs": candidate_score.logprobs,
+        }
+        if with_ids:
+            entry["token_ids"] = candidate_score.token_ids
+        data.append(entry)
+    usage = add_usages([candidate_score.usage for candidate_score in scores])
+    counts = usage_body(usage.prompt_tokens, usage.cached_tokens, 0)
+    watched.note_usage(len(scores), counts)
+    head = {"object": "list", "model": server.model_name}
+    return {**head, "data": data, "usage": counts}

@@ -1,0 +1,213 @@
+"""`AnswerBuilder`: the answer to one HTTP request, whole or as server-sent events.
+
+How an answer is awaited, cut into events and ended is the same for all protocols. Each has a
+subclass beside its routes, which formats the parts:
+
+    ChoicesBuilder  completions and chat completions: a list of choices
+    BlocksBuilder   Anthropic's messages and OpenAI's responses: content blocks of one answer
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, ClassVar
+
+from starlette.responses import Response
+
+from radixserve.output import Chunk, Completion
+from radixserve.server.answer.content_blocks import (
+    ContentBlock,
+    ContentBlockEvent,
+    ContentBlocks,
+    content_blocks_of,
+    reasoning_of,
+)
+from radixserve.server.answer.output_parser import Delta
+from radixserve.server.answer.reasoning import count_reasoning
+from radixserve.server.prompt.rendering import tokenizer_of
+from radixserve.server.turn.chat_turn import ChatTurn
+from radixserve.server.turn.http_generation import EventStream, HttpGeneration
+from radixserve.server.wire.errors import ApiError
+from radixserve.server.wire.json_response import DONE, answer, dump, event, quote
+from radixserve.server.wire.schema import GenerationFields
+from radixserve.server.wire.usage import Group, StreamUsage, completion_usage
+
+
+class AnswerBuilder(ABC):
+    """Builds the answer of a generation."""
+
+    done: ClassVar[str] = DONE  # ends a stream
+
+    def __init__(self, generation: HttpGeneration, *, streams: bool) -> None:
+        self.generation = generation
+        self.server = generation.server
+        self._streams = streams
+
+    async def respond(self) -> Response:
+        """The whole answer when all has ended, or a stream that is computed while it is sent."""
+        if self._streams:
+            return EventStream(self.generation, self.events(), done=self.done, failed=self.failed)
+        return answer(await self.whole())
+
+    @abstractmethod
+    async def whole(self) -> Any:
+        """The answer as JSON values. Enters the generation and leaves it."""
+
+    @abstractmethod
+    def events(self) -> AsyncIterator[str]:
+        """Each item is the text of the events for all new chunks."""
+
+    def failed(self, error: ApiError) -> str:
+        """The last events of a stream that fails after its first event."""
+        return event(error.body()) + DONE
+
+
+class ChoicesBuilder(AnswerBuilder):
+    """Builds OpenAI's completions and chat completions."""
+
+    chunk_object: ClassVar[str]  # `object` of a stream's events
+
+    def __init__(
+        self,
+        generation: HttpGeneration,
+        body: GenerationFields,
+        num_samples: int,
+        *,
+        answer_id: str,
+        object_name: str,
+        streams: bool,
+    ) -> None:
+        """num_samples: choices of a prompt. object_name: `object` of a whole answer."""
+        super().__init__(generation, streams=streams)
+        self._num_samples = num_samples
+        self._returns_ids = bool(body.return_token_ids)
+        self._usage = StreamUsage(body.stream_options, generation.prompts, num_samples)
+        self._head: dict[str, Any] = {
+            "id": answer_id,
+            "object": object_name,
+            "created": int(time.time()),
+            "model": self.server.model_name,
+        }
+        self._chunk_head = {**self._head, "object": self.chunk_object}
+        self._opening = "data: " + dump(self._chunk_head)[:-1] + ',"choices":[{"index":'
+
+    def _body(self, choices: list[dict[str, Any]], groups: Sequence[Group]) -> dict[str, Any]:
+        """A whole answer, after the end."""
+        head = {**self._head, "choices": choices, "usage": completion_usage(groups)}
+        return {**head, **self.more()}
+
+    def more(self) -> dict[str, Any]:
+        """Members of an answer that are known after its end: what became of the hints."""
+        return self.generation.with_hints({})
+
+    @abstractmethod
+    def _batches(self) -> AsyncIterator[list[tuple[int, Chunk, Delta | None]]]:
+        """The new chunks: the index of a choice, its chunk, and for a chat the parsed chunk."""
+
+    @abstractmethod
+    def _frames(self, index: int, chunk: Chunk, delta: Delta | None) -> Iterator[str]:
+        """The events of a chunk, see `_frame`."""
+
+    async def events(self) -> AsyncIterator[str]:
+        usage = self._usage
+        async for batch in self._batches():
+            usage.num_missing = self.generation.num_missing
+            usage.add([(index, chunk) for index, chunk, _ in batch])
+            frames = [frame for item in batch for frame in self._frames(*item)]
+            if frames:
+                yield "".join(frames)
+        last = usage.last_event(self.generation.streamed_groups())
+        if last is not None:
+            yield event({**self._chunk_head, "choices": [], "usage": last})
+        more = self.more()
+        if more:
+            yield event({**self._chunk_head, "choices": [], **more})
+
+    def _prompt_ids(self, index: int) -> str:
+        """The member of a choice's first event, where it was asked for."""
+        if not self._returns_ids:
+            return ""
+        ids = self.generation.prompts[index // self._num_samples].tolist()
+        return f',"prompt_token_ids":{dump(ids)}'
+
+    def _frame(self, index: int, member: str, logprobs: str, chunk: Chunk, reason: str) -> str:
+        """An event of one choice. `member`: its text, `logprobs`: both as JSON; `reason`: why it
+        has ended, where it has."""
+        ids = f',"token_ids":{dump(chunk.token_ids)}' if self._returns_ids else ""
+        done = chunk.completion
+        end = "null" if done is None else f'{quote(reason)},"stop_reason":{dump(done.stop_reason)}'
+        return (
+            f'{self._opening}{index},{member},"logprobs":{logprobs}{ids},'
+            f'"finish_reason":{end}}}]{self._usage.field(index, chunk)}}}\n\n'
+        )
+
+
+class BlocksBuilder(AnswerBuilder):
+    """Builds answers of content blocks: of a turn with one sample."""
+
+    done = ""
+
+    def __init__(self, turn: ChatTurn) -> None:
+        super().__init__(turn.generation, streams=turn.streams)
+        self._turn = turn
+        self._blocks = ContentBlocks()  # of a stream
+        self._logprobs = turn.text_logprobs()
+
+    @abstractmethod
+    def message(
+        self, blocks: Sequence[ContentBlock], completion: Completion, num_reasoning: int
+    ) -> dict[str, Any]:
+        """The whole answer. num_reasoning: tokens of its reasoning."""
+
+    @abstractmethod
+    def opening(self) -> str:
+        """The events before the first block."""
+
+    @abstractmethod
+    def block_event(self, block_event: ContentBlockEvent, completion: Completion | None) -> str:
+        """The events of a block. completion: of the last block's end."""
+
+    @abstractmethod
+    def closing(
+        self, blocks: Sequence[ContentBlock], completion: Completion, num_reasoning: int
+    ) -> str:
+        """The events after the last block."""
+
+    async def whole(self) -> dict[str, Any]:
+        ((parsed, completion),) = await self._turn.answers()
+        blocks = content_blocks_of(parsed)
+        self._note_logprobs(completion, completion)
+        return self.message(blocks, completion, self._count_reasoning(blocks, completion))
+
+    async def events(self) -> AsyncIterator[str]:
+        text = self.opening()
+        async for batch in self._turn.deltas():
+            for _, delta, chunk in batch:
+                self._note_logprobs(chunk, chunk.completion)
+                for block_event in self._blocks.push(delta):
+                    text += self.block_event(block_event, None)
+                if chunk.completion is not None:
+                    text += self._end(chunk.completion)
+            yield text
+            text = ""
+
+    def _end(self, completion: Completion) -> str:
+        text = "".join(self.block_event(last, completion) for last in self._blocks.finish())
+        blocks = self._blocks.blocks
+        num_reasoning = self._count_reasoning(blocks, completion)
+        return text + self.closing(blocks, completion, num_reasoning)
+
+    def _note_logprobs(self, new: Chunk | Completion, completion: Completion | None) -> None:
+        """The tokens of a chunk, or of a whole answer."""
+        if self._logprobs is None:
+            return
+        if new.logprobs is not None:
+            self._logprobs.add(new.token_ids, new.logprobs, new.top_logprobs)
+        if completion is not None:
+            self._logprobs.finish()
+
+    def _count_reasoning(self, blocks: Sequence[ContentBlock], completion: Completion) -> int:
+        tokenizer = tokenizer_of(self.server.runtime)
+        return count_reasoning(tokenizer, reasoning_of(blocks), completion)

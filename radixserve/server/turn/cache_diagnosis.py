@@ -1,0 +1,115 @@
+"""Why a turn found less in the cache than an earlier one had left, in each protocol's words."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from radixserve.arrays import IntArray
+from radixserve.diagnosis import Decode, Diagnosis, diagnose
+from radixserve.output import Completion
+from radixserve.server.gate.prompt_records import PromptParts, PromptRecord
+
+# The part that has changed -> OpenAI's reason.
+_OPENAI_REASONS = {
+    "tools": "tools_changed",
+    "reasoning": "reasoning_effort_changed",
+    "verbosity": "verbosity_changed",
+}
+_ANTHROPIC_REASONS = {
+    "tools": "tools_changed",
+    "system": "system_changed",
+    "messages": "messages_changed",
+    "answer": "messages_changed",
+}
+
+
+class TurnDiagnosis(NamedTuple):
+    """A turn beside an earlier one.
+
+    part  of the prompt in which they differ: "tools", "system", "messages", "answer" (the earlier
+          one's), "reasoning" or "verbosity" (variables of the template); "" where nothing differs
+    """
+
+    diagnosis: Diagnosis
+    part: str
+
+    @classmethod
+    def of(
+        cls,
+        completion: Completion | None,
+        prompt: IntArray,
+        parts: PromptParts,
+        previous: PromptRecord,
+        decode: Decode,
+    ) -> TurnDiagnosis:
+        """Compared with the earlier answer that the turn continues, or comes closest to.
+
+        `completion` None: the turn has not ended; what agrees is taken for cached.
+        """
+        cached, miss = None, ""
+        if completion is not None:
+            cached = completion.usage.cached_tokens
+            miss = "" if completion.miss is None else completion.miss.reason
+        diagnosis, num_prompt = max(
+            (
+                (
+                    diagnose(prompt, cached, miss, *answer.sequence(), decode),
+                    len(answer.prompt_token_ids),
+                )
+                for answer in previous.completions
+            ),
+            key=lambda pair: pair[0].shared_tokens,
+        )
+        part = ""
+        if diagnosis.reason == "diverged":
+            part = parts.changed_since(previous.parts)
+            in_answer = diagnosis.position >= num_prompt
+            part = "answer" if part == "messages" and in_answer else part
+        return cls(diagnosis, part)
+
+    def openai(self) -> dict[str, Any]:
+        """`prompt_cache_diagnostics`."""
+        diagnosis = self.diagnosis
+        if diagnosis.reason == "hit":
+            return {"type": "cache_hit"}
+        if not self.part:  # nothing has changed, so that none of OpenAI's reasons is true
+            return {"type": "unavailable", "detail": self._detail()}
+        return {
+            "type": "cache_miss",
+            "reason": _OPENAI_REASONS.get(self.part, "input_changed"),
+            "cache_missed_tokens": diagnosis.tokens_lost,
+            "comparison_reusable_tokens": diagnosis.reusable_tokens,
+            "detail": self._detail(),
+        }
+
+    def anthropic(self) -> dict[str, Any] | None:
+        """`diagnostics`; None where nothing is lost."""
+        diagnosis = self.diagnosis
+        if diagnosis.reason == "hit":
+            return None
+        kind = _ANTHROPIC_REASONS.get(self.part)
+        reason: dict[str, Any] = {"type": "unavailable"}
+        if kind is not None:
+            reason = {"type": kind, "cache_missed_input_tokens": diagnosis.tokens_lost}
+        return {"cache_miss_reason": reason, "detail": self._detail()}
+
+    def _detail(self) -> dict[str, Any]:
+        return {"part": self.part or None, **self.diagnosis._asdict()}
+
+
+def begun_anthropic_diagnostics(diagnosis: TurnDiagnosis | None) -> dict[str, Any]:
+    """`anthropic_diagnostics` before the cache has been asked: null as the reason means that it is
+    not known yet."""
+    return anthropic_diagnostics(diagnosis) or {"cache_miss_reason": None}
+
+
+def openai_diagnostics(diagnosis: TurnDiagnosis | None) -> dict[str, Any]:
+    """None: the earlier answer is not known."""
+    return {"type": "comparison_response_not_found"} if diagnosis is None else diagnosis.openai()
+
+
+def anthropic_diagnostics(diagnosis: TurnDiagnosis | None) -> dict[str, Any] | None:
+    """None: the earlier message is not known."""
+    if diagnosis is None:
+        return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    return diagnosis.anthropic()

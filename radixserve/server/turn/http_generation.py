@@ -1,0 +1,243 @@
+"""An HTTP request in the engine, until it ends or its client leaves, and its stream of events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from radixserve.api.client import RequestHandle
+from radixserve.arrays import IntArray
+from radixserve.output import Chunk, Completion
+from radixserve.request import BeamParams, SamplingParams
+from radixserve.request import Request as EngineRequest
+from radixserve.server.gate.disconnect import CancelOnDisconnect, ClientGone
+from radixserve.server.gate.request_log import add_header
+from radixserve.server.gate.state import AppState, caller_of
+from radixserve.server.gate.tenants import check_priority
+from radixserve.server.turn.cache_use import CacheUse
+from radixserve.server.turn.request_hints import HintAnswers
+from radixserve.server.wire.errors import ApiError, as_api_error
+from radixserve.server.wire.usage import Group, as_groups, completion_usage, grouped
+
+MAX_TOKENS_HEADER = "x-radixserve-max-tokens"  # of an answer, where the context has no more
+
+
+class HttpGeneration(CancelOnDisconnect):
+    """Enter it, then take `groups` or iterate over `chunks`. Leaving aborts what has not ended."""
+
+    def __init__(
+        self,
+        server: AppState,
+        request: Request,
+        prompts: Sequence[IntArray],
+        params: SamplingParams,
+        cache: CacheUse,
+        *,
+        streams: bool,
+        beams: BeamParams | None = None,
+        submit: Callable[[], RequestHandle[Any]] | None = None,
+    ) -> None:
+        """`cache` may name a session, see `SessionTable.begin`, and hints, which take effect when
+        all has ended, before the last chunks are given out. `beams`: each prompt is a search, as
+        wide as n of its `params`. `submit`: makes the requests, where they are not those of
+        `Runtime.submit`.
+
+        Raises ApiError 429 where the queue is full, InvalidRequest for wrong parameters.
+        """
+        super().__init__(server, request)
+        session = ""
+        if cache.session_id is not None:
+            session = server.sessions.use(cache.namespace, cache.session_id)
+        self._hints = cache.hints
+        runtime = server.runtime
+        num_tokens = sum(map(len, prompts))
+        caller = caller_of(request)
+        check_priority(server.tenants, caller, params.priority)
+        self.num_requests = len(prompts) * params.num_samples
+        server.limits.check(
+            server.load(),
+            self.num_requests,
+            num_tokens,
+            share=server.tenants.share(caller.tenant),
+            own_waiting=server.num_waiting(caller.tenant),
+        )
+        room = min(runtime.max_seq_len - len(prompt) for prompt in prompts)
+        if params.max_tokens > room:
+            add_header(request, MAX_TOKENS_HEADER, str(room))  # the context ends the answer
+        self.prompts = prompts
+        self._handle: RequestHandle[Any] = (
+            self._submit(prompts, params, beams, session, streams=streams)
+            if submit is None
+            else submit()
+        )
+        self._is_search = beams is not None
+        self._session = session
+        self._supersedes = cache.supersede
+        self._num_samples = params.num_samples
+        self.num_missing = 0  # answers that searches did not find, where a form allows fewer than n
+        self.hint_answers = HintAnswers()  # after the end
+        self._completions: dict[int, Completion] = {}  # of a stream, by index
+
+    def _submit(
+        self,
+        prompts: Sequence[IntArray],
+        params: SamplingParams,
+        beams: BeamParams | None,
+        session: str,
+        *,
+        streams: bool,
+    ) -> RequestHandle[Any]:
+        runtime = self.server.runtime
+        at_once = self.server.num_at_once(self.tenant)
+        if beams is None:
+            return runtime.submit(
+                prompts, params, streams=streams, session=session, at_once=at_once
+            )
+        return runtime.submit(
+            prompts, replace(params, n=1), beams=beams, session=session, at_once=at_once
+        )
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        if self._session:
+            self.server.sessions.begin(self._session, self, supersedes=self._supersedes)
+        try:
+            self._handle.__enter__()
+        except BaseException as error:
+            self._leave(type(error), error, None)
+            raise
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._handle.__exit__(kind, error, trace)
+        self._leave(kind, error, trace)
+
+    def _leave(self, kind: object, error: object, trace: object) -> None:
+        if self._session:
+            self.server.sessions.finish(self._session, self)
+        super().__exit__(kind, error, trace)
+
+    @property
+    def held(self) -> Sequence[EngineRequest]:
+        return self._handle.held
+
+    @property
+    def has_generated(self) -> bool:
+        return self._handle.has_generated
+
+    async def groups(self) -> list[list[Completion]]:
+        """The completions of each prompt, when all have ended."""
+        async for _ in self._handle:
+            pass
+        groups = as_groups(self._handle.result())
+        self.num_missing = len(self.prompts) * self._num_samples - sum(map(len, groups))
+        self._note(groups)
+        await self._apply_hints()
+        return groups
+
+    async def _apply_hints(self) -> None:
+        if self._hints.hints or self._hints.envelope is not None:
+            self.hint_answers = await self._hints.apply(self.prompts)
+
+    def with_hints(self, body: dict[str, Any]) -> dict[str, Any]:
+        """`body`, with the answers to the request's hints where it gave any."""
+        return self.hint_answers.added_to(body)
+
+    async def chunks(self) -> AsyncIterator[list[tuple[int, Chunk]]]:
+        """The new chunks, each with its index: prompts in order, samples of each."""
+        async for events in self._handle.joined():
+            if self._is_search:
+                events = self._as_chunks(events)
+            for index, chunk in events:
+                if chunk.completion is not None:
+                    self._completions[index] = chunk.completion
+            num_completions = len(self._completions) + self.num_missing
+            if num_completions == len(self.prompts) * self._num_samples:
+                await self._apply_hints()
+            yield events
+        self._note(self.streamed_groups())
+
+    def _as_chunks(
+        self, events: Sequence[tuple[int, tuple[Completion, ...]]]
+    ) -> list[tuple[int, Chunk]]:
+        """The answers of searches that have ended, each as one chunk."""
+        chunks = []
+        for index, answers in events:
+            self.num_missing += self._num_samples - len(answers)
+            for rank, completion in enumerate(answers):
+                chunk = Chunk(
+                    completion.request_id,
+                    completion.text,
+                    completion.token_ids,
+                    completion,
+                    completion.logprobs,
+                    completion.top_logprobs,
+                )
+                chunks.append((index * self._num_samples + rank, chunk))
+        return chunks
+
+    def streamed_groups(self) -> list[list[Completion]]:
+        """The completions of each prompt, after the last chunk."""
+        return grouped(self._completions, self._num_samples)
+
+    def _note(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            self.server.counters.add(group)
+        self.note_usage(sum(map(len, groups)), completion_usage(groups))
+
+
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class EventStream(Response):
+    """The events of a generation, which is entered here and left when all are sent.
+
+    An error before the first event is raised, so that it has a status of its own; later ones are
+    the last event. A slow reader holds up its own events only.
+    """
+
+    def __init__(
+        self,
+        generation: HttpGeneration,
+        events: AsyncIterator[str],
+        *,
+        done: str,
+        failed: Callable[[ApiError], str],
+    ) -> None:
+        """`done` ends the stream, or else what `failed` makes of an error."""
+        super().__init__(None, 200, _HEADERS, "text/event-stream")
+        del self.headers["content-length"]
+        self._generation = generation
+        self._events = events
+        self._done = done
+        self._failed = failed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        has_begun = False
+        try:
+            with self._generation:
+                async for text in self._events:
+                    if not has_begun:
+                        has_begun = True
+                        await self._begin(send)
+                    await send(_body(text, more=True))
+            await send(_body(self._done, more=False))
+        except ClientGone:
+            return
+        except Exception as error:
+            if not has_begun:
+                raise
+            await send(_body(self._failed(as_api_error(error)), more=False))
+
+    async def _begin(self, send: Send) -> None:
+        head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(head)
+
+
+def _body(text: str, *, more: bool) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": text.encode(), "more_body": more}

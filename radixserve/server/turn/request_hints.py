@@ -1,0 +1,179 @@
+"""Hints in a request's body: read, bounded, and applied when the request has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.requests import Request
+
+from radixserve.arrays import IntArray
+from radixserve.errors import InvalidRequest
+from radixserve.hint import Hint, HintAnswer, check_hint, join_answers
+from radixserve.server.gate.state import AppState, caller_of, server_of
+from radixserve.server.gate.tenants import Caller
+from radixserve.server.turn.kv_hints import PREFETCH_REASON, ActionHints, read_actions
+from radixserve.server.wire.cache_fields import MAX_HINTS, CacheHint, KVHints
+from radixserve.server.wire.errors import ApiError, invalid
+
+_BUDGET_SHARE = 0.25  # of the pool's tokens, by default
+_AT_ONCE = 16  # hints between two steps of the engine
+
+
+@dataclass(frozen=True, slots=True)
+class HintAnswers:
+    """What became of a request's hints, as JSON.
+
+    cache_hints  an answer each
+    kv_hints     the envelope with an answer each action; None: there was none
+    """
+
+    cache_hints: tuple[dict[str, Any], ...] = ()
+    kv_hints: dict[str, Any] | None = None
+
+    def added_to(self, body: dict[str, Any]) -> dict[str, Any]:
+        """An answer's body with the requested answers to hints."""
+        if self.cache_hints:
+            body = {**body, "cache_hints": list(self.cache_hints)}
+        return body if self.kv_hints is None else {**body, "kv_hints": self.kv_hints}
+
+    def __bool__(self) -> bool:
+        return bool(self.cache_hints) or self.kv_hints is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHints:
+    """Hints of a request for its own prompts, or for the sessions that they name; they take effect
+    when it has ended.
+
+    hints     of `cache_hints`, then those of all `actions`
+    envelope  of the actions; None: the request has none
+    """
+
+    server: AppState
+    hints: tuple[Hint, ...]
+    envelope: KVHints | None = None
+    actions: tuple[ActionHints, ...] = ()
+
+    async def apply(self, prompts: Sequence[IntArray]) -> HintAnswers:
+        """For all prompts together."""
+        spread = [
+            [hint] if hint.session else [replace(hint, token_ids=ids) for ids in prompts]
+            for hint in self.hints
+        ]
+        made = [hint for own in spread for hint in own]
+        answers: list[HintAnswer] = []
+        for first in range(0, len(made), _AT_ONCE):
+            part = made[first : first + _AT_ONCE]
+            answers += await self.server.runtime.aapply_hints(part)
+        rest = iter(answers)
+        joined = [
+            join_answers(hint.verb, [next(rest) for _ in own])
+            for hint, own in zip(self.hints, spread, strict=True)
+        ]
+        close_demoted(self.server, self.hints, joined)
+        bodies = answers_body(self.server, joined)
+        if self.envelope is None:
+            return HintAnswers(tuple(bodies))
+        num_own = len(self.hints) - sum(len(action.hints) for action in self.actions)
+        of_actions = iter(joined[num_own:])
+        return HintAnswers(
+            tuple(bodies[:num_own]),
+            {
+                "protocol_version": self.envelope.protocol_version,
+                "message_id": self.envelope.message_id,
+                "actions": [
+                    action.answer([next(of_actions) for _ in action.hints])
+                    for action in self.actions
+                ],
+            },
+        )
+
+
+def request_hints(
+    request: Request, given: Sequence[CacheHint], envelope: KVHints | None, namespace: str
+) -> RequestHints:
+    """`given` as `cache_hints`. Raises ApiError."""
+    server, caller = server_of(request), caller_of(request)
+    check_count(given, "cache_hints")
+    made = []
+    for index, hint in enumerate(given):
+        place = f"cache_hints[{index}]"
+        if hint.verb == "prefetch":
+            raise ApiError(400, f"{place}: {PREFETCH_REASON}", param=f"{place}.verb")
+        made.append(
+            read_hint(
+                server, caller, namespace, place, hint.verb,
+                seconds=hint.seconds, max_tokens=hint.max_tokens,
+            )
+        )  # fmt: skip
+    if envelope is None:
+        return RequestHints(server, tuple(made))
+    actions = read_actions(envelope)
+    for action in actions:
+        for wanted in action.hints:
+            read = read_hint(
+                server, caller, namespace, wanted.place, wanted.verb,
+                seconds=wanted.seconds, max_tokens=wanted.max_tokens,
+            )  # fmt: skip
+            if wanted.session_id is not None:
+                read = replace(read, session=server.sessions.name(namespace, wanted.session_id))
+            made.append(read)
+    check_count(made, "kv_hints.actions")
+    return RequestHints(server, tuple(made), envelope, tuple(actions))
+
+
+def read_hint(
+    server: AppState,
+    caller: Caller,
+    namespace: str,
+    place: str,
+    verb: str,
+    *,
+    seconds: Any,
+    max_tokens: Any,
+) -> Hint:
+    """A hint without its prefix, checked. `place`: where the body has it. Raises ApiError."""
+    try:
+        check_hint(verb, seconds, max_tokens)
+    except InvalidRequest as error:
+        api_error = invalid(error)
+        param = f"{place}.{api_error.param}" if api_error.param else place
+        raise ApiError(400, f"{place}: {api_error.message}", param=param) from None
+    return Hint(
+        verb,
+        None,
+        namespace=namespace,
+        seconds=None if seconds is None else float(seconds),
+        max_tokens=max_tokens,
+        owner=caller.tenant,
+        budget_tokens=budget_of(server),
+        may_share=caller.may_share,
+    )
+
+
+def budget_of(server: AppState) -> int:
+    """Tokens that the pins and retains of one tenant may hold."""
+    given = server.config.hint_budget_tokens
+    return int(server.runtime.memory.pool_tokens * _BUDGET_SHARE) if given is None else given
+
+
+def check_count(given: Sequence[object], name: str) -> None:
+    """Raise ApiError for too many hints."""
+    if len(given) > MAX_HINTS:
+        raise ApiError(400, f"{name} takes at most {MAX_HINTS} hints, got {len(given)}", param=name)
+
+
+def close_demoted(server: AppState, hints: Sequence[Hint], answers: Sequence[HintAnswer]) -> None:
+    """Close the sessions that demotes have ended."""
+    for hint, hint_answer in zip(hints, answers, strict=True):
+        if hint.verb == "demote" and hint.session and hint_answer.answer == "accepted":
+            server.sessions.close_named(hint.session)
+
+
+def answers_body(server: AppState, answers: Sequence[HintAnswer]) -> list[dict[str, Any]]:
+    """The answers as JSON; counts them."""
+    for hint_answer in answers:
+        server.counters.hints[hint_answer.verb, hint_answer.answer] += 1
+    return [hint_answer._asdict() for hint_answer in answers]

@@ -1,0 +1,176 @@
+"""`Body`: the base of what clients send, with bounds, and with the three kinds of other fields."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    Tag,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from radixserve.server.wire.fields import FieldRule, Kind
+
+T = TypeVar("T")
+MAX_ITEMS = 65_536  # of any list but token ids
+MAX_IDS = 262_144  # the largest vocabulary
+MAX_STOP_TEXT = 4_096  # characters of a stop string
+_SKIPPED_ANYWHERE = ("cache_control",)  # where a model has no such field
+_MAX_MEMBERS = 256  # of an object with fields of ours
+# What is kept or compared: names, ids, keys.
+Short = Annotated[str, Field(max_length=256)]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+Bounded = Annotated[list[T], Field(max_length=MAX_ITEMS, fail_fast=True)]
+
+
+def from_array(most: int) -> BeforeValidator:
+    """A large body brings its token ids as an array: the list of them, or an error where there are
+    more than `most`."""
+
+    def as_list(value: Any) -> Any:
+        if not isinstance(value, array):
+            return value
+        if len(value) > most:
+            message = "must have at most {max_length} items"
+            raise PydanticCustomError("too_long", message, {"max_length": most})
+        return value.tolist()
+
+    return BeforeValidator(as_list)
+
+
+Ids = Annotated[list[int], Field(max_length=MAX_IDS, fail_fast=True), from_array(MAX_IDS)]
+# JSON objects that are handed on as they are: schemas, a template's variables.
+Members = Annotated[dict[str, Any], Field(max_length=MAX_ITEMS)]
+
+
+class Skipped(NamedTuple):
+    """A field that was skipped, or a tool that was left out.
+
+    param  where it stands in the body: "messages[2].annotations"
+    label  for all of its kind: "messages[].annotations"
+    """
+
+    param: str
+    label: str
+
+
+class Body(BaseModel):
+    """Strict types. A field that is not known is refused by name unless `rules` say otherwise.
+
+    rules          what becomes of fields that are not of this class
+    skips_unknown  skip all others, too: members of messages
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    rules: ClassVar[Mapping[str, FieldRule]] = {}
+    skips_unknown: ClassVar[bool] = False
+    _skipped: tuple[str, ...] = PrivateAttr(())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _sort_fields(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Remove skipped fields and those without effect; the first other one is the error."""
+        if not isinstance(value, dict):
+            return handler(value)
+        if len(value) > _MAX_MEMBERS and not cls.skips_unknown:
+            raise PydanticCustomError(
+                "too_many_members", "must have at most {most} members", {"most": _MAX_MEMBERS}
+            )
+        known, skipped, names = {}, [], cls._names()
+        for name, given in value.items():
+            if name in names:
+                known[name] = given
+                continue
+            rule = cls.rules.get(name)
+            kind = Kind.REFUSED if rule is None else rule.kind
+            if given is None:  # it asks for nothing
+                continue
+            if rule is not None and any(given == no_op for no_op in rule.no_ops):
+                continue
+            is_skipped = name in _SKIPPED_ANYWHERE or cls.skips_unknown
+            if kind is Kind.SKIPPED or (rule is None and is_skipped):
+                skipped.append(name)
+                continue
+            raise PydanticCustomError("refused", "{name}", {"name": name, "rule": rule})
+        body = handler(known)
+        body._skipped = tuple(skipped)
+        return body
+
+    @classmethod
+    def _names(cls) -> frozenset[str]:
+        """The names of its fields in JSON."""
+        names: frozenset[str] | None = cls.__dict__.get("_field_names")
+        if names is None:
+            fields = cls.model_fields.items()
+            names = frozenset(field.alias or name for name, field in fields)
+            type.__setattr__(cls, "_field_names", names)
+        return names
+
+
+class OtherTool(BaseModel):
+    """A tool of a type that the server does not know: it is left out of the prompt."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Short
+
+
+def skipped_in(body: BaseModel, place: str = "") -> Iterator[Skipped]:
+    """All that was skipped in a body and in the parts of it. O(its lists of parts)."""
+    if isinstance(body, OtherTool):
+        yield Skipped(f"{place}.type", f"{place.partition('[')[0]}[{body.type}]")
+        return
+    if isinstance(body, Body):
+        for name in body._skipped:
+            param = _joined(place, name)
+            yield Skipped(param, re.sub(r"\[\d+\]", "[]", param))
+    for name in body.model_fields_set:
+        value = getattr(body, name, None)
+        if isinstance(value, BaseModel):
+            yield from skipped_in(value, _joined(place, name))
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                if isinstance(item, BaseModel):
+                    yield from skipped_in(item, f"{_joined(place, name)}[{index}]")
+
+
+def _joined(place: str, name: str) -> str:
+    return f"{place}.{name}" if place else name
+
+
+# -- discriminators. The tags of unions are written "<tag>", so that errors can leave them out. ----
+
+
+def by_type(value: Any) -> str | None:
+    """A part by its `type`."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{kind}>" if isinstance(kind, str) else None
+
+
+def by_role(value: Any) -> str | None:
+    """A message by its `role`."""
+    role = value.get("role") if isinstance(value, dict) else getattr(value, "role", None)
+    return f"<{role}>" if isinstance(role, str) else None
+
+
+def text_or_list(value: Any) -> str | None:
+    """Content: one text, or a list of parts."""
+    if isinstance(value, str):
+        return "<text>"
+    return "<list>" if isinstance(value, list) else None
+
+
+TextOrList = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[Bounded[T], Tag("<list>")],
+    Discriminator(text_or_list),
+]

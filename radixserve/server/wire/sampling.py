@@ -1,0 +1,136 @@
+"""SamplingParams from a request's fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pydantic import BaseModel
+
+from radixserve.api.beam_search import read_options
+from radixserve.api.runtime import Runtime
+from radixserve.checks import shown
+from radixserve.errors import InvalidRequest
+from radixserve.request import BeamParams, SamplingParams
+from radixserve.server.wire.errors import ApiError, invalid
+from radixserve.server.wire.schema import GenerationFields, Sampling, StreamOptions
+
+_NONE: Mapping[str, str] = {}
+
+
+def read_sampling(
+    runtime: Runtime,
+    body: BaseModel,
+    namespace: str,
+    max_n: int,
+    *,
+    renamed: Mapping[str, str] = _NONE,
+    **own: Any,
+) -> SamplingParams:
+    """`own` fields come first, then those of the body that are not null, then the model's defaults.
+
+    A seed of -1 is no seed; a top_p of 0 takes the most likely token. `renamed`: the names in the
+    client's protocol, {ours: theirs}. Raises ApiError.
+    """
+    fields = {name: getattr(body, name, None) for name in Sampling.model_fields}
+    fields |= own
+    given = {name: value for name, value in fields.items() if value is not None}
+    if "logit_bias" in given:
+        given["logit_bias"] = _by_id(given["logit_bias"])
+    if given.get("seed") == -1:
+        del given["seed"]
+    is_search = getattr(body, "use_beam_search", None) is True
+    if is_search:
+        given = {name: value for name, value in given.items() if not _is_no_op(name, value)}
+    elif given.get("top_p") == 0:
+        given |= {"top_p": 1.0, "top_k": 1}
+    try:
+        if is_search:
+            params = _of_search(namespace, **given)
+        else:
+            params = runtime.sampling_params(**given, namespace=namespace)
+    except InvalidRequest as error:
+        raise _renamed(invalid(error), renamed) from None
+    if params.num_samples > max_n:
+        name = "best_of" if params.num_samples > params.n else "n"
+        raise ApiError(
+            400, f"{name} must be at most {max_n} here, got {params.num_samples}", param=name
+        )
+    # The prompts were cut when they were read.
+    return (
+        params
+        if params.truncate_prompt_tokens is None
+        else replace(params, truncate_prompt_tokens=None)
+    )
+
+
+def read_beams(body: GenerationFields) -> BeamParams | None:
+    """The beam search that a request asks for, as wide as its `n`; None: it asks for none. Raises
+    ApiError."""
+    penalty = 1.0 if body.length_penalty is None else body.length_penalty
+    early = body.early_stopping or False
+    if not body.use_beam_search:
+        for name, is_given in (("length_penalty", penalty != 1.0), ("early_stopping", early)):
+            if is_given:
+                raise ApiError(400, f"{name} needs use_beam_search", param=name)
+        return None
+    width = 1 if body.n is None else body.n
+    try:
+        return BeamParams(width=width, length_penalty=penalty, early_stopping=early)
+    except InvalidRequest as error:
+        raise invalid(error) from None
+
+
+def _of_search(namespace: str, *, n: int = 1, **given: Any) -> SamplingParams:
+    """Those of a beam search, whose width stays in `n`. The model's sampling defaults are left out,
+    as `Runtime.beam_search` leaves them out."""
+    params, _ = read_options(SamplingParams(**given, namespace=namespace), None, {})
+    return replace(params, n=n)
+
+
+def _is_no_op(name: str, value: Any) -> bool:
+    """Whether a sampling field asks for nothing in a search, where nothing is random."""
+    return name == "seed" or (name == "top_k" and value == -1)
+
+
+def _renamed(error: ApiError, renamed: Mapping[str, str]) -> ApiError:
+    """The error about one of our fields, with the client's name of it."""
+    theirs = renamed.get(error.param or "")
+    if theirs is None:
+        return error
+    message = error.message.replace(str(error.param), theirs, 1)
+    return ApiError(error.status, message, param=theirs, index=error.index)
+
+
+def keep_last(count: int | None, max_seq_len: int, max_tokens: int) -> int | None:
+    """How many of a prompt's last tokens a truncate_prompt_tokens of `count` leaves; None: all."""
+    if count == -1:
+        return max(1, max_seq_len - max_tokens)
+    return count if count is not None and count > 0 else None  # others are refused later
+
+
+def _by_id(bias: dict[str, Any]) -> dict[int, Any]:
+    """JSON's keys are texts."""
+    try:
+        return {int(name): value for name, value in bias.items()}
+    except ValueError:
+        message = f"logit_bias must be a map from token ids to numbers, got {shown(bias)}"
+        raise ApiError(400, message, param="logit_bias") from None
+
+
+def check_stream(
+    stream: bool | None, options: StreamOptions | None, params: SamplingParams
+) -> bool:
+    """Whether an answer is to be streamed. Raises ApiError for what cannot be."""
+    if not stream:
+        if options is not None:
+            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        return False
+    if params.num_samples > params.n:
+        raise ApiError(
+            400, "best_of cannot be streamed: the best are known at the end", param="best_of"
+        )
+    if params.prompt_logprobs is not None:
+        raise ApiError(400, "prompt_logprobs cannot be streamed", param="prompt_logprobs")
+    return True

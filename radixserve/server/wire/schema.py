@@ -1,0 +1,429 @@
+"""What clients send to the routes that are not of one protocol alone, and to OpenAI's older two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag, WithJsonSchema
+
+from radixserve.server.wire.body import (
+    MAX_ITEMS,
+    MAX_STOP_TEXT,
+    Body,
+    Bounded,
+    Ids,
+    Members,
+    Name,
+    OtherTool,
+    Short,
+    TextOrList,
+    by_type,
+    from_array,
+    text_or_list,
+)
+from radixserve.server.wire.cache_fields import (
+    CacheBreakpoint,
+    CacheHint,
+    KVHints,
+    PromptCacheOptions,
+    Retention,
+    breakpoints_of,
+)
+from radixserve.server.wire.fields import rules_of
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+# `prompt/prompt_input.py` reads and bounds them: a model of a million token ids costs too much.
+Prompts = Annotated[
+    Any,
+    WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS}]}),
+]
+
+
+# Checked by SamplingParams; the names are token ids.
+LogitBias = Annotated[
+    dict[str, Any],
+    Field(max_length=65_536),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
+]
+_MAX_TOKENS = 524_288  # longer than the context of most models
+Tokens = Annotated[
+    list[int], Field(max_length=_MAX_TOKENS, fail_fast=True), from_array(_MAX_TOKENS)
+]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
+StopText = Annotated[str, Field(max_length=MAX_STOP_TEXT)]
+Stops = Annotated[
+    Annotated[StopText, Tag("<text>")] | Annotated[Bounded[StopText], Tag("<list>")],
+    Discriminator(text_or_list),
+]
+_SCHEMA_OR_TEXT = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]}
+
+
+class CommonSampling(Body):
+    """What OpenAI's protocol and SGLang's have under the same names. None: the default."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stop: Stops | None = None
+    stop_token_ids: Ids | None = None
+    ignore_eos: bool | None = None
+
+
+class SingleSampling(CommonSampling):
+    """Fields of SamplingParams under the same names, for one answer. None: the default."""
+
+    min_tokens: int | None = None
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: Ids | None = None
+    bad_words: Bounded[Short] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    seed: int | None = None
+    priority: int | None = None
+
+
+class Sampling(SingleSampling):
+    """The others: of several answers, and of the prompt."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    prompt_logprobs: int | None = None
+
+
+class StreamOptions(Body):
+    """`include_usage` null: the last choice carries the usage."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool = False
+
+
+class CacheFields(Body):
+    """Where the cache belongs to: fields of every route that reads or fills it."""
+
+    cache_salt: Short | None = None
+
+
+class SessionFields(CacheFields):
+    """The session that a request belongs to, and what is to become of its K/V."""
+
+    session_id: str | None = None
+    supersede: bool | None = None
+    kv_hints: KVHints | None = None
+
+
+class PromptCacheFields(Body):
+    """OpenAI's, of chats and responses."""
+
+    prompt_cache_options: PromptCacheOptions | None = None
+    prompt_cache_retention: Retention | None = None
+
+
+class JsonSchemaFormat(Body):
+    """An answer fits its schema. `strict` true refuses a `uniqueItems` that cannot be held. `name`
+    and `description` have no effect."""
+
+    schema_: Members = Field(alias="schema")
+    name: Short | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Body):
+    """Fields of StructuredOutput, which checks them."""
+
+    json_: Annotated[Any, WithJsonSchema(_SCHEMA_OR_TEXT)] = Field(None, alias="json")
+    regex: str | None = None
+    choice: Bounded[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    strict: bool | None = None
+    jump_forward: bool | None = None
+
+
+class GenerationFields(Sampling, SessionFields):
+    """What completions and chats have in common. `n` is the width of a beam search."""
+
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
+
+    model: Short | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    prompt_cache_key: Short | None = None
+    cache_hints: Bounded[CacheHint] | None = None
+    return_token_ids: bool | None = None
+    logprob_token_ids: Ids | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+
+class CompletionRequest(GenerationFields):
+    rules: ClassVar = rules_of("completions")
+
+    prompt: Prompts
+    echo: bool | None = None
+    best_of: int | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+
+class TextPart(Body):
+    """A part of a message's content."""
+
+    skips_unknown: ClassVar[bool] = True
+
+    type: Literal["text"]
+    text: str
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
+
+
+class RefusalPart(Body):
+    """What an assistant has said of itself."""
+
+    skips_unknown: ClassVar[bool] = True
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+ContentPart = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")],
+    Discriminator(by_type),
+]
+
+
+class CalledFunction(Body):
+    name: Name
+    arguments: Annotated[Any, WithJsonSchema({"type": "string"})] = None
+
+
+class MessageCall(Body):
+    """A tool call of an assistant's message."""
+
+    id: Name
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class ChatMessage(Body):
+    """A message in OpenAI's older format; unknown members have no effect."""
+
+    skips_unknown: ClassVar[bool] = True
+
+    role: Short
+    content: TextOrList[ContentPart] | None = None
+    name: Short | None = None
+    refusal: str | None = None
+    annotations: Bounded[Any] | None = None  # clients return them from answers; they have no effect
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: Annotated[list[MessageCall], Field(max_length=1_024, fail_fast=True)] | None = None
+    tool_call_id: Short | None = None
+
+    def as_message(self) -> dict[str, Any]:
+        """As the reader of chats takes it."""
+        content: Any = self.content
+        if isinstance(content, list):
+            content = [part.model_dump(exclude={"prompt_cache_breakpoint"}) for part in content]
+        message: dict[str, Any] = {"role": self.role, "content": content}
+        for name in ("name", "refusal", "reasoning_content", "reasoning", "tool_call_id"):
+            value = getattr(self, name)
+            if value is not None:
+                message[name] = value
+        if self.tool_calls:
+            calls = (call.model_dump(exclude={"index"}) for call in self.tool_calls)
+            message["tool_calls"] = list(calls)
+        return message
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
+
+
+class ToolFunction(Body):
+    """A function that the model may call; `text/tool_functions.py` checks its name and schema."""
+
+    skips_unknown: ClassVar[bool] = True
+
+    name: str
+    description: str | None = None
+    parameters: Annotated[Any, WithJsonSchema({"type": "object"})] = None
+    return_: Annotated[Any, WithJsonSchema({"type": "object"})] = Field(None, alias="return")
+    strict: bool | None = None
+
+
+class FunctionTool(Body):
+    skips_unknown: ClassVar[bool] = True
+
+    type: Literal["function"] = "function"
+    function: ToolFunction
+
+
+def tool_kind(value: Any) -> str | None:
+    """A function, or another tool, which is left out."""
+    if not isinstance(value, dict):
+        return None
+    is_other = isinstance(value.get("type"), str) and value["type"] != "function"
+    return "<other>" if is_other else "<function>"
+
+
+ChatTool = Annotated[
+    Annotated[FunctionTool, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")],
+    Discriminator(tool_kind),
+]
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def text_or_object(value: Any) -> str | None:
+    """A choice by a word, or of a tool by its name."""
+    if isinstance(value, str):
+        return "<text>"
+    return "<object>" if isinstance(value, dict) else None
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<text>")]
+    | Annotated[NamedTool, Tag("<object>")],
+    Discriminator(text_or_object),
+]
+
+
+class TemplateFields(Body):
+    """How messages become the prompt."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Members | None = None
+    tools: Bounded[ChatTool] | None = None
+
+
+class ChatRequest(GenerationFields, TemplateFields, PromptCacheFields):
+    rules: ClassVar = rules_of("chat")
+
+    messages: Messages
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None
+
+    def breakpoints(self) -> Iterator[CacheBreakpoint]:
+        """Those of all messages."""
+        for message in self.messages:
+            yield from breakpoints_of(message.content)
+
+
+class TokenizeRequest(TemplateFields):
+    """Text, or messages as a chat would render them."""
+
+    model: Short | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    model: Short | None = None
+    tokens: Tokens
+    skip_special_tokens: bool | None = None
+
+
+class LookupRequest(TemplateFields, CacheFields):
+    """Text or token ids, or messages as a chat would render them."""
+
+    model: Short | None = None
+    prompt: Prompts = None
+    messages: Messages | None = None
+
+
+class PrefixHint(CacheHint, TemplateFields, CacheFields):
+    """A hint for a prompt, for messages as a chat would render them, or for a session."""
+
+    prompt: Prompts = None
+    messages: Messages | None = None
+    session_id: str | None = None
+
+
+class HintsRequest(Body):
+    hints: Bounded[PrefixHint]
+    model: Short | None = None
+    tenant: Short | None = None
+
+
+class FlushRequest(Body):
+    tenant: Short | None = None
+    cache_salt: Short | None = None
+
+
+class SnapshotRequest(Body):
+    """Which nodes of the tree are to be shown beside those that are in use, new or hot."""
+
+    opened: Ids | None = None
+    path: Ids | None = None
+
+
+class ScoreRequest(CacheFields):
+    """How likely is each of the candidates after the prompt?"""
+
+    model: Short | None = None
+    prompt: Prompts
+    candidates: Prompts
+    return_token_ids: bool | None = None
+
+
+class NativeSampling(CommonSampling):
+    """SGLang's names in `sampling_params` of /generate."""
+
+    n: int | None = None
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    logit_bias: LogitBias | None = None
+    skip_special_tokens: bool | None = None
+    sampling_seed: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+
+class GenerateRequest(Sampling, SessionFields):
+    """SGLang's fields: text or input_ids with sampling_params; or prompt with fields beside it."""
+
+    rules: ClassVar = rules_of("generate")
+
+    prompt: Prompts = None
+    text: Prompts = None
+    input_ids: Prompts = None
+    sampling_params: NativeSampling | None = None
+    stream: bool | None = None
+    return_logprob: bool | None = None
+    top_logprobs_num: int | None = None
+    cache_hints: Bounded[CacheHint] | None = None

@@ -1,0 +1,170 @@
+"""The file of a run: its tokens and their K/V, with a checksum at the end.
+
+"RSKV"  4 bytes
+header  4 bytes of length (little-endian), then JSON
+tokens  [num_tokens] int32
+K/V     [layers, 2, num_tokens, kv_heads, head_dim] in the layout's dtype; of int8 each head's scale
+        is behind its numbers
+crc32   4 bytes, of everything before it
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixserve.arrays import IntArray
+
+MAGIC = b"RSKV"
+VERSION = 1
+_LENGTH = struct.Struct("<I")
+_MAX_HEADER = 1 << 20
+ByteArray = NDArray[np.uint8]
+
+
+class BadRun(ValueError):
+    """The file is damaged, cut short, of another model or of an unknown version."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """What the K/V of a token is: [layers, 2, kv_heads, head_dim] numbers."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str  # "float32"
+    itemsize: int  # bytes of a number
+    scale_bytes: int = 0  # of a head's keys, or of its values, behind its numbers
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token's keys, or of its values, in one layer."""
+        return self.num_kv_heads * (self.head_dim * self.itemsize + self.scale_bytes)
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.num_layers * self.row_bytes
+
+    def as_list(self) -> list[int | str]:
+        return [self.num_layers, 2, self.num_kv_heads, self.head_dim, self.dtype]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """Tokens [start, start + len(tokens)) of a sequence, and their K/V.
+
+    parent  name of the run that holds the token before `start`; "" at the start of a sequence
+    kv      [num_layers, 2, num_tokens, row_bytes] uint8
+    """
+
+    namespace: str
+    start: int
+    parent: str
+    tokens: IntArray
+    kv: ByteArray
+
+
+def encode_run(run: Run, layout: KVLayout) -> list[bytes | memoryview]:
+    """The parts of a file, in order. O(bytes) for the checksum; K/V is not copied."""
+    tokens = np.ascontiguousarray(run.tokens, "<i4")
+    header = {
+        "version": VERSION,
+        "namespace": run.namespace,
+        "start": run.start,
+        "parent": run.parent,
+        "num_tokens": len(tokens),
+        "layout": layout.as_list(),
+    }
+    text = json.dumps(header).encode()
+    parts: list[bytes | memoryview] = [
+        MAGIC + _LENGTH.pack(len(text)) + text,
+        tokens.tobytes(),
+        np.ascontiguousarray(run.kv).reshape(-1).data,
+    ]
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+    return [*parts, _LENGTH.pack(checksum)]
+
+
+def decode_run(data: bytes | bytearray, layout: KVLayout | None = None) -> Run:
+    """The run of a whole file, checked. `layout`: what its K/V must be; None: whatever it is.
+
+    Raises BadRun. The arrays are views of `data`.
+    """
+    view = memoryview(data)
+    if len(view) < 12 or zlib.crc32(view[:-4]) != _LENGTH.unpack(view[-4:])[0]:
+        raise BadRun("its checksum is wrong: it is damaged or cut short")
+    try:
+        head = decode_head(data)
+    except ShortHead as error:
+        raise BadRun("it ends within its header or tokens") from error
+    if layout is not None and head.layout != layout.as_list():
+        raise BadRun(f"its K/V is {head.layout}, not {layout.as_list()}")
+    try:
+        shape = (int(head.layout[0]), 2, len(head.tokens), -1)
+        kv = np.frombuffer(view[head.num_bytes : -4], np.uint8).reshape(shape)
+    except (IndexError, TypeError, ValueError) as error:
+        raise BadRun(f"its K/V has another size than its header says: {error}") from error
+    return Run(head.namespace, head.start, head.parent, head.tokens, kv)
+
+
+class RunHead(NamedTuple):
+    """What a file says before its K/V; see `Run`."""
+
+    namespace: str
+    start: int
+    parent: str
+    tokens: IntArray
+    layout: list[Any]
+    num_bytes: int  # of it
+
+
+def decode_head(data: bytes | bytearray) -> RunHead:
+    """The head of a run, from a file's first bytes; the checksum is not checked. Raises BadRun, or
+    ShortHead, which says how many bytes are needed."""
+    view = memoryview(data)
+    header, begin = _read_header(view)
+    try:
+        end = begin + 4 * int(header["num_tokens"])
+        namespace, parent = str(header["namespace"]), str(header["parent"])
+        start, layout = int(header["start"]), list(header["layout"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadRun(f"its header lacks a field: {error}") from error
+    if len(view) < end:
+        raise ShortHead(end)
+    tokens = np.frombuffer(view[begin:end], "<i4").astype(np.int32)
+    return RunHead(namespace, start, parent, tokens, layout, end)
+
+
+class ShortHead(Exception):
+    """More of the file's first bytes are needed."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(f"{num_bytes} bytes are needed")
+        self.num_bytes = num_bytes
+
+
+def _read_header(view: memoryview) -> tuple[dict[str, Any], int]:
+    """The header, and the index after it."""
+    if len(view) < 8 or view[:4] != MAGIC:
+        raise BadRun("it is not a file of this store")
+    (size,) = _LENGTH.unpack(view[4:8])
+    if size > _MAX_HEADER:
+        raise BadRun("its header is too long")
+    if len(view) < 8 + size:
+        raise ShortHead(8 + size)
+    try:
+        header = json.loads(bytes(view[8 : 8 + size]))
+    except (ValueError, RecursionError) as error:
+        raise BadRun(f"its header is not JSON: {error}") from error
+    if not isinstance(header, dict) or header.get("version") != VERSION:
+        raise BadRun(f"its version is not {VERSION}")
+    return header, 8 + size

@@ -1,0 +1,243 @@
+"""Which messages a chat template renders, and conversations rewritten to fit it.
+
+A template may refuse a second system message, drop a role that it does not know, or have no place
+for tools. `fit_messages` merges, renames and moves such messages in ways that depend on the
+messages before them alone: the tokens of earlier turns stay the same from turn to turn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from radixserve.errors import InvalidRequest
+from radixserve.text.content_marks import unmarked
+
+Message = dict[str, Any]
+Render = Callable[..., str]  # (messages, *, tools=None); raises InvalidRequest
+KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
+TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"  # of the generic form
+_GENERIC_TOOLS = (
+    "You may call functions. Their descriptions, each as JSON in a line:\n<tools>\n{tools}\n"
+    "</tools>\nTo call one, write its name and its arguments as JSON between tags, and stop after "
+    'your calls:\n<tool_call>\n{{"name": "...", "arguments": {{...}}}}\n</tool_call>\n'
+    "The results come between <tool_response> and </tool_response>."
+)
+_WORDS = ("quorzel", "vimbrat", "yestrok")  # sample texts to test a template
+_CALL_ID = "abcdefghi"  # nine letters: the only form that some templates take
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    """Which messages a chat template renders.
+
+    has_system           a system message at the beginning
+    has_many_systems     several system messages at the beginning
+    has_later_systems    system messages after other messages, in their place
+    has_developer        developer messages, under a role of their own
+    has_both             a system message followed by a developer message
+    has_user_runs        two user messages in a row
+    has_calls            tool calls of the assistant, and their results
+    has_tools            descriptions of tools, and calls
+    """
+
+    has_system: bool = True
+    has_many_systems: bool = True
+    has_later_systems: bool = True
+    has_developer: bool = True
+    has_both: bool = True
+    has_user_runs: bool = True
+    has_calls: bool = True
+    has_tools: bool = True
+
+    @classmethod
+    def of(cls, template: str, render: Render) -> TemplateTraits:
+        """The traits of a template, found by about ten renderings of short conversations."""
+        first, second, third = _WORDS
+        user = _said("user", second)
+        shows = partial(_shows, render)
+        if not shows([user], (second,)):
+            return cls()  # the conversation itself will show what is wrong
+        middle = [_said("user", third), _said("assistant", "-"), _said("system", first), user]
+        has_calls = any(
+            shows([user, _called(first, call_id), _result(third, call_id)], (second, first, third))
+            for call_id in (_CALL_ID, f"functions.{first}:0")  # a template may render ids alone
+        )
+        pair = [_said("system", first), _said("developer", third), user]
+        return cls(
+            has_system=shows([_said("system", first), user], (first, second)),
+            has_many_systems=shows(
+                [_said("system", first), _said("system", third), user], (first, third, second)
+            ),
+            has_later_systems=shows(middle, (third, first, second))
+            and shows([middle[0], middle[2]], (third, first)),
+            has_developer="developer" in template
+            and shows([_said("developer", first), user], (first, second)),
+            has_both=shows(pair, (first, third, second)),
+            has_user_runs=shows([_said("user", first), user], (first, second)),
+            has_calls=has_calls,
+            has_tools=has_calls and _shows_tool(render, user, first),
+        )
+
+
+def fit_messages(
+    messages: Sequence[Mapping[str, Any]],
+    traits: TemplateTraits,
+    generic_tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[Message]:
+    """The messages rewritten for a template with these traits.
+
+    - `developer` becomes `system` where the template has no role for it.
+    - System messages at the beginning are merged where it takes one; where it takes none, their
+      text begins the first message of the user.
+    - Later ones become messages of the user where the template takes them at the beginning only.
+    - `generic_tools`, functions as JSON, are described in the system message; then, and where the
+      template does not render calls, calls and results are text.
+    """
+    said = [dict(message) for message in messages]
+    if generic_tools is not None or not traits.has_calls:
+        said = [_with_calls_as_text(message) for message in said]
+    if not traits.has_developer:
+        said = [
+            {**message, "role": "system"} if message["role"] == "developer" else message
+            for message in said
+        ]
+    count = next((index for index, m in enumerate(said) if not _is_system(m)), len(said))
+    head, rest = said[:count], said[count:]
+    if generic_tools is not None:
+        lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in generic_tools)
+        head.append(_said("system", _GENERIC_TOOLS.format(tools=lines)))
+        head = [_merged(head, head[0]["role"])]
+    roles = {message["role"] for message in head}
+    if len(head) > 1 and not (traits.has_both if len(roles) > 1 else traits.has_many_systems):
+        head = [_merged(head, head[0]["role"] if len(roles) == 1 else "system")]
+    if not traits.has_later_systems:
+        rest = [{**m, "role": "user"} if _is_system(m) else m for m in rest]
+    if head and not traits.has_system and head[0]["role"] == "system":
+        head, rest = [], [_said("user", _merged(head, "user")["content"]), *rest]
+        if len(rest) > 1 and rest[1]["role"] == "user":
+            rest[:2] = [_merged(rest[:2], "user")]
+    if not traits.has_user_runs:
+        rest = _without_user_runs(rest)
+    return [*head, *rest]
+
+
+def check_rendered(messages: Sequence[Message], text: str, render: Render) -> None:
+    """Check that each message's text stands in the rendered `text`. Raises InvalidRequest, whose
+    `param` names the message.
+
+    Texts that a template changes, such as an answer without its thoughts, are looked for by a
+    rendering with another word in their place. O(text), and a rendering for each such message.
+    """
+    readable, position = unmarked(text), 0
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        wanted = content.strip() if isinstance(content, str) else ""
+        is_known = message["role"] in KNOWN_ROLES
+        if not wanted or (message["role"] == "assistant" and message.get("tool_calls")):
+            continue
+        start = readable.find(wanted, position)
+        start = readable.find(wanted) if start < 0 else start
+        if start >= 0 and is_known:
+            position = start
+            continue
+        if json.dumps(wanted, ensure_ascii=False)[1:-1] in readable and is_known:
+            continue
+        if not _is_rendered(messages, index, render):
+            raise InvalidRequest(
+                f"messages[{index}] has the role {message['role']!r}: the model's chat template "
+                "leaves its text out",
+                param=f"messages[{index}]",
+            )
+
+
+def _is_rendered(messages: Sequence[Message], index: int, render: Render) -> bool:
+    word = _WORDS[0]
+    probe = [*messages[:index], {**messages[index], "content": word}, *messages[index + 1 :]]
+    try:
+        return word in render(probe)
+    except InvalidRequest:  # a template that reads the text
+        return True
+
+
+def _shows(render: Render, messages: Sequence[Message], words: Sequence[str]) -> bool:
+    """Whether the words come in the rendered messages, in this order."""
+    try:
+        text = render(messages)
+    except InvalidRequest:
+        return False
+    places = [text.find(word) for word in words]
+    return places[0] >= 0 and places == sorted(places) and len(set(places)) == len(places)
+
+
+def _shows_tool(render: Render, user: Message, name: str) -> bool:
+    parameters = {"type": "object", "properties": {}}
+    function = {"name": name, "description": "-", "parameters": parameters}
+    try:
+        return name in render([user], tools=[{"type": "function", "function": function}])
+    except InvalidRequest:
+        return False
+
+
+def _is_system(message: Mapping[str, Any]) -> bool:
+    return message["role"] in ("system", "developer")
+
+
+def _said(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def _called(name: str, call_id: str) -> Message:
+    function = {"name": name, "arguments": {}}
+    call = {"id": call_id, "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _result(content: str, call_id: str) -> Message:
+    return {"role": "tool", "content": content, "name": "f", "tool_call_id": call_id}
+
+
+def _merged(messages: Sequence[Message], role: str) -> Message:
+    """One message of several, with an empty line between their texts."""
+    texts = [_text_of(message) for message in messages]
+    return {**messages[0], "role": role, "content": "\n\n".join(text for text in texts if text)}
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content)
+
+
+def _without_user_runs(messages: Sequence[Message]) -> list[Message]:
+    merged: list[Message] = []
+    for message in messages:
+        if merged and merged[-1]["role"] == message["role"] == "user":
+            merged[-1] = _merged([merged[-1], message], "user")
+        else:
+            merged.append(message)
+    return merged
+
+
+def _with_calls_as_text(message: Message) -> Message:
+    """A call or a result in the generic form."""
+    if message["role"] == "tool":
+        content = f"<tool_response>\n{_text_of(message)}\n</tool_response>"
+        return _said("user", content)
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    texts = [_text_of(message)] if _text_of(message) else []
+    for call in calls:
+        function = call.get("function") or call
+        name, arguments = json.dumps(function.get("name")), function.get("arguments", {})
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        described = f'{{"name": {name}, "arguments": {arguments}}}'
+        texts.append(f"{TOOL_CALL}\n{described}\n{TOOL_CALL_END}")
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**rest, "content": "\n".join(texts)}

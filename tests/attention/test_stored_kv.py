@@ -1,0 +1,138 @@
+"""K and V in another dtype than the queries: attention to what is stored, and how that rounds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from radixserve.attention import cpu as cpu_backend
+from radixserve.attention.base import AttentionBackend, AttentionFeatures
+from radixserve.attention.cpu import CpuBackend
+from radixserve.attention.reference import ReferenceBackend
+from radixserve_kernels.cpu_ops import unsupported_reason
+from radixserve_kernels.stored_kv import from_stored, stored_head_dim, stored_width, to_stored
+from tests.attention.cases import LENGTHS, SHARED, Case, SharedCase, run
+from tests.attention.test_features import LONG, SCORES, SPANS, make_features
+from tests.cpu_kernels import cpu_level
+
+__all__ = ["cpu_level"]
+PAIRS = [  # dtypes of queries and of stored K and V
+    (torch.float32, torch.int8),
+    (torch.bfloat16, torch.int8),
+    (torch.float32, torch.bfloat16),
+]
+TOLERANCE = {torch.float32: (3e-6, 2e-5), torch.bfloat16: (2e-2, 2e-2)}
+ROUNDED_QUERIES = (2e-4, 1e-4)  # of float32 to 16 bits, where keys are multiplied as integers
+FEATURES: list[dict[str, Any]] = [
+    {},
+    SPANS["window"],
+    SPANS["wide chunks"],
+    SCORES["soft cap"],
+    SCORES["everything"],
+]
+
+
+def check(
+    make: type[CpuBackend | ReferenceBackend],
+    case: Case,
+    stored: torch.dtype,
+    features: AttentionFeatures,
+    **settings: Any,
+) -> None:
+    """`case`: of numbers as they are before they are stored."""
+    dtype = case.q.dtype
+    if make is CpuBackend and (reason := unsupported_reason(dtype)):
+        pytest.skip(reason)
+    kv = to_stored(case.kv, stored)
+    backend: AttentionBackend = make(kv, case.q.shape[1], dtype=dtype, **settings)
+    out = run(backend, case, features=features)
+    assert out.dtype == dtype
+    before = case.kv, case.k, case.v
+    case.kv, case.k, case.v = (from_stored(to_stored(x, stored), torch.float32) for x in before)
+    expected, _ = case.expected(1, features=features)
+    case.kv, case.k, case.v = before
+    atol, rtol = TOLERANCE[dtype]
+    if (dtype, stored, make) == (torch.float32, torch.int8, CpuBackend):
+        atol, rtol = ROUNDED_QUERIES
+    torch.testing.assert_close(out.double(), expected, atol=atol, rtol=rtol)
+
+
+def check_features(dtype: torch.dtype, stored: torch.dtype) -> None:
+    """Few rows and many, whole vectors and odd heads, one head to a key and eight."""
+    for dim, group in ((64, 1), (64, 3), (24, 8)):
+        case = Case(LONG, 4, 2 * group, 2, dim, dtype=dtype)
+        for fields in FEATURES:
+            check(CpuBackend, case, stored, make_features(case, fields))
+
+
+@pytest.mark.parametrize(("dtype", "stored"), PAIRS)
+def test_features(dtype: torch.dtype, stored: torch.dtype) -> None:
+    check_features(dtype, stored)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("cpu_level")
+@pytest.mark.parametrize(("dtype", "stored"), PAIRS)
+def test_features_at_each_level(dtype: torch.dtype, stored: torch.dtype) -> None:
+    check_features(dtype, stored)
+
+
+@pytest.mark.parametrize(("dtype", "stored"), PAIRS)
+def test_reference(dtype: torch.dtype, stored: torch.dtype) -> None:
+    for fields in FEATURES:
+        case = Case(LENGTHS["everything"], 2, 6, 2, 24, dtype=dtype)
+        check(ReferenceBackend, case, stored, make_features(case, fields))
+
+
+@pytest.mark.parametrize(("dtype", "stored"), PAIRS)
+@pytest.mark.parametrize("name", ["two groups and strangers", "three levels"])
+def test_shared_pages(
+    name: str, dtype: torch.dtype, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_backend, "MERGE_TOKENS", 0)
+    lengths, groups = SHARED[name]
+    case = SharedCase(lengths, 2, groups, heads=8, kv_heads=2, dim=32, dtype=dtype)
+    for fields in FEATURES:
+        check(CpuBackend, case, stored, make_features(case, fields), shares=True)
+
+
+def test_values_of_scales_far_apart() -> None:
+    """A key's scale multiplies its score, a value's its weight."""
+    case = Case([(700, 1), (30, 40)], 3, 6, 2, 64)
+    case.kv *= torch.logspace(-3, 0, case.kv.shape[2])[torch.randperm(case.kv.shape[2])][
+        :, None, None, None
+    ]
+    for make in (CpuBackend, ReferenceBackend):
+        check(make, case, torch.int8, AttentionFeatures())
+
+
+def error_of(x: Tensor) -> Tensor:
+    """Of each head, of the distance of two integers."""
+    rounded = from_stored(to_stored(x, torch.int8), torch.float32)
+    return (rounded - x).abs().amax(-1) / (x.abs().amax(-1) / 127)
+
+
+def test_what_is_stored() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(500, 3, 64) * torch.logspace(-20, 20, 500)[:, None, None]
+    assert stored_width(64, torch.int8) == 66
+    assert stored_head_dim(66, torch.int8) == 64
+    assert float(error_of(x).max()) < 0.51
+    alone = torch.stack([to_stored(token, torch.int8) for token in x])
+    assert torch.equal(alone, to_stored(x, torch.int8))
+    assert torch.equal(to_stored(x, torch.bfloat16), x.bfloat16())
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_shows(broken: float) -> None:
+    x = torch.randn(3, 2, 24)
+    x[1, 0, 7] = broken
+    seen = from_stored(to_stored(x, torch.int8), torch.float32).isnan()
+    assert seen[1, 0].all()
+    assert seen.sum() == 24
+    zeros = torch.zeros(1, 2, 24)
+    assert torch.equal(from_stored(to_stored(zeros, torch.int8), torch.float32), zeros)

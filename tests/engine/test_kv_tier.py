@@ -1,0 +1,396 @@
+"""K/V that outlives the process: a restart, a small pool, damaged files, and random programs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixserve import InvalidRequest, Runtime, SamplingParams
+from radixserve.errors import RequestFailed
+from radixserve.output import Completion
+from radixserve.store import FolderStore
+
+PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, digest=True)
+NUM_PAGES = 4000
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(3, 900, count)]
+
+
+def answers(completions: Sequence[Completion]) -> list[tuple[list[int], str | None]]:
+    return [(completion.token_ids, completion.digest) for completion in completions]
+
+
+def run(folder: Path | None, prompts: Any, **settings: Any) -> list[Completion]:
+    """The answers of a runtime of its own, closed afterwards."""
+    pages = {"num_pages": NUM_PAGES // settings.get("page_size", 1)}
+    store = {} if folder is None else {"kv_store": str(folder)}
+    with Runtime("demo", **{**pages, **store, **settings}) as runtime:
+        completions = [runtime.generate(prompt, PARAMS) for prompt in prompts]
+        runtime.check()
+        return completions
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.kv"))
+
+
+@pytest.mark.parametrize("page_sizes", [(1, 1), (1, 16), (16, 1), (16, 7)])
+def test_a_restart_computes_one_token(tmp_path: Path, page_sizes: tuple[int, int]) -> None:
+    """Of a prompt that was answered before, at any page size; the bits are the same."""
+    prompts = [tokens(0, 1200), tokens(0, 700) + tokens(1, 100)]
+    cold = run(tmp_path, prompts, page_size=page_sizes[0])
+    warm = run(tmp_path, prompts, page_size=page_sizes[1])
+    assert answers(warm) == answers(cold)
+    first, second = (completion.usage for completion in warm)
+    assert (first.computed_tokens, first.cached_tokens, first.loaded_tokens) == (1, 1199, 1199)
+    assert (second.computed_tokens, second.loaded_tokens) == (1, 99)
+    assert second.cached_tokens == 799
+
+
+def test_another_kv_dtype_is_stored_and_kept_apart(tmp_path: Path) -> None:
+    """A pool in 8 bits never loads what one of bfloat16 or float32 has stored."""
+    prompt = tokens(0, 300)
+    for kv_dtype in ("int8", "bfloat16", "auto"):
+        cold, warm = (
+            run(tmp_path, [prompt], kv_dtype=kv_dtype, dtype="float32")[0] for _ in range(2)
+        )
+        assert answers([warm]) == answers([cold])
+        assert [cold.usage.loaded_tokens, warm.usage.loaded_tokens] == [0, 299]
+    sizes = [path.stat().st_size for path in files(tmp_path)]
+    assert len(sizes) == 3
+
+
+def test_more_than_the_pool_holds_is_loaded_again(tmp_path: Path) -> None:
+    prompts = [tokens(seed, 300) for seed in range(8)]
+    plain = run(None, prompts)
+    with Runtime("demo", num_pages=700, kv_store=str(tmp_path)) as runtime:
+        for expected in ("computed", "loaded"):
+            for prompt, answer in zip(prompts, plain, strict=True):
+                completion = runtime.generate(prompt, PARAMS)
+                assert answers([completion]) == answers([answer])
+                assert completion.usage.loaded_tokens == (299 if expected == "loaded" else 0)
+        runtime.check()
+        counts = runtime.cache_stats()["kv_store"]
+    assert counts["loaded_tokens"] == 8 * 299
+    assert counts["failed_reads"] == counts["failed_writes"] == 0
+
+
+def test_requests_that_share_a_stored_prefix_load_it_once(tmp_path: Path) -> None:
+    shared = tokens(0, 600)
+    run(tmp_path, [shared])
+    with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
+        completions = runtime.generate([shared + tokens(seed, 20) for seed in range(1, 7)], PARAMS)
+        assert sum(completion.usage.loaded_tokens for completion in completions) == 600
+        assert all(completion.usage.computed_tokens == 20 for completion in completions)
+        assert runtime.cache_stats()["kv_store"]["loaded_tokens"] == 600
+
+
+def test_a_request_in_memory_or_not_stored_is_not_held(tmp_path: Path) -> None:
+    with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
+        runtime.generate([tokens(0, 100), tokens(0, 100), tokens(1, 100)], PARAMS)
+        assert runtime.cache_stats()["kv_store"]["loaded_tokens"] == 0
+        runtime._core._engine._tier.flush()
+        assert runtime.stored_len(tokens(0, 100) + [7] * 9) == 100
+        assert runtime.stored_len(tokens(5, 100)) == 0
+
+
+def test_only_what_was_reused_is_written_on_demand(tmp_path: Path) -> None:
+    shared = tokens(0, 100)
+    run(tmp_path, [shared + tokens(1, 50)], kv_store_write="reuse")
+    assert not files(tmp_path)
+    prompts = [shared + tokens(seed, 50) for seed in (2, 3)]
+    run(tmp_path, prompts, kv_store_write="reuse")
+    assert run(tmp_path, [shared + tokens(9, 50)])[0].usage.loaded_tokens == 100
+
+
+def test_namespaces_are_apart_and_a_flush_forgets_the_store_too(tmp_path: Path) -> None:
+    mine = SamplingParams(max_tokens=2, temperature=0.0, namespace="mine")
+    prompt = tokens(0, 100)
+    with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
+        runtime.generate(prompt, mine)
+    with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
+        assert runtime.generate(prompt, PARAMS).usage.loaded_tokens == 0
+        assert runtime.generate(prompt, mine).usage.loaded_tokens == 99
+        runtime.flush_cache("mine")
+    with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
+        assert runtime.generate(prompt, mine).usage.loaded_tokens == 0
+        assert runtime.generate(prompt, PARAMS).usage.loaded_tokens == 99
+
+
+class TestFaults:
+    """Whatever becomes of the files: right answers, a counter, and one line in the log."""
+
+    @pytest.fixture
+    def cold(self, tmp_path: Path) -> list[Completion]:
+        return run(tmp_path, [tokens(0, 1200)])
+
+    def check(
+        self, folder: Path, cold: list[Completion], caplog: pytest.LogCaptureFixture, **counts: int
+    ) -> int:
+        """Returns the tokens that were loaded."""
+        caplog.clear()
+        with (
+            caplog.at_level(logging.WARNING, "radixserve"),
+            Runtime("demo", num_pages=NUM_PAGES, kv_store=str(folder)) as runtime,
+        ):
+            completion = runtime.generate(tokens(0, 1200), PARAMS)
+            assert answers([completion]) == answers(cold)
+            runtime.check()
+            stats = runtime.cache_stats()["kv_store"]
+        assert {name: stats[name] for name in counts} == counts
+        assert len(caplog.records) == (1 if any(counts.values()) else 0)
+        return completion.usage.loaded_tokens
+
+    @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "gone", "other"])
+    def test_a_damaged_file(
+        self,
+        tmp_path: Path,
+        cold: list[Completion],
+        caplog: pytest.LogCaptureFixture,
+        damage: str,
+    ) -> None:
+        """The second of three: the first is loaded, the others' tokens are computed."""
+        (second,) = (path for path in files(tmp_path) if b'"start": 512' in path.read_bytes()[:200])
+        data = bytearray(second.read_bytes())
+        if damage == "flip":
+            data[len(data) // 2] ^= 1
+            second.write_bytes(data)
+        elif damage == "cut":
+            second.write_bytes(data[: len(data) // 2])
+        elif damage == "other":
+            second.write_bytes(b"GGUF" + data[4:])
+        elif damage == "empty":
+            second.write_bytes(b"")
+        else:
+            second.unlink()
+        is_unreadable = damage in ("empty", "gone", "other")  # its tokens are not known either
+        num_loaded = self.check(tmp_path, cold, caplog, failed_reads=0 if is_unreadable else 1)
+        assert num_loaded == 512
+        assert self.check(tmp_path, cold, caplog, failed_reads=0) == 1199  # it was written again
+
+    def test_another_model(self, tmp_path: Path) -> None:
+        """K/V of another dtype is not taken for that of this one."""
+        prompt = [tokens(0, 1200)]
+        run(tmp_path, prompt)
+        expected = run(None, prompt, dtype="bfloat16")
+        completions = run(tmp_path, prompt, dtype="bfloat16")
+        assert answers(completions) == answers(expected)
+        assert completions[0].usage.loaded_tokens == 0
+
+    def test_a_full_disk(
+        self,
+        tmp_path: Path,
+        cold: list[Completion],
+        caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        for path in files(tmp_path):
+            path.unlink()
+
+        def refuse(*_: object) -> int:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(FolderStore, "put", refuse)
+        with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
+            assert answers([runtime.generate(tokens(0, 1200), PARAMS)]) == answers(cold)
+            core = runtime._core
+        assert core._engine._tier.stats()["failed_writes"] == 1
+        assert "No space left on device" in caplog.text
+
+    def test_a_read_that_hangs_is_given_up(
+        self,
+        tmp_path: Path,
+        cold: list[Completion],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        let_go, read = threading.Event(), FolderStore.get
+
+        def hang(store: FolderStore, name: str, num_bytes: int | None = None) -> bytearray | None:
+            if num_bytes is None:
+                let_go.wait(60)
+            return read(store, name, num_bytes)
+
+        monkeypatch.setattr(FolderStore, "get", hang)
+        monkeypatch.setattr("radixserve.engine.kv_tier._PATIENCE_S", 0.05)
+        with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
+            completion = runtime.generate(tokens(0, 1200), PARAMS)
+            let_go.set()
+            assert answers([completion]) == answers(cold)
+            assert completion.usage.loaded_tokens == 0
+            assert runtime.cache_stats()["kv_store"]["failed_reads"] == 1
+
+    def test_an_abort_while_a_load_is_under_way(
+        self, tmp_path: Path, cold: list[Completion], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        let_go, read = threading.Event(), FolderStore.get
+
+        def hang(store: FolderStore, name: str, num_bytes: int | None = None) -> bytearray | None:
+            if num_bytes is None:
+                let_go.wait(60)
+            return read(store, name, num_bytes)
+
+        monkeypatch.setattr(FolderStore, "get", hang)
+        with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
+            with runtime.submit([tokens(0, 1200)] * 3, PARAMS) as held:
+                assert runtime.generate(tokens(5, 40), PARAMS).finish_reason == "length"
+                assert runtime.status().waiting == 3
+                assert runtime.abort() == 3
+                let_go.set()
+                assert {completion.finish_reason for completion in held} == {"abort"}
+            runtime.check()
+            assert answers([runtime.generate(tokens(0, 1200), PARAMS)]) == answers(cold)
+
+    def test_a_load_locks_no_page_between_steps(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """While its reads hang, another request takes nearly the whole pool."""
+        run(tmp_path, [tokens(0, 60)])
+        let_go, read = threading.Event(), FolderStore.get
+
+        def hang(store: FolderStore, name: str, num_bytes: int | None = None) -> bytearray | None:
+            if num_bytes is None:
+                let_go.wait(60)
+            return read(store, name, num_bytes)
+
+        monkeypatch.setattr(FolderStore, "get", hang)
+        with Runtime("demo", num_pages=88, kv_store=str(tmp_path)) as runtime:
+            first = tokens(0, 30)
+            runtime.generate(first, PARAMS)  # a part of it is cached
+            with runtime.submit([tokens(0, 61)], PARAMS) as held:
+                assert runtime.generate(tokens(5, 80), PARAMS).finish_reason == "length"
+                let_go.set()
+                assert [completion.finish_reason for completion in held] == ["length"]
+            runtime.check()
+
+    def test_a_step_that_fails_stores_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its pages may lack what was to be copied into them."""
+
+        def fail(_: object) -> None:
+            raise ValueError("no step")
+
+        with Runtime("demo", num_pages=NUM_PAGES, page_size=16, kv_store=str(tmp_path)) as runtime:
+            runtime.generate(tokens(0, 100), PARAMS)
+            runtime._core._engine._tier.flush()
+            stored = files(tmp_path)
+            with monkeypatch.context() as context:
+                context.setattr(runtime._core._engine._runner, "launch", fail)
+                with pytest.raises(RequestFailed):
+                    runtime.generate(tokens(0, 90) + tokens(1, 40), PARAMS)
+            runtime._core._engine._tier.flush()
+            assert files(tmp_path) == stored
+
+    def test_a_folder_that_cannot_be_made(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(InvalidRequest, match="kv_store="):
+            Runtime("demo", num_pages=10, kv_store=str(tmp_path / "file" / "kv"))
+        with pytest.raises(InvalidRequest, match='needs cache="radix"'):
+            Runtime("demo", num_pages=10, kv_store=str(tmp_path), cache="off")
+        with pytest.raises(InvalidRequest, match="kv_store_size"):
+            Runtime("demo", num_pages=10, kv_store=str(tmp_path), kv_store_size="many")
+        with pytest.raises(InvalidRequest, match="kv_store_write"):
+            Runtime("demo", num_pages=10, kv_store=str(tmp_path), kv_store_write="never")
+
+
+def test_two_processes_share_a_folder(tmp_path: Path) -> None:
+    """Both write and read; each finds what the other one wrote."""
+    with (
+        Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as first,
+        Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as second,
+    ):
+        prompts = [tokens(seed, 200) for seed in range(4)]
+        with (
+            first.submit(prompts, PARAMS) as of_first,
+            second.submit(prompts, PARAMS) as of_second,
+        ):
+            for handle in (of_first, of_second):
+                list(handle)
+        expected, also = (answers(handle.result()) for handle in (of_first, of_second))
+        assert expected == also
+        for runtime in (first, second):
+            runtime._core._engine._tier.flush()
+        first.generate(tokens(9, 300), PARAMS)
+        first._core._engine._tier.flush()
+        assert second.generate(tokens(9, 300), PARAMS).usage.loaded_tokens == 299
+    assert [completion.usage.loaded_tokens for completion in run(tmp_path, prompts)] == [199] * 4
+
+
+def test_a_cache_is_saved_and_loaded(tmp_path: Path) -> None:
+    shared = tokens(0, 300)
+    prompts = [shared + tokens(seed, 40) for seed in (1, 2, 3)]
+    with Runtime("demo", num_pages=NUM_PAGES) as runtime:
+        expected = answers(runtime.generate(prompts, PARAMS))
+        assert runtime.save_cache(tmp_path / "a") == 300 + 3 * 43
+        assert runtime.save_cache(tmp_path / "a") == 0
+        assert runtime.save_cache(tmp_path / "b", prompts=[prompts[1]]) == 340
+        assert runtime.save_cache(tmp_path / "c", namespace="other") == 0
+        runtime.check()
+    with Runtime("demo", num_pages=NUM_PAGES, page_size=1) as runtime:
+        assert runtime.load_cache(tmp_path / "a") == 300 + 3 * 43
+        assert runtime.load_cache(tmp_path / "a") == 0
+        completions = runtime.generate(prompts, PARAMS)
+        assert answers(completions) == expected
+        assert all(completion.usage.computed_tokens == 1 for completion in completions)
+        runtime.check()
+    with Runtime("demo", num_pages=360) as runtime:
+        assert runtime.load_cache(tmp_path / "a") == 343  # one sequence fits
+        assert runtime.load_cache(tmp_path / "b") == 0
+        runtime.check()
+
+
+def test_other_caches_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    with Runtime("demo", num_pages=64, cache="hash") as runtime:
+        for save in (lambda: runtime.save_cache(tmp_path), lambda: runtime.load_cache(tmp_path)):
+            with pytest.raises(InvalidRequest, match='cache="radix"'):
+                save()
+
+
+def test_random_programs_with_a_store_equal_those_without(tmp_path: Path) -> None:
+    """Streams that are aborted in mid-load, small pools, damaged files, small stores, restarts."""
+    numbers = random.Random(3)
+    bases = [tokens(seed, 300) for seed in range(5)]
+    plain: dict[tuple[int, ...], tuple[list[int], str | None]] = {}
+    with Runtime("demo", num_pages=NUM_PAGES) as runtime:
+        prompts = [
+            numbers.choice(bases)[: numbers.randint(1, 300)]
+            + tokens(numbers.randrange(20), numbers.randint(1, 60))
+            for _ in range(40)
+        ]
+        for prompt, answer in zip(prompts, runtime.generate(prompts, PARAMS), strict=True):
+            plain[tuple(prompt)] = answer.token_ids, answer.digest
+    for page_size in (1, 8, 16):
+        settings: dict[str, Any] = {
+            "num_pages": 1000 // page_size,
+            "page_size": page_size,
+            "kv_store": str(tmp_path),
+            "kv_store_size": numbers.choice(["1MB", "4MB", "1GB"]),
+            "chunked_prefill_size": numbers.choice([37, 512]),
+        }
+        with Runtime("demo", **settings) as runtime:
+            for _ in range(6):
+                chosen = numbers.sample(prompts, 6)
+                with contextlib.ExitStack() as stack:
+                    handles = [
+                        stack.enter_context(runtime.submit([prompt], PARAMS)) for prompt in chosen
+                    ]
+                    for handle, prompt in zip(handles, chosen, strict=True):
+                        if numbers.random() < 0.3:
+                            handle.abort()
+                            continue
+                        (completion,) = list(handle)
+                        assert (completion.token_ids, completion.digest) == plain[tuple(prompt)]
+                if numbers.random() < 0.3 and (paths := files(tmp_path)):
+                    with open(numbers.choice(paths), "r+b") as file:
+                        file.truncate(numbers.randint(0, 5000))
+                runtime.check()

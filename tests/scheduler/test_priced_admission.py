@@ -1,0 +1,184 @@
+"""Priced admission in the scheduler: what it measures, whom it holds, and that nobody starves."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+
+import pytest
+
+from radixserve.config import EngineConfig
+from radixserve.errors import InvalidRequest
+from radixserve.request import BeamParams
+from tests.scheduler.fake import Driver, random_prompt
+from tests.scheduler.test_scheduler import prompt
+
+
+def priced(pages: int, page_size: int = 1, **settings: object) -> Driver:
+    """Steps are measured on the driver's clock, so a run depends on nothing else."""
+    driver = Driver(pages, page_size, admission="priced", **settings)  # type: ignore[arg-type]
+    scheduler, pricing = driver.scheduler, driver.scheduler._pricing
+    assert pricing is not None
+
+    def clock() -> float:
+        driver.now += 0.001  # between the beginning and the end of a step, too
+        return driver.now
+
+    scheduler._clock = pricing._clock = clock
+    scheduler._waiting._clock = lambda: driver.now
+    return driver
+
+
+class HotSessions:
+    """Sessions that come back in the step after their answer, for ever."""
+
+    def __init__(self, driver: Driver, count: int, size: int) -> None:
+        self.driver = driver
+        self.texts = {f"hot{number}": prompt(number, size) for number in range(count)}
+        self.turns: Counter[str] = Counter()
+        for name in self.texts:
+            self.send(name)
+
+    def send(self, name: str) -> None:
+        self.turns[name] += 1
+        self.driver.add(
+            f"{name}-{self.turns[name]}",
+            self.texts[name],
+            max_tokens=2,
+            ignore_eos=True,
+            session=name,
+        )
+
+    def step(self) -> None:
+        self.driver.step()
+        self.driver.now += 0.01
+        for name in self.texts:
+            last = f"{name}-{self.turns[name]}"
+            if last in self.driver.finished:
+                self.texts[name] = self.texts[name] + self.driver.output(last)
+                if len(self.texts[name]) > 60:
+                    self.texts[name] = self.texts[name][:30]
+                self.send(name)
+
+
+def test_a_cold_session_is_held_and_never_starves() -> None:
+    """The bound in requests: later ones that are hot overtake it no more often."""
+    driver = priced(130, max_running_requests=4, max_overtake=30, chunked_prefill_size=64)
+    hot = HotSessions(driver, 3, 30)
+    for _ in range(60):
+        hot.step()
+    driver.add("cold", prompt(50, 60), max_tokens=2, ignore_eos=True, session="cold")
+    later = 0
+    while "cold" not in driver.admitted:
+        before = len(driver.admitted)
+        hot.step()
+        later += len(driver.admitted) - before
+        assert later <= 30 + 2 * 4  # those of its own step, and those that waited before it
+    assert driver.scheduler.num_held > 0
+
+
+def test_a_cold_session_waits_no_longer_than_max_wait_s() -> None:
+    driver = priced(
+        130, max_running_requests=4, max_overtake=10_000, chunked_prefill_size=64, max_wait_s=0.5
+    )
+    hot = HotSessions(driver, 3, 30)
+    for _ in range(60):
+        hot.step()
+    driver.add("cold", prompt(50, 60), max_tokens=2, ignore_eos=True, session="cold")
+    sent_at = driver.now
+    while "cold" not in driver.admitted:
+        hot.step()
+        assert driver.now - sent_at <= 0.5 + 0.2  # and what runs ends
+    assert driver.scheduler.num_held > 0
+
+
+def test_a_finished_session_tells_the_cache_when_it_comes_back() -> None:
+    driver = priced(800)
+    text = prompt(0, 20)
+    for turn in range(8):
+        driver.add(f"t{turn}", text, max_tokens=2, ignore_eos=True)  # found by its tokens
+        driver.run()
+        text = text + driver.output(f"t{turn}") + prompt(turn + 1, 64)
+        estimates = [estimate for _, estimate in driver.cache.victims()]
+        driver.now += 5.0
+    assert estimates[0] is not None
+    assert estimates[0].is_regular
+    assert estimates[0].seconds_left(driver.now - 5.0) == pytest.approx(5.0, rel=0.1)
+
+
+def test_priced_admission_needs_its_order_of_eviction() -> None:
+    assert EngineConfig(admission="priced").eviction == "expected-return"
+    assert EngineConfig().eviction == "lru"
+    for wrong in ({"eviction": "lru"}, {"cache": "hash"}, {"cache": "off"}):
+        with pytest.raises(InvalidRequest, match="priced"):
+            EngineConfig(admission="priced", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="greedy"):
+        EngineConfig(admission="cheap")
+
+
+def storm(seed: int, steps: int) -> Counter[str]:
+    """Bursts, tenants, sessions that never return or close in mid-flight, beams, aborts,
+    preemptions and resets; an audit after each step."""
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 2, 16])
+    driver = priced(
+        max(4, rng.choice([60, 120, 300]) // page_size),
+        page_size,
+        policy=rng.choice(["lpm", "fcfs", "dfs-weight"]),
+        chunked_prefill_size=rng.choice([7, 16, 64]),
+        max_running_requests=rng.choice([2, 4, 8]),
+        max_overtake=rng.choice([2, 8, 40]),
+        max_wait_s=rng.choice([None, 3.0]),
+    )
+    names: list[str] = []
+    known: list[list[int]] = [[2, 3]]
+    for _ in range(steps):
+        num_new = rng.choice([0, 0, 1, 1, 6]) if len(names) - len(driver.finished) < 20 else 0
+        for _ in range(num_new):
+            name, capacity = f"r{len(names)}", driver.num_pages * driver.page_size
+            tokens = random_prompt(rng, known, min(capacity - 20, 50))
+            names.append(name)
+            driver.add(
+                name,
+                tokens,
+                max_tokens=rng.choice([1, 3, 12, 60]),
+                priority=rng.choice([0, 0, 0, 1]),
+                namespace=rng.choice(["", "b"]),  # type: ignore[arg-type]
+                session=rng.choice(["", "s1", "s2", "s3"]),
+                beams=BeamParams(width=2) if rng.random() < 0.05 else None,
+            )
+        if names and rng.random() < 0.05:
+            driver.abort(rng.choice(names[-20:]))
+        if rng.random() < 0.05:
+            driver.scheduler.sessions.close(rng.choice(["s1", "s2", "s3"]))
+        if rng.random() < 0.01:
+            driver.cache.reset(rng.choice([None, "b"]))
+        driver.now += rng.choice([0.01, 0.01, 0.5, 8.0])
+        driver.step()
+        driver.engine.check()
+        known = [*known[-20:], *[driver.runner.tokens[name] for name in names[-3:]]]
+    driver.run()
+    assert len(driver.finished) == len(names)
+    driver.drain()
+    counts = driver.scheduler.counts
+    return Counter(
+        steps=counts.steps, preemptions=counts.preemptions, held=driver.scheduler.num_held
+    )
+
+
+def test_storms() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(4, 14):
+        seen += storm(seed, 60)
+    assert seen["held"] > 0
+    assert seen["preemptions"] > 0
+
+
+@pytest.mark.long
+def test_a_hundred_thousand_steps() -> None:
+    """RADIXSERVE_FUZZ_STEPS sets how many."""
+    steps, seed = 0, 1_000
+    while steps < int(os.environ.get("RADIXSERVE_FUZZ_STEPS", "100000")):
+        steps += storm(seed, 1_000)["steps"]
+        seed += 1

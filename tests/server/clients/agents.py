@@ -1,0 +1,231 @@
+"""Claude Code, Codex and opencode, unmodified, against `radixserve serve`: a turn, a loop of tools,
+a resumed session.
+
+    python tests/server/clients/agents.py FOLDER_WITH_PROGRAMS [claude] [codex] [opencode]
+
+Claude Code and Codex run where none is named. Each reads a file, edits it and runs a command in a
+temporary folder, as the model's script has it, and goes on with the session in a process of its
+own. From the second request of a session on all but what is new and the end of one answer comes
+from the cache. No other address than the server's on loopback is named to them, and what they
+report home is switched off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[3]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+
+from tests.server.clients.agent_model import make_agent, tool_call  # noqa: E402
+
+ASK, MORE, LAST = "What does note.txt say? Make it green.", "And now?", "The note says green now."
+MODEL = "agent-model"
+_CONFIG = """\
+model = "{model}"
+model_provider = "local"
+model_context_window = 200000
+approval_policy = "never"
+sandbox_mode = "danger-full-access"
+check_for_update_on_startup = false
+[analytics]
+enabled = false
+[model_providers.local]
+name = "local"
+base_url = "{url}/v1"
+wire_api = "responses"
+"""
+
+
+class Served(NamedTuple):
+    """A server's address, and its log, which has a line of JSON a request."""
+
+    url: str
+    log: Path
+
+    def usages(self) -> list[dict[str, Any]]:
+        """Of each answer so far."""
+        lines = self.log.read_text(encoding="utf-8").splitlines()
+        requests = [json.loads(line) for line in lines if line.startswith("{")]
+        return [request for request in requests if "prompt_tokens" in request]
+
+
+@contextlib.contextmanager
+def served(model: Path, log: Path) -> Iterator[Served]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "radixserve", "serve", str(model), f"--port={port}",
+             f"--served-model-name={MODEL}", "--num-pages=200000", "--log-requests"],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path[:2])}, stderr=output,
+        )  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(1_200):
+            assert process.poll() is None, log.read_text()
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health/ready"):
+                break
+            time.sleep(0.1)
+        yield Served(url, log)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+def claude_script(note: Path) -> list[str]:
+    # Claude Code adds defaults to a call's arguments, and puts them first: another call's text
+    # would not be what the model said.
+    edit: dict[str, Any] = {"replace_all": False, "file_path": str(note)}
+    edit |= {"old_string": "blue", "new_string": "green"}
+    return [
+        "Let me read it. " + tool_call("Read", file_path=str(note)),
+        "Now I edit it. " + tool_call("Edit", **edit),
+        "And I look. " + tool_call("Bash", command=f"cat {note}", description="Show the note"),
+        LAST,
+    ]
+
+
+def run_claude(binaries: Path, home: Path, folder: Path, url: str) -> None:
+    environment = {
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_MODEL": MODEL,
+        "ANTHROPIC_API_KEY": "none",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "DISABLE_TELEMETRY": "1",
+        "DISABLE_ERROR_REPORTING": "1",
+        "DISABLE_AUTOUPDATER": "1",
+    }
+    command = [str(binaries / "claude"), "--output-format", "json",
+               "--tools", "Read,Edit,Bash", "--allowedTools", "Read Edit Bash"]  # fmt: skip
+    first = json.loads(_run([*command, "-p", ASK], home, folder, environment))
+    assert (first["result"], first["num_turns"], first["is_error"]) == (LAST, 4, False), first
+    session = ["--resume", first["session_id"]]
+    more = json.loads(_run([*command, *session, "-p", MORE], home, folder, environment))
+    assert more["session_id"] == first["session_id"]
+    assert not more["is_error"], more
+
+
+def codex_script(note: Path) -> list[str]:
+    return [
+        "Let me read it. " + tool_call("exec_command", cmd=f"cat {note}"),
+        "Now I edit it. " + tool_call("exec_command", cmd=f"sed -i s/blue/green/ {note}"),
+        "And I look. " + tool_call("exec_command", cmd=f"cat {note}; pwd"),
+        LAST,
+    ]
+
+
+def run_codex(binaries: Path, home: Path, folder: Path, url: str) -> None:
+    (home / ".codex").mkdir()
+    config = _CONFIG.format(model=MODEL, url=url)
+    config += f'[projects."{folder}"]\ntrust_level = "trusted"\n'
+    (home / ".codex" / "config.toml").write_text(config, encoding="utf-8")
+    command = [str(binaries / "codex"), "exec", "--skip-git-repo-check"]
+    for arguments in (["--json", ASK], ["resume", "--last", "--json", MORE]):
+        lines = _run([*command, *arguments], home, folder, {}).splitlines()
+        events = [json.loads(line) for line in lines if line.startswith("{")]
+        items = [event["item"] for event in events if event["type"] == "item.completed"]
+        said = [item["text"] for item in items if item["type"] == "agent_message"]
+        assert said[-1] == LAST, lines
+        assert events[-1]["type"] == "turn.completed", lines
+
+
+def opencode_script(note: Path) -> list[str]:
+    edit = {"filePath": str(note), "oldString": "blue", "newString": "green"}
+    return [
+        "Let me read it. " + tool_call("read", filePath=str(note)),
+        "Now I edit it. " + tool_call("edit", **edit),
+        "And I look. " + tool_call("bash", command=f"cat {note}", description="Show the note"),
+        LAST,
+    ]
+
+
+def run_opencode(binaries: Path, home: Path, folder: Path, url: str) -> None:
+    limit = {"context": 200_000, "output": 32_000}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": f"{url}/v1", "apiKey": "none"},
+        "models": {MODEL: {"limit": limit}},
+    }
+    config = {"autoupdate": False, "share": "disabled", "model": f"radixserve/{MODEL}",
+              "provider": {"radixserve": provider}}  # fmt: skip
+    (folder / "opencode.json").write_text(json.dumps(config), encoding="utf-8")
+    names = ("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD", "DEFAULT_PLUGINS")
+    environment = {f"OPENCODE_DISABLE_{name}": "1" for name in names}
+    command = [str(binaries / "opencode"), "run", "--auto", "--format", "json"]
+    for arguments in (["--title", "A note", ASK], ["--continue", MORE]):
+        lines = _run([*command, *arguments], home, folder, environment).splitlines()
+        events = [json.loads(line) for line in lines if line.startswith("{")]
+        said = [event["part"]["text"] for event in events if event["type"] == "text"]
+        assert said[-1] == LAST, lines
+
+
+def _run(command: Sequence[str], home: Path, folder: Path, environment: dict[str, str]) -> str:
+    done = subprocess.run(
+        command, cwd=folder, env={"PATH": os.environ["PATH"], "HOME": str(home), **environment},
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, (command, done.stdout[-2_000:], done.stderr[-2_000:])
+    return done.stdout
+
+
+def check_cached(usages: Sequence[dict[str, Any]]) -> None:
+    """Four requests of the loop, one of the resumed session."""
+    assert len(usages) == 5, usages
+    for earlier, later in itertools.pairwise(usages):
+        cached = later["prompt_tokens_details"]["cached_tokens"]
+        known = earlier["prompt_tokens"] + earlier["completion_tokens"]
+        assert cached >= known - 1, (cached, known)  # the token that ended the answer
+        print(f"  {later['prompt_tokens']} tokens of the prompt, {cached} of them cached")
+
+
+def check(
+    name: str,
+    script: Callable[[Path], list[str]],
+    run: Callable[[Path, Path, Path, str], None],
+    binaries: Path,
+) -> None:
+    print(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        model, home, folder = (Path(temporary) / part for part in ("model", "home", "work"))
+        for path in (model, home, folder):
+            path.mkdir()
+        note = folder / "note.txt"
+        note.write_text("The sky is blue.\n", encoding="utf-8")
+        make_agent(model, script(note))
+        with served(model, Path(temporary) / "log") as server:
+            run(binaries, home, folder, server.url)
+            assert note.read_text(encoding="utf-8") == "The sky is green.\n"
+            check_cached(server.usages())
+
+
+def main() -> None:
+    folder, *names = sys.argv[1:]
+    for name in names or ("claude", "codex"):
+        script, run = AGENTS[name]
+        check(name, script, run, Path(folder))
+
+
+AGENTS = {
+    "claude": (claude_script, run_claude),
+    "codex": (codex_script, run_codex),
+    "opencode": (opencode_script, run_opencode),
+}
+
+
+if __name__ == "__main__":
+    main()

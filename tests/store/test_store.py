@@ -1,0 +1,305 @@
+"""Files of K/V: what is written is read back, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from radixserve.arrays import IntArray
+from radixserve.store import (
+    BadRun,
+    FolderStore,
+    KVLayout,
+    Run,
+    StoredPrefixes,
+    decode_run,
+    encode_run,
+)
+from radixserve.store.fingerprint import model_fingerprint
+
+LAYOUT = KVLayout(2, 2, 4, "float32", 4)
+MODEL = "0" * 32
+
+
+def kv_of(tokens: IntArray, start: int = 0) -> np.ndarray:
+    """K/V that depends on each token and its position alone."""
+    numbers = np.zeros((2, 2, len(tokens), 8), np.float32)
+    numbers += (tokens * 1000.0 + np.arange(start, start + len(tokens)))[None, None, :, None]
+    return numbers.view(np.uint8).reshape(2, 2, len(tokens), 32)
+
+
+def random_tokens(seed: int, count: int) -> IntArray:
+    return np.random.default_rng(seed).integers(0, 50, count, np.int32)
+
+
+@pytest.fixture
+def prefixes(tmp_path: Path) -> StoredPrefixes:
+    return StoredPrefixes(FolderStore(tmp_path / "kv", 1 << 30), MODEL, LAYOUT)
+
+
+def write(prefixes: StoredPrefixes, tokens: IntArray, namespace: str = "") -> int:
+    stored = prefixes.match(tokens, namespace)
+    kv = kv_of(tokens[stored.length :], stored.length)
+    return sum(run.num_tokens for run in prefixes.put(tokens, namespace, stored, kv))
+
+
+def encoded(tokens: IntArray) -> bytes:
+    return b"".join(encode_run(Run("a", 0, "", tokens, kv_of(tokens)), LAYOUT))
+
+
+class TestRunFile:
+    def test_what_is_written_is_read(self) -> None:
+        tokens = random_tokens(0, 20)
+        run = decode_run(encoded(tokens), LAYOUT)
+        assert (run.namespace, run.start, run.parent) == ("a", 0, "")
+        assert np.array_equal(run.tokens, tokens)
+        assert np.array_equal(run.kv, kv_of(tokens))
+
+    def test_any_damaged_byte_and_any_shorter_file_is_refused(self) -> None:
+        data = encoded(random_tokens(1, 3))
+        for index in range(len(data)):
+            damaged = bytearray(data)
+            damaged[index] ^= 1 << (index % 8)
+            with pytest.raises(BadRun):
+                decode_run(damaged, LAYOUT)
+            with pytest.raises(BadRun):
+                decode_run(data[:index], LAYOUT)
+        with pytest.raises(BadRun):
+            decode_run(data + b"\0", LAYOUT)
+
+    def test_another_layout_and_a_later_version_are_refused(self) -> None:
+        data = encoded(random_tokens(2, 3))
+        with pytest.raises(BadRun, match="its K/V is"):
+            decode_run(data, KVLayout(2, 2, 4, "bfloat16", 2))
+        import struct
+        import zlib
+
+        later = data[:-4].replace(b'"version": 1', b'"version": 2')
+        with pytest.raises(BadRun, match="version"):
+            decode_run(later + struct.pack("<I", zlib.crc32(later)), LAYOUT)
+
+
+A = f"{'0' * 32}/{'1' * 32}/{'2' * 32}-{0:08x}"
+B = f"{'0' * 32}/{'3' * 32}/{'2' * 32}-{0:08x}"
+
+
+def name_of(index: int) -> str:
+    return f"{A[:-8]}{index:08x}"
+
+
+class TestFolderStore:
+    def test_put_get_has_drop_list(self, tmp_path: Path) -> None:
+        store = FolderStore(tmp_path / "kv", 1000)
+        assert store.get(A) is None
+        assert store.put(A, [b"abc", b"def"]) == 6
+        assert store.get(A) == b"abcdef"
+        assert store.get(A, 2) == b"ab"
+        assert store.has(A)
+        assert [store.name_of(file) for file in store.list()] == [A]
+        assert store.num_bytes == 6
+        store.put(B, [b"xyz"])
+        store.drop_folder(A[:65])
+        assert [store.name_of(file) for file in store.list()] == [B]
+        store.drop(B)
+        store.drop(B)
+        assert store.num_bytes == 0
+
+    def test_the_folder_is_its_owners_alone(self, tmp_path: Path) -> None:
+        FolderStore(tmp_path / "kv", 1000)
+        assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
+
+    def test_what_was_not_used_for_longest_goes(self, tmp_path: Path) -> None:
+        store = FolderStore(tmp_path, 100)
+        for index in range(10):
+            store.put(name_of(index), [bytes(10)])
+            os.utime(tmp_path / f"{name_of(index)}.kv", (index, index))
+        os.utime(tmp_path / f"{name_of(0)}.kv", (50, 50))
+        store.put(name_of(99), [bytes(10)])
+        assert store.num_bytes <= 100
+        assert store.num_dropped == 2
+        left = {store.name_of(file) for file in store.list()}
+        assert left == {name_of(99), name_of(0), *(name_of(index) for index in range(3, 10))}
+
+    def test_a_file_larger_than_the_store_is_refused_and_leaves_nothing(
+        self, tmp_path: Path
+    ) -> None:
+        store = FolderStore(tmp_path, 100)
+        with pytest.raises(OSError, match="more than the store may hold"):
+            store.put(A, [bytes(101)])
+        assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+    def test_temporary_files_of_killed_writers_go_when_they_are_old(self, tmp_path: Path) -> None:
+        folder = tmp_path / A[:65]
+        folder.mkdir(parents=True)
+        for path, age in (
+            (folder / ".1-1.tmp", 10_000),
+            (folder / ".2-1.tmp", 1),
+            (folder / "notes.kv", 10_000),
+            (tmp_path / ".3-1.tmp", 10_000),
+        ):
+            path.write_bytes(b"a")
+            os.utime(path, (time.time() - age,) * 2)
+        store = FolderStore(tmp_path, 0)
+        store.drop_temporary()
+        store.prune(0)
+        left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+        assert left == {".2-1.tmp", "notes.kv", ".3-1.tmp"}  # what is not the store's stays
+
+
+class TestStoredPrefixes:
+    def test_match_finds_the_longest_prefix_wherever_sequences_divide(
+        self, prefixes: StoredPrefixes
+    ) -> None:
+        """Against a list of all sequences written, over random trees."""
+        numbers, written = random.Random(0), [random_tokens(0, 0)]
+        for _ in range(60):
+            base = numbers.choice(written)
+            cut = numbers.randint(0, len(base))
+            tail = random_tokens(numbers.randrange(10**6), numbers.randint(1, 700))
+            tokens = np.concatenate([base[:cut], tail])
+            write(prefixes, tokens)
+            written.append(tokens)
+            query = np.concatenate([tokens[: numbers.randint(0, len(tokens))], tail[:3]])
+            expected = max(_agreed(query, other) for other in written)
+            stored = prefixes.match(query)
+            assert stored.length == expected
+            kv = [prefixes.read(run, query) for run in stored.runs]
+            joined = np.concatenate([*kv, kv_of(query[:0])], axis=2)  # type: ignore[list-item]
+            assert np.array_equal(joined, kv_of(query[:expected]))
+
+    def test_a_namespace_sees_its_own_runs(self, prefixes: StoredPrefixes) -> None:
+        tokens = random_tokens(3, 100)
+        write(prefixes, tokens, "a")
+        assert prefixes.match(tokens, "a").length == 100
+        assert prefixes.match(tokens, "b").length == 0
+        names = [prefixes.store.name_of(file) for file in prefixes.store.list()]
+        assert not any(part == "a" for name in names for part in name.split("/"))
+        prefixes.forget("b")
+        assert prefixes.match(tokens, "a").length == 100
+        prefixes.forget("a")
+        assert prefixes.match(tokens, "a").length == 0
+
+    def test_another_process_sees_what_this_one_wrote(
+        self, prefixes: StoredPrefixes, tmp_path: Path
+    ) -> None:
+        tokens = random_tokens(4, 1500)
+        write(prefixes, tokens)
+        other = StoredPrefixes(FolderStore(tmp_path / "kv", 1 << 30), MODEL, LAYOUT)
+        assert other.match(tokens).length == 1500
+        assert write(other, np.concatenate([tokens, tokens])) == 1500
+        assert prefixes.match(np.concatenate([tokens, tokens])).length == 3000
+        another_model = StoredPrefixes(FolderStore(tmp_path / "kv", 1 << 30), "1" * 32, LAYOUT)
+        assert another_model.match(tokens).length == 0
+
+    def test_a_damaged_file_is_dropped_and_can_be_written_again(
+        self, prefixes: StoredPrefixes
+    ) -> None:
+        tokens = random_tokens(5, 30)
+        write(prefixes, tokens)
+        (file,) = prefixes.store.list()
+        data = bytearray(file.path.read_bytes())
+        data[-20] ^= 4
+        file.path.write_bytes(data)
+        (run,) = prefixes.match(tokens).runs
+        with pytest.raises(BadRun, match="was dropped"):
+            prefixes.read(run, tokens)
+        assert prefixes.match(tokens).length == 0
+        assert write(prefixes, tokens) == 30
+        assert prefixes.read(prefixes.match(tokens).runs[0], tokens) is not None
+
+    def test_a_file_under_a_wrong_name_is_refused(self, prefixes: StoredPrefixes) -> None:
+        first, second = random_tokens(6, 30), random_tokens(7, 30)
+        write(prefixes, first)
+        write(prefixes, second)
+        (first_run,), (second_run,) = prefixes.match(first).runs, prefixes.match(second).runs
+        folder = prefixes.store.folder
+        os.replace(folder / f"{second_run.name}.kv", folder / f"{first_run.name}.kv")
+        assert prefixes.read(first_run, first) is None
+        assert prefixes.read(second_run, second) is None
+
+    def test_paths_are_the_written_sequences_the_last_used_first(
+        self, prefixes: StoredPrefixes
+    ) -> None:
+        first, second = random_tokens(8, 600), random_tokens(9, 30)
+        write(prefixes, first, "a")
+        write(prefixes, np.concatenate([first[:100], second]), "a")
+        write(prefixes, second, "b")
+        for name, namespace, tokens in (("old", "b", second), ("new", "a", first)):
+            used = {"old": 1, "new": time.time() + 10}[name]
+            for run in prefixes.match(tokens, namespace).runs:
+                os.utime(prefixes.store.folder / f"{run.name}.kv", (used, used))
+        paths = list(prefixes.paths())
+        expected = [("a", first), ("a", np.concatenate([first[:100], second])), ("b", second)]
+        assert [name for name, _ in paths] == [name for name, _ in expected]
+        for (_, path), (_, tokens) in zip(paths, expected, strict=True):
+            assert np.array_equal(path, tokens)
+
+
+def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_bytes(b"weights")
+
+    def fingerprint(name: str, dtype: str = "float32") -> str:
+        return model_fingerprint(tmp_path / name, name, {"dtype": dtype}, tmp_path)
+
+    assert fingerprint("a") == fingerprint("b") == fingerprint("a")
+    assert fingerprint("a") != fingerprint("a", "bfloat16")
+    (tmp_path / "b" / "model.safetensors").write_bytes(b"Weights")
+    os.utime(tmp_path / "b" / "model.safetensors", (5, 5))
+    assert fingerprint("a") != fingerprint("b")
+    assert model_fingerprint(None, "x", {}, tmp_path) != model_fingerprint(None, "y", {}, tmp_path)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.store.test_store import LAYOUT, MODEL, random_tokens, write
+from radixserve.store import FolderStore, StoredPrefixes
+prefixes = StoredPrefixes(FolderStore(Path(sys.argv[1]), 1 << 30), MODEL, LAYOUT)
+print("ready", flush=True)
+for seed in range(10**9):
+    write(prefixes, random_tokens(int(sys.argv[2]) * 1000 + seed, 900))
+"""
+
+
+def kill_writers(folder: Path, num_kills: int) -> None:
+    """kill -9 of writing processes at random moments; every file that is left is right."""
+    numbers = random.Random(1)
+    for number in range(num_kills):
+        command = [sys.executable, "-c", WRITER, str(folder), str(number)]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+        ) as writer:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            time.sleep(numbers.random() * 0.05)
+            writer.kill()
+        store = FolderStore(folder, 1 << 30)
+        for file in store.list():
+            run = decode_run(store.get(store.name_of(file)) or b"", LAYOUT)
+            assert np.array_equal(run.kv, kv_of(run.tokens, run.start))
+        store.drop_folder("")
+
+
+def test_a_killed_writer_leaves_whole_files(tmp_path: Path) -> None:
+    kill_writers(tmp_path, 3)
+
+
+@pytest.mark.long
+def test_500_killed_writers_leave_whole_files(tmp_path: Path) -> None:
+    kill_writers(tmp_path, 500)
+
+
+def _agreed(first: IntArray, second: IntArray) -> int:
+    size = min(len(first), len(second))
+    differs = np.flatnonzero(first[:size] != second[:size])
+    return int(differs[0]) if len(differs) else size

@@ -1,0 +1,33 @@
+"""The calls, files, records and matches of a request do not grow unnoticed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_a_request_costs_no_more_calls_than_it_did() -> None:
+    printed = subprocess.run(
+        [sys.executable, "tools/trace_request.py"],
+        check=True,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    ).stdout
+    figures = re.search(
+        r"(\d+) calls in (\d+) files.*?(\d+) kinds of objects, (\d+) of them records"
+        r".*?matched (\d+) times",
+        printed,
+        re.DOTALL,
+    )
+    assert figures is not None, printed
+    num_calls, num_files, num_kinds, num_records, num_matches = map(int, figures.groups())
+    assert 20 < num_calls <= 85
+    assert 5 < num_files <= 27
+    assert 5 < num_records < num_kinds <= 31
+    assert num_records <= 18
+    assert 1 <= num_matches <= 2
