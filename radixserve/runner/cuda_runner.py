@@ -6,6 +6,7 @@ the kernels' references: for tests and dry runs.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -55,6 +56,13 @@ from radixserve_kernels import gpu_ops
 logger = logging.getLogger("radixserve")
 
 GRAPH_PAGES = 1 << 24  # page ids of a decode step's rows, shared ones once a row: 64 MiB
+
+
+# What a runner holds on its device.
+_ON_DEVICE = (
+    *("model", "pool", "backend", "_states", "_graphs", "_piecewise", "_tokens", "_deferred"),
+    *("_uploader", "_sampler"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +170,15 @@ class CudaModelRunner(SingleDeviceRunner):
         pending.seconds["forward"] += arrived - began
         pending.seconds["sample"] += time.perf_counter() - arrived
         return ModelRunnerOutput(outputs, pending.seconds)
+
+    def close(self) -> None:
+        """Give the device's memory back, so that the next model finds it free."""
+        if self._device.type == "cpu":
+            return
+        for name in _ON_DEVICE:
+            self.__dict__.pop(name, None)
+        gc.collect()  # graphs and wrappers of kernels refer to each other
+        torch.cuda.empty_cache()
 
     @contextmanager
     def _checked(self) -> Iterator[None]:

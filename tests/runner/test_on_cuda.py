@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from radixserve import Runtime
+from radixserve import Runtime, SamplingParams
 from radixserve.output import Completion
-from tests.checkpoints import load_reference, make_checkpoint
+from tests.checkpoints import FAMILIES, load_reference, make_checkpoint
 from tests.runner.driver import Driver
 from tests.runner.on_device import SMALL, DeviceRuntime, device_runner
 from tests.runner.test_device_runner import assert_same, run_jobs
@@ -83,6 +83,61 @@ def test_window_pages(device: str, tmp_path: Path) -> None:
             assert_same(run_jobs(rt), expected)
             rt.check()
         assert rt.cache_stats()["evicted_window_pages"] > 0
+
+
+@pytest.mark.parametrize(
+    ("device", "family"),
+    [*(("cpu", family) for family in ("qwen3", "lfm2")), *(("cuda", name) for name in FAMILIES)],
+    indirect=["device"],
+)
+def test_families(device: str, family: str, tmp_path: Path) -> None:
+    """Cold and warm, against the CPU without a cache."""
+    folder = make_checkpoint(tmp_path, family)
+    prompts = prompts_of([3, 20, 41, 90])
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=2)
+    with Runtime(str(folder), device="cpu", num_pages=TOKENS, cache="off") as rt:
+        expected = rt.generate(prompts, params, progress=False)
+    kind: type[Runtime] = DeviceRuntime if device == "cpu" else Runtime
+    with kind(str(folder), device=device, **SMALL, dtype="float32", num_pages=TOKENS) as rt:
+        for _ in range(2):
+            assert_same(rt.generate(prompts, params, progress=False), expected)
+            rt.check()
+        assert rt.cache_stats()["matched_tokens"] > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_exact(family: str, dtype: str, device: str, tmp_path: Path) -> None:
+    """`exact=True`: the same log-probabilities to the bit alone, at once, cold and warm."""
+    folder = make_checkpoint(tmp_path, family, head_dim=64)
+    prompts = prompts_of([3, 20, 41, 90, 64, 65])
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=2)
+    kind: type[Runtime] = DeviceRuntime if device == "cpu" else Runtime
+    fields: dict[str, Any] = {**SMALL, "attention_backend": "triton", "dtype": dtype, "exact": True}
+    with kind(str(folder), device=device, **fields, num_pages=TOKENS) as rt:
+        assert not rt.resolved_config.inexact
+        alone = []
+        for prompt in prompts:
+            rt.flush_cache()
+            alone += rt.generate([prompt], params, progress=False)
+        rt.flush_cache()
+        for _ in range(2):
+            outs = rt.generate(prompts, params, progress=False)
+            assert [out.token_ids for out in outs] == [out.token_ids for out in alone]
+            assert [out.logprobs for out in outs] == [out.logprobs for out in alone]
+
+
+def test_a_closed_runtime_gives_its_memory_back(folder: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    for _ in range(2):
+        before = torch.cuda.mem_get_info()[0]
+        with Runtime(
+            str(folder), device="cuda", dtype="bfloat16", num_pages=4_000_000, **SMALL
+        ) as rt:
+            assert torch.cuda.mem_get_info()[0] < before - (2 << 30)
+            rt.generate([[1, 2, 3]], SamplingParams(max_tokens=4), progress=False)
+        assert torch.cuda.mem_get_info()[0] > before - (1 << 30)  # all but what libraries keep
 
 
 def _room(device: str) -> dict[str, int]:

@@ -27,12 +27,12 @@ MAX_TEXT_BYTES = 4 << 20  # of a string, as it is written
 MAX_DEPTH = 256
 # Maps from token ids to numbers have a member a token; they are checked where they are read.
 _MAPS = frozenset({"logit_bias"})
-# Where lists of token ids stand: they may be longer than others, and are arrays where they are.
+# Where texts are given as token ids, or many of a vocabulary: these lists may be longer than
+# others, and are arrays then.
 TOKEN_IDS = frozenset({
     ".prompt", ".prompt[]", ".text", ".text[]", ".input_ids", ".input_ids[]", ".candidates",
-    ".candidates[]", ".hints[].prompt", ".hints[].prompt[]", ".tokens", ".stop_token_ids",
-    ".allowed_token_ids", ".logprob_token_ids", ".sampling_params.stop_token_ids", ".opened",
-    ".path",
+    ".candidates[]", ".hints[].prompt", ".hints[].prompt[]", ".tokens", ".allowed_token_ids",
+    ".opened", ".path",
 })  # fmt: skip
 _SMALL = 16 * 1024  # bytes; less cannot be beyond a bound but that of depth
 _MARKS = re.compile(rb'[",\[{]')  # a string, or what begins or separates values
