@@ -5,9 +5,11 @@ Those of the kernels hold each of them against its definition in float64.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from gpu.bench import Bench
@@ -21,6 +23,7 @@ FILES = {
     "engine": "tests/runner/test_on_cuda.py",
 }
 DRY = "(cpu and triton and (graphs or mixed or tokens)) or (reference and flat_indices)"  # some
+PROCESSES = {"kernels": 8, "engine": 4}  # of the groups that compile most, on 16 cores
 COUNTS = ("passed", "failed", "error", "skipped")
 
 
@@ -30,7 +33,9 @@ def run(bench: Bench, group: str) -> None:
         raise Skip("the tests are not here")
     chosen = "cuda" if group in FILES else f"cuda and {group}"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", file]
-    command += ["-o", "addopts=", "-k", DRY if bench.is_dry else chosen]  # in one process
+    command += ["-o", "addopts=", "-k", DRY if bench.is_dry else chosen]
+    if group in PROCESSES and find_spec("xdist") and not bench.is_dry:
+        command += ["-n", str(max(1, PROCESSES[group] * (os.cpu_count() or 1) // 16))]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     print(result.stdout, result.stderr, flush=True)
     if "No module named pytest" in result.stderr:

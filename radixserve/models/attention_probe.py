@@ -121,16 +121,18 @@ class ProbedLayers:
         return window, chunk
 
 
-def span_of_mask(mask_function: Callable[..., Tensor], size: int | None) -> tuple[int, int] | str:
+def span_of_mask(
+    mask_function: Callable[..., Tensor], size: int | None, device: Any = None
+) -> tuple[int, int] | str:
     """(window, chunk), 0 for none, of a mask given as a function of positions, or what it is else.
 
-    size: of its window or chunk, as transformers tells it.
+    size: of its window or chunk, as transformers tells it. device: where the function computes.
     """
     some = size or 16
     queries = sorted({0, 1, *(n * some + d for n in (1, 2, 3) for d in (-1, 0, 1))})
-    q = torch.tensor([position for position in queries if position >= 0])[:, None]
-    k = torch.arange(int(q.max()) + 3)[None]
-    zero = torch.zeros((), dtype=torch.int64)
+    q = torch.tensor([position for position in queries if position >= 0], device=device)[:, None]
+    k = torch.arange(int(q.max()) + 3, device=device)[None]
+    zero = torch.zeros((), dtype=torch.int64, device=device)
     seen = torch.as_tensor(mask_function(zero, zero, q, k)).expand(len(q), k.shape[1])
     causal = k <= q
     if torch.equal(seen, causal):
@@ -156,7 +158,7 @@ def _probe_mask(
     """transformers' mask interface: zeros [1, 1, q, k] that carry their rule."""
     del kwargs
     mask = torch.zeros(1, 1, q_length, kv_length, dtype=dtype, device=device)
-    mask.radixserve_span = span_of_mask(mask_function, local_size)  # type: ignore[attr-defined]
+    mask.radixserve_span = span_of_mask(mask_function, local_size, device)  # type: ignore[attr-defined]
     return mask
 
 

@@ -58,7 +58,7 @@ def map_on_demand(num_bytes: int) -> NDArray[np.uint8]:
 def free_memory() -> int:
     """Bytes that can be allocated without swapping, as reported by the system; in a container no
     more than its limit leaves."""
-    return min(_free_of_system(), *cgroup_free_bytes())
+    return min([_free_of_system(), *cgroup_free_bytes()])
 
 
 def _free_of_system() -> int:

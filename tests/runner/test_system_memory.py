@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from radixserve.runner import system_memory
 from radixserve.runner.system_memory import cgroup_free_bytes, free_memory, map_on_demand
 
 MIB, MEMORY_PAGE = 1 << 20, 4096
@@ -48,6 +49,11 @@ def test_a_containers_limit_counts(tmp_path: Path) -> None:
     (older / "memory.usage_in_bytes").write_text("300\n")
     (older / "memory.stat").write_text("active_file 1\ntotal_active_file 30\n")
     assert cgroup_free_bytes(tmp_path) == [0, 230]
+    assert 0 < free_memory() < 1 << 50
+
+
+def test_a_machine_without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system_memory, "cgroup_free_bytes", list)
     assert 0 < free_memory() < 1 << 50
 
 
