@@ -245,7 +245,7 @@ class EngineConfig(StrictFields):
         if self.eviction is None:
             is_priced = self.admission == "priced" and self.cache == "radix"
             object.__setattr__(self, "eviction", "expected-return" if is_priced else "lru")
-        if self.kv_dtype == "fp8_e4m3":
+        if str(self.kv_dtype) == "fp8_e4m3":
             raise InvalidRequest(
                 'kv_dtype="fp8_e4m3" is not built: neither the CPU nor CUDA devices have it; '
                 '"int8" takes as little memory, on the CPU'

@@ -137,7 +137,8 @@ def _awq(fields: Mapping[str, Any]) -> QuantizedScheme:
 
     def columns(words: Tensor) -> Tensor:
         """[n, N / 8] int32 to [N, n]: nibbles of a word lie in another order."""
-        return _unpacked(words, 4).unflatten(-1, (-1, 8))[..., order].flatten(-2).T
+        nibbles: Tensor = _unpacked(words, 4).unflatten(-1, (-1, 8))[..., order]
+        return nibbles.flatten(-2).T
 
     def read(parts: Parts) -> AnyWeight:
         numbers, zeros = columns(parts[".qweight"]), columns(parts[".qzeros"])

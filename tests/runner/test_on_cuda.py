@@ -92,7 +92,9 @@ def test_window_pages(device: str, tmp_path: Path) -> None:
 )
 def test_families(device: str, family: str, tmp_path: Path) -> None:
     """Cold and warm, against the CPU without a cache."""
-    folder = make_checkpoint(tmp_path, family)
+    # One group, as in Granite's models: transformers before 5.24 took the norm over all of them.
+    fields = {"mamba_n_groups": 1} if family.startswith("granite") and "hybrid" in family else {}
+    folder = make_checkpoint(tmp_path, family, **fields)
     prompts = prompts_of([3, 20, 41, 90])
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=2)
     with Runtime(str(folder), device="cpu", num_pages=TOKENS, cache="off") as rt:

@@ -238,7 +238,8 @@ def decode(
     state, merge = split_state(q, split, result)
     grid = (len(q), keys.k_slots.shape[1], split.num_splits)
     attend = KernelLaunch(
-        decode_kernel, grid, arguments | state, blocks.num_warps, blocks.num_stages
+        *(decode_kernel, grid, arguments | state, blocks.num_warps, blocks.num_stages),
+        enable_fp_fusion=not split.is_exact,
     )
     return [attend, *merge]
 
@@ -321,7 +322,10 @@ def split_state(
     merge_kernel = merge_exact_splits_kernel
     if not split.is_exact:
         merge_kernel, arguments = merge_splits_kernel, arguments | {"block_splits": BLOCK_SPLITS}
-    merge = KernelLaunch(merge_kernel, tuple(q.shape[:2]), arguments | _strides(out))
+    merge = KernelLaunch(
+        *(merge_kernel, tuple(q.shape[:2]), arguments | _strides(out)),
+        enable_fp_fusion=not split.is_exact,
+    )
     names = {"out_ptr": states, "lse_ptr": state_lse, "stride_out_split": q.shape[2]}
     return names | _strides(states), [merge]
 

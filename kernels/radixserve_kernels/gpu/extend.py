@@ -218,6 +218,7 @@ def extend(
     num_tiles = len(q) // tile_tokens + num_rows if len(q) else 0
     grid = (num_tiles, keys.k_slots.shape[1], split.num_splits)
     attend = KernelLaunch(
-        extend_kernel, grid, arguments | state, blocks.num_warps, blocks.num_stages
+        *(extend_kernel, grid, arguments | state, blocks.num_warps, blocks.num_stages),
+        enable_fp_fusion=not split.is_exact,
     )
     return [attend, *merge]

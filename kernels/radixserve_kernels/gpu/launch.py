@@ -79,6 +79,9 @@ class KernelLaunch:
     arguments: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 1
+    # Whether products and sums may become one operation, which rounds once. Kernels that must agree
+    # in every bit do not let the compiler choose: on an H200 it chose otherwise in each of them.
+    enable_fp_fusion: bool = True
 
     def run(self) -> None:
         """Queue it on the current stream."""
@@ -96,7 +99,8 @@ class KernelLaunch:
     def variant(self) -> tuple[Any, ...]:
         """What Triton recompiles for: constants, dtypes, and which of the arguments that are not
         `varying` are 1 or multiples of 16."""
-        kinds: list[Any] = [self.kernel.__name__, self.num_warps, self.num_stages]
+        options = self.num_warps, self.num_stages, self.enable_fp_fusion
+        kinds: list[Any] = [self.kernel.__name__, *options]
         for param in self.kernel.params:
             value = self.arguments.get(param.name)  # none of pdl
             if isinstance(value, Tensor):
@@ -123,7 +127,7 @@ class KernelLaunch:
         chosen = {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
-            "enable_fp_fusion": True,
+            "enable_fp_fusion": self.enable_fp_fusion,
         }
         return chosen | {"launch_pdl": True} if pdl and self.takes_pdl else chosen
 
