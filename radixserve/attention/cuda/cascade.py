@@ -19,9 +19,10 @@ MAX_LEVELS = 4
 MAX_ENDS = 4_096  # that are remembered
 
 # Bytes of K and V of one layer whose reading takes as long as what a level of shared pages costs in
-# a layer, two launches and a merge: 16,384 tokens of 8 heads of 128 in 16 bits. From known launch
-# times and a bandwidth of 4.3 TB/s; to be measured.
-SHARE_BYTES = 64 << 20
+# a layer, two launches and a merge: 46,080 tokens of 8 heads of 128 in 16 bits, measured on an H200
+# (benchmarks/gpu/run.py --parts shared). Of fewer bytes, a second row finds the pages in the card's
+# cache.
+SHARE_BYTES = 180 << 20
 
 # Tokens whose K and V take as long to read as merging two states of a row: three outputs and some.
 MERGE_TOKENS = 8
