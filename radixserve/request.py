@@ -199,7 +199,7 @@ class SamplingParams(StrictFields):
 
     @cached_property
     def takes_best(self) -> bool:
-        """Whether the best logit decides of those that the structured output allows."""
+        """Whether sampling is the argmax over the tokens that the grammar allows."""
         return self.is_greedy and self.logprobs is None and not self._changes_more
 
     @cached_property

@@ -1,6 +1,6 @@
 """The native decoder on any device and attention backend, whole or as one of several ranks.
 
-As few kernels as it can be had in; on CPU tensors their torch references run. Nothing in `forward`
+It uses few kernels; CPU tensors run their torch references. Nothing in `forward`
 waits for the device, depends on the values of a tensor, or has a shape that does, so that a CUDA
 graph can capture it. Which tokens belong together is the batch's and the backend's business.
 """

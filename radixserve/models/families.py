@@ -183,8 +183,8 @@ class Family:
     has_mxfp4: bool = False  # checkpoints may have experts in it, which are widened
     experts: Callable[[Any, int], ExpertParts | None] = _no_experts  # of a layer
     has_parallel_residual: bool = False
-    has_output_gate: bool = False  # q_proj gives a gate of what attention gives too
-    mixer: Callable[[Any, int], Mixer | None] = _attention_only  # of a layer, for attention
+    has_output_gate: bool = False  # q_proj also outputs the attention's gate
+    mixer: Callable[[Any, int], Mixer | None] = _attention_only  # of a layer, in place of attention
     layer_types: frozenset[str] = frozenset()  # its layers without attention, in the config
     mlp_names: MlpNames = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     has_mlp: Callable[[Any, int], bool] = lambda _config, _layer: True  # or experts, of a layer

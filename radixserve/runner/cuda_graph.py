@@ -27,8 +27,8 @@ _NUM_WARM_UP = 2
 
 
 def capture_sizes(max_rows: int) -> tuple[int, ...]:
-    """Numbers of rows to capture, ascending. The last one holds `max_rows`, if a graph ever does:
-    larger steps keep a device busy without."""
+    """Numbers of rows to capture, ascending. The last is `max_rows`, at most 256: larger steps need
+    no graph."""
     most = min(max_rows, CAPTURE_SIZES[-1])
     return (*[size for size in CAPTURE_SIZES if size < most], most)
 

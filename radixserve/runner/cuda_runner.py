@@ -141,7 +141,7 @@ class CudaModelRunner(SingleDeviceRunner):
         with self._queue.active(), self._checked():
             self._sample_deferred(None)
             if self._uploader.windows is not None and schedule.windows is not None:
-                self._uploader.windows.update(schedule.windows)  # the next rows do it
+                self._uploader.windows.update(schedule.windows)  # the next upload applies it
             if schedule.rows:
                 return self._launch(schedule, began)
             if len(schedule.cow_copies):

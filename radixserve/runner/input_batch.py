@@ -141,8 +141,8 @@ def prepare_inputs(rows: ScheduledRows, page_size: int) -> InputBatch:
 
 
 def _single_tokens(rows: ScheduledRows, page_size: int) -> InputBatch:
-    """Rows of one token, as nearly every step has them, with few calls of numpy: after a forward
-    pass the code of each has to come from memory again."""
+    """Rows of one token, as in nearly every step, with few calls of numpy: a forward pass evicts
+    their code from the CPU's cache."""
     num_rows, starts, tables = len(rows.starts), rows.starts, rows.page_ids
     num_pages = list(map(len, tables))
     if num_pages != [start // page_size + 1 for start in starts]:

@@ -151,12 +151,11 @@ def choose_pool_size(config: EngineConfig, info: ModelInfo, states_bytes: int = 
 
 
 def divide_pool(config: EngineConfig, info: ModelInfo, num_pages: int) -> PoolSize:
-    """The memory of `num_pages` pages of all layers, divided between pages and window pages where a
-    model has layers with windows; `num_pages` and window pages beside them where the settings say
-    how many.
+    """Split the memory of `num_pages` pages into full pages and window pages. A `num_pages` of the
+    settings is kept, and window pages are added.
 
-    All are whole pages where that is memory for as many sequences of full length as may run. There
-    are at least as many window pages as one sequence needs for a window and a chunk of its prompt.
+    The memory is not split if it holds `max_running_requests` sequences of full length. There are
+    at least as many window pages as one sequence needs for a window and a chunk of its prompt.
     """
     size = config.page_size
     ratio = config.swa_full_tokens_ratio

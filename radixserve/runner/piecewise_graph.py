@@ -1,9 +1,9 @@
 """Steps of a few hundred tokens with all but their attention as captured graphs.
 
 A layer between two attention calls is one graph per number of tokens; the smallest that fits is
-replayed on padded tokens, whose K and V are not stored. Attention runs as planned, on the tokens
-that there are: its kernels and their grid depend on the rows. Of a step of prefill that the host
-would launch more slowly than the device computes it, three launches a layer are left.
+replayed on padded tokens, whose K and V are not stored. Attention runs as planned, without the
+padding: its kernels and their grid depend on the rows. A launch-bound prefill step keeps three
+launches per layer.
 """
 
 from __future__ import annotations

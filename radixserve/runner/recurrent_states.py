@@ -28,7 +28,7 @@ from radixserve.runner.system_memory import free_memory
 from radixserve.schedule import ScheduledRows
 
 FREE_MEMORY_DIVISOR = 8  # the default takes at most this fraction of the free memory: 1 / 8
-POOL_DIVISOR = 3  # or of kv_cache_memory: 1 / 3, as pages have twice of the free memory
+POOL_DIVISOR = 3  # 1 / 3 of kv_cache_memory: pages get twice as much
 
 IdArray = NDArray[np.int64]
 StateCopies = Sequence[tuple[int, int]]  # see `SchedulerOutput.state_copies`
@@ -149,9 +149,9 @@ def _at_once(copies: StateCopies) -> tuple[IdArray, IdArray]:
 def choose_num_states(
     config: EngineConfig, info: ModelInfo, device_bytes: int | None = None
 ) -> int:
-    """States as many as asked for, or one for each request that may run, three kept ones for each,
-    and one for every interval between checkpoints of the pool's tokens, at most a share of the
-    memory that is free now or of `kv_cache_memory`, in which they are; 0 where the model has none.
+    """`num_states`, or four per running request plus one per checkpoint interval of the pool's
+    tokens; 0 where the model has none. The default takes at most a share of the free memory or of
+    `kv_cache_memory`, which holds them.
 
     device_bytes: what a device has left for states and, without num_pages, for pages. Raises
     InvalidRequest if they do not fit, or the requests that may run would not have one each.

@@ -79,7 +79,7 @@ class RowParameters:
     wants_logprobs: IndexArray = field(default_factory=lambda: _NONE)  # [m] rows that do
     num_top_logprobs: IndexArray = field(default_factory=lambda: _NONE)  # [m] how many of the best
     logprob_ids: tuple[tuple[int, ...], ...] = ()  # [m] or none: the tokens that are reported
-    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)  # for `sampler.sample_logits`
+    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)  # for `sampler.choose_tokens`
 
     @property
     def num_logprob_columns(self) -> int:

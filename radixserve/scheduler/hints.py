@@ -205,8 +205,8 @@ def begins_with(tokens: IntArray, prefix: IntArray) -> bool:
 MAX_KEPT = 4096  # pins and retains at a time
 MAX_KEPT_OF_OWNER = 1024
 _TRIES = 3  # to fit a hint into the budgets: one cut suffices unless other hints hold the cut part
-_NO_WHOLE_PAGES = "after whole pages, requests can go on from none of it"
-_NOT_KEPT = 'what is evicted follows no hint here: cache="radix" is needed'
+_NO_WHOLE_PAGES = "no cached page boundary can be resumed"
+_NOT_KEPT = 'hints need cache="radix"'
 
 
 class GrantedHint:
@@ -324,9 +324,7 @@ class Hints:
         if whole < len(tokens) - len(tokens) % size:
             reason = f"only {num_cached} of {len(tokens)} tokens are cached"
             if whole < num_cached - num_cached % size:
-                reason = (
-                    f"after whole pages, requests can go on from {whole} of {num_cached} tokens"
-                )
+                reason = f"only {whole} of {num_cached} cached tokens can be resumed, whole pages"
         if hint.verb == "share":
             return self.shared.add(hint, tokens[:whole], num_cached, reason)
         return self._keep(hint, tokens[:whole], num_cached, reason)

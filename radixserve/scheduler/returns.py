@@ -22,7 +22,7 @@ _MIN_S = 1e-3  # shorter think times are all the same: the network's
 _REGULAR = 0.4  # standard deviation of log think times up to which they are regular
 _LATE = 1.5  # such deviations after which a return is late
 _MAX_TURNS = 8.0  # for which a session's growth is foreseen
-_WAITING_S = 60.0  # that a waiting request's prefix goes last
+_WAITING_S = 60.0  # for which a waiting request's prefix is evicted last
 _BLOCK = 64  # tokens of a block of `_checksums`
 _BLOCK_BYTES = 4 * _BLOCK
 
@@ -30,7 +30,7 @@ Key = str | tuple[str, int, int]  # a session, or where the tokens of a request 
 
 
 def waiting_return(now: float, cached_len: int) -> Return:
-    """Of the prefix of a request that waits: it goes last, the longest one after the others."""
+    """For a waiting request's prefix: evicted last, longest last."""
     return Return(-float(cached_len), 0.0, now + _WAITING_S, 1.0, is_regular=True)
 
 
@@ -111,7 +111,7 @@ class ReturnTimes:
 
     @property
     def growth_share(self) -> float:
-        """What the sessions that are kept will add on average while they are, over their size."""
+        """Expected growth of kept sessions relative to their size."""
         continued, known = self._fates[False]
         turns = min(_MAX_TURNS, continued / max(known - continued, 1e-9))
         return 0.5 * turns * self._turn_growth / max(self._mean_length, 1.0)

@@ -182,8 +182,8 @@ def count_runs(places: IndexArray) -> int:
 def limit_levels(nodes: Sequence[SharedNode], max_levels: int) -> list[SharedNode]:
     """The nodes with at most `max_levels` above each other, parents before children.
 
-    Where there are more, the nodes go whose going costs the fewest tokens read more often: a node
-    with children hands its pages to each of them, a leaf to its rows.
+    Where there are more, drop the nodes whose removal adds the fewest reads: a node with children
+    hands its pages to each of them, a leaf to its rows.
     """
     nodes = list(nodes)
     while nodes and (deepest := max(node.level for node in nodes)) >= max_levels:

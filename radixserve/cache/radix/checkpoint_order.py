@@ -16,7 +16,7 @@ from radixserve.config import LEAST_CHECKPOINT_INTERVAL, choose_checkpoint_inter
 
 LEAST_APART = 16  # tokens: a message that ends nearer to the checkpoint before gets none
 _PER_OCTAVE = 4  # checkpoints while the prefix doubles, below the interval
-_PER_PREFIX = 64  # beyond it a prefix has at most twice as many at distances of the interval
+_PER_PREFIX = 64  # steps of a longer prefix, rounded down to a power of two
 _MAX_SHARE = 8  # ends of messages that get a checkpoint within one step
 _MAX_USES = 2  # more of them are counted as this many
 
@@ -27,8 +27,8 @@ class CheckpointSpacing:
 
     def __init__(self, interval: int | None, state_tokens: float = 0.0) -> None:
         """`interval`: tokens from one to the next. None: by `state_tokens`, the K/V that takes the
-        memory of a state. Then a prefix has four while it doubles, until their distance is that
-        ratio, and beyond 64 times the ratio a distance of a 64th of the prefix."""
+        memory of a state. The step is then a quarter of the prefix, at most that ratio; on long
+        prefixes it is a 64th of the prefix."""
         self._is_fixed = interval is not None
         self.interval = choose_checkpoint_interval(interval, state_tokens)
 

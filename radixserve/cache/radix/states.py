@@ -9,10 +9,9 @@ checkpoint on its path only, however much K/V is cached behind it.
 
 The state of a `StatefulSequence` covers its first `length` tokens: tokens that the sequence is
 extended by are computed in the next step. It begins as a copy of a checkpoint, leaves checkpoints
-in the tree on its way, and becomes one itself when the sequence is released. A step launched ahead
-computes a token before which the sequence may turn out to end. It reads one state and writes
-another, as long as there is room, so that the former state is still available; the step after it
-writes the first one again.
+in the tree on its way, and becomes one itself when the sequence is released. A step scheduled ahead
+may compute past the sequence's end. It reads one state and writes another, as long as there is
+room, so that the former state stays available; the step after it writes the first one again.
 """
 
 from __future__ import annotations

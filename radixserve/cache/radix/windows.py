@@ -117,8 +117,8 @@ class WindowPool:
             self._changed.extend(target.tolist())
 
     def copy(self, source: int, destination: int, num_tokens: int) -> None:
-        """Copy the window page of the page `source` before the next step, up to a token. Where it
-        has none, neither has the page `destination`, which may have none already."""
+        """Queue a copy of `source`'s window page, its first `num_tokens`, to `destination`'s. If it
+        has none, detach `destination`'s."""
         read, written = int(self._table[source]), int(self._table[destination])
         if read == NO_PAGE:
             self.detach((destination,))

@@ -50,7 +50,7 @@ class CancelOnDisconnect:
 
     @property
     def held(self) -> Sequence[EngineRequest]:
-        """Those of the engine's requests that it does not have yet."""
+        """Requests not yet submitted to the engine."""
         return ()
 
     @property

@@ -97,8 +97,8 @@ class AppState:
         )
 
     def load(self) -> EngineStatus:
-        """The engine's, which counts as waiting what requests hold back. O(what is in flight and
-        what is held back)."""
+        """Engine status; requests held back count as waiting. O(requests in flight and held
+        back)."""
         status = self.runtime.status()
         held = [request for handle in self.in_flight for request in handle.held]
         return status._replace(

@@ -212,8 +212,8 @@ class ChatTurn:
         )
 
     def diagnosis(self) -> TurnDiagnosis | None:
-        """Beside the request that it is compared with; None where that is not known. Before the
-        end what agrees is taken for cached."""
+        """Beside the request that it is compared with; None where that is not known. Until
+        it ends, equal tokens count as cached."""
         if self._previous is None:
             return None
         return TurnDiagnosis.of(
