@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from radixserve.cache import CachedSequence, CacheSession, OutOfPages, RadixCache
+from radixserve.cache import CacheSession, OutOfPages, RadixCache, RadixSequence
 
 VOCAB, WIDTH, LAYERS = 64, 32, 2
 
@@ -66,7 +66,7 @@ class Request:
     max_tokens: int
     session: CacheSession | None = None
     answer: list[int] = field(default_factory=list)
-    sequence: CachedSequence | None = None  # while it runs
+    sequence: RadixSequence | None = None  # while it runs
     num_cached: int = 0  # tokens of the prompt that were cached when it was first admitted
 
     @property

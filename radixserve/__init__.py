@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from radixserve.api.chat import ChatSession, HistoryRewritten
     from radixserve.api.decisions import Decision
     from radixserve.api.runtime import Runtime
-    from radixserve.cache import CachedSequence, Lookup, RadixCache
+    from radixserve.cache import Lookup, RadixCache, RadixSequence
     from radixserve.config import EngineConfig
     from radixserve.diagnosis import Diagnosis
     from radixserve.errors import (
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 __all__ = [
     "BeamParams",
     "Branch",
-    "CachedSequence",
     "ChatSession",
     "Chunk",
     "Completion",
@@ -55,6 +54,7 @@ __all__ = [
     "OutOfPages",
     "Question",
     "RadixCache",
+    "RadixSequence",
     "RadixServeError",
     "RequestFailed",
     "Runtime",
@@ -73,7 +73,7 @@ _HOMES = {
     "api.chat": ("ChatSession", "HistoryRewritten"),
     "api.decisions": ("Decision",),
     "api.runtime": ("Runtime",),
-    "cache": ("CachedSequence", "Lookup", "RadixCache"),
+    "cache": ("RadixSequence", "Lookup", "RadixCache"),
     "config": ("EngineConfig",),
     "diagnosis": ("Diagnosis",),
     "errors": (

@@ -42,7 +42,7 @@ SOURCES = tuple(
 )
 PACKAGES = ("radixserve.", "radixserve_kernels.")
 STEP = ("engine/engine.py", "Engine.begin_step")  # begins a step
-MATCH = "find_match"  # walks the tree
+MATCH = "match_prefix"  # walks the tree
 PROMPTS = (  # each begins as the one before it and goes on with other words
     "The json module of Python reads documents",
     "The json module of Python writes the numbers of a list",

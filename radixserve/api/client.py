@@ -46,15 +46,15 @@ class RequestHandle(Generic[Output]):
         notifier: OutputNotifier,
         streams: bool = False,
         finish: Callable[[list[Output]], Any] | None = None,
-        owners: Sequence[int] | None = None,
-        at_once: int | None = None,
+        prompt_indices: Sequence[int] | None = None,
+        max_in_flight: int | None = None,
     ) -> None:
-        """`finish`: the result of `get` from all last outputs; None: these themselves. `owners`:
-        the index of each request's prompt in a batch, which its error then names. `notifier`: wakes
-        the task that waits. `at_once`: requests that the engine has at most; the others follow as
-        these end.
+        """`finish`: the result of `get` from all last outputs; None: these themselves.
+        `prompt_indices`: the index of each request's prompt in a batch, which its error then names.
+        `notifier`: wakes the task that waits. `max_in_flight`: requests that the engine has at
+        most; the others follow as these end.
         """
-        self._owners = owners
+        self._prompt_indices = prompt_indices
         self._core = core
         self._finish: Callable[[list[Output]], Any] | None = finish
         self._queue = _EventQueue(notifier)
@@ -65,7 +65,7 @@ class RequestHandle(Generic[Output]):
             else BeamCollector(request, tokenizer, partial(self._queue.put, index))
             for index, request in enumerate(requests)
         ]
-        self._at_once = len(self._collectors) if at_once is None else at_once
+        self._max_in_flight = len(self._collectors) if max_in_flight is None else max_in_flight
         self._parts: list[range] = []  # indices of requests that were submitted together
 
     def get(self, note: Callable[[Output], object] | None = None) -> Any:
@@ -93,7 +93,7 @@ class RequestHandle(Generic[Output]):
 
     def __enter__(self) -> Self:
         try:
-            self._submit(self._at_once)
+            self._submit(self._max_in_flight)
         except BaseException:  # Ctrl-C
             self._abandon()
             raise
@@ -166,9 +166,9 @@ class RequestHandle(Generic[Output]):
         return len(self._last) == len(self._collectors)
 
     def _take(self, index: int, event: Event) -> Output:
-        if isinstance(event, RequestFailed) and self._owners is not None:
+        if isinstance(event, RequestFailed) and self._prompt_indices is not None:
             event = request_failed(
-                f"prompt {self._owners[index]}: {event}", event.__cause__ or event
+                f"prompt {self._prompt_indices[index]}: {event}", event.__cause__ or event
             )
         if isinstance(event, BaseException):
             try:
@@ -272,16 +272,17 @@ class EngineClient:
         self,
         requests: Sequence[Request],
         finish: Callable[[list[Any]], Any] | None = None,
-        owners: Sequence[int] | None = None,
+        prompt_indices: Sequence[int] | None = None,
         *,
         streams: bool = False,
-        at_once: int | None = None,
+        max_in_flight: int | None = None,
     ) -> RequestHandle[Any]:
         """To be entered, or asked by `get` or `aget`: then the requests arrive together, or the
-        first `at_once` of them.
+        first `max_in_flight` of them.
 
-        `finish`: makes the result of `get` from all outputs, in the requests' order. `owners`: the
-        index of each request's prompt, for errors. `streams`: the handle yields Chunks.
+        `finish`: makes the result of `get` from all outputs, in the requests' order.
+        `prompt_indices`: the index of each request's prompt, for errors. `streams`: the handle
+        yields Chunks.
         """
         return RequestHandle(
             self.core,
@@ -289,9 +290,9 @@ class EngineClient:
             [request.with_digest() for request in requests],
             streams=streams,
             finish=finish,
-            owners=owners,
+            prompt_indices=prompt_indices,
             notifier=self.notifier,
-            at_once=at_once,
+            max_in_flight=max_in_flight,
         )
 
     def stream(self, request: Request) -> RequestHandle[Chunk]:

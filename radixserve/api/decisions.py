@@ -155,11 +155,11 @@ class DecisionBatch:
         self._decide(self._client.submit(list(self._requests())).get(), decisions)
         return decisions
 
-    async def arun(self, at_once: int | None = None) -> list[Decision]:
-        """`run` for asyncio. `at_once`: requests that wait for the engine at most, fewer where
-        their prompts are long."""
+    async def arun(self, max_in_flight: int | None = None) -> list[Decision]:
+        """`run` for asyncio. `max_in_flight`: requests that wait for the engine at most, fewer
+        where their prompts are long."""
         longest = max(plan.length for plan in self._plans)
-        size = max(1, min(at_once or self.num_requests, _TOKENS_AT_ONCE // longest))
+        size = max(1, min(max_in_flight or self.num_requests, _TOKENS_AT_ONCE // longest))
         requests = self._requests()
         decisions: list[Decision] = []
         completions: list[Completion] = []  # of questions without a decision yet

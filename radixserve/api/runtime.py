@@ -470,7 +470,7 @@ class Runtime:
         streams: bool = False,
         session: str = "",
         beams: BeamParams | None = None,
-        at_once: int | None = None,
+        max_in_flight: int | None = None,
     ) -> RequestHandle[Any]:
         """A list of prompts as a handle: to be entered, asked, iterated over, aborted.
 
@@ -478,7 +478,7 @@ class Runtime:
         return one entry a prompt, as `generate` does. With `streams` the handle yields Chunks.
         `session` names a cache session that claims what they leave cached, until `close_session`.
         `beams`: each prompt is a beam search, whose answers come together as a tuple; not streamed.
-        `at_once`: requests that the engine has at most; the others follow as these end.
+        `max_in_flight`: requests that the engine has at most; the others follow as these end.
         """
         if beams is not None:
             own, _ = read_options(check_params(params, SamplingParams()), None, {})
@@ -486,12 +486,12 @@ class Runtime:
             requests = [
                 replace(request, session=check_str("session", session)) for request in requests
             ]
-            return self._client.submit(requests, at_once=at_once)
+            return self._client.submit(requests, max_in_flight=max_in_flight)
         requests, each = self._builder.build(prompts, params)
         if check_str("session", session):
             requests = [replace(request, session=session) for request in requests]
         finish = None if streams else lambda completions: gather(completions, each)
-        return self._client.submit(requests, finish, streams=streams, at_once=at_once)
+        return self._client.submit(requests, finish, streams=streams, max_in_flight=max_in_flight)
 
     def close_session(self, name: str) -> None:
         """Release the claims of the session of that name; an unknown name does nothing."""
@@ -769,10 +769,10 @@ class Runtime:
             entries = gather(completions, each)
             return entries if is_list else entries[0]
 
-        owners = [
+        prompt_indices = [
             index for index, own_params in enumerate(each) for _ in range(own_params.num_samples)
         ]
-        return self._client.submit(requests, finish, owners if is_list else None), is_list
+        return self._client.submit(requests, finish, prompt_indices if is_list else None), is_list
 
     async def _compile_grammars(self, params: Params) -> None:
         """Compile the grammars of `params` that are new, outside the event loop."""
@@ -814,8 +814,8 @@ class Runtime:
         def finish(answers: list[tuple[Completion, ...]]) -> Any:
             return list(map(list, answers)) if is_list else list(answers[0])
 
-        owners = list(range(len(requests))) if is_list else None
-        return self._client.submit(requests, finish, owners)
+        prompt_indices = list(range(len(requests))) if is_list else None
+        return self._client.submit(requests, finish, prompt_indices)
 
     def _stream(self, request: Request) -> Iterator[Chunk]:
         with self._client.stream(request) as chunks:

@@ -5,8 +5,8 @@ from radixserve.cache.hash.hash_cache import HashBlockCache
 from radixserve.cache.hash.sequence import HashSequence
 from radixserve.cache.interface import CacheSession, PrefixCache
 from radixserve.cache.radix.radix_cache import RadixCache
-from radixserve.cache.radix.sequence import CachedSequence
-from radixserve.cache.sequence import MESSAGE, PROMPT, CacheSequence, Return
+from radixserve.cache.radix.sequence import RadixSequence
+from radixserve.cache.sequence import MESSAGE, PROMPT, CacheSequence, ReturnEstimate
 from radixserve.cache.snapshot import SnapshotView
 from radixserve.cache.watch import PrefixWatch
 from radixserve.errors import OutOfPages
@@ -18,7 +18,6 @@ __all__ = [
     "PROMPT",
     "CacheSequence",
     "CacheSession",
-    "CachedSequence",
     "EventBatch",
     "EventCursor",
     "EventLog",
@@ -30,7 +29,8 @@ __all__ = [
     "PrefixCache",
     "PrefixWatch",
     "RadixCache",
-    "Return",
+    "RadixSequence",
+    "ReturnEstimate",
     "SnapshotView",
     "WindowLayers",
 ]

@@ -19,7 +19,7 @@ from radixserve.cache.sequence import (
     CacheSequence,
     PageAllocator,
     PageOwner,
-    Return,
+    ReturnEstimate,
     StateCopy,
     append_next,
 )
@@ -121,11 +121,6 @@ class PrefixCache(ABC):
         """Pages that are free or evictable now. O(1)."""
         return self._allocator.num_available
 
-    @property
-    def num_free_pages(self) -> int:
-        """Pages that hold nothing. O(1)."""
-        return self._allocator.pool.num_free
-
     def num_obtainable(self, wanted: int) -> int:
         """How many of `wanted` pages can be allocated for new tokens now. Bounded by the available
         pages and, with windows, by the window pages that no live sequence sees."""
@@ -223,16 +218,16 @@ class PrefixCache(ABC):
         """Whether eviction depends on `CacheSequence.expected_return`."""
         return False
 
-    def expect_return(self, watch: PrefixWatch, expected: Return) -> None:
+    def expect_return(self, watch: PrefixWatch, expected: ReturnEstimate) -> None:
         """The matched prefix of a waiting prompt is expected to be used then."""
         del watch, expected
 
-    def adopt_returns(self, typical: Return) -> None:
+    def adopt_returns(self, typical: ReturnEstimate) -> None:
         """Expect of everything released before anything was known what is expected now, each
         from its own last use on. To be called once."""
         del typical
 
-    def victims(self) -> Iterator[tuple[int, Return | None]]:
+    def victims(self) -> Iterator[tuple[int, ReturnEstimate | None]]:
         """(pages, expected return) of what eviction would free, in order, if nothing else happened.
         None: nothing is known, or it is not expected back. Changes nothing."""
         return iter(())

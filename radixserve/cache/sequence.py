@@ -40,7 +40,7 @@ BRANCH = "branch"  # where another sequence leaves this one's path
 FEW_PAGES = 8  # taken at a time by a sequence that grows slowly: more of them will follow
 
 
-class Return(NamedTuple):
+class ReturnEstimate(NamedTuple):
     """When a released sequence is expected to be continued, on the cache's clock."""
 
     at: float
@@ -233,7 +233,7 @@ class CacheSequence(ABC):
         self.num_placeholders = 0  # placeholder tokens at the end, resolved by `fill`
         self._is_open = True
         self._owns_reserved_run = False  # it has taken pages a few at a time
-        self.expected_return: Return | None = None  # set by its user before `release`
+        self.expected_return: ReturnEstimate | None = None  # set by its user before `release`
         self.is_pin = False  # a lock that no request needs, see `PrefixCache.pin`
         self._synced_pages = (
             _NO_PAGES  # the last `take_page_table_delta`; a copy, not a view of `_pages`

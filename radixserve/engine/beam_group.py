@@ -62,7 +62,7 @@ class BeamGroup:
         self._width = request.beams.width
         self._end_ids = request.end_ids
         self._prompt = request.token_ids
-        self._is_stopped = is_stopped
+        self._stops = is_stopped
         self._max_output = min(params.max_tokens, request.max_len - len(self._prompt))
         self._num_candidates = request.num_candidates
         self._num_output = 0  # tokens of each running beam
@@ -108,10 +108,10 @@ class BeamGroup:
     def _end_reason(self, continuation: Continuation) -> str | None:
         if continuation.token_id in self._end_ids:
             return "stop"
-        if self._is_stopped is not None:
+        if self._stops is not None:
             before = [token.token_id for token in _path(self._last[continuation.parent])]
             tokens = np.concatenate([self._prompt, np.array(before, np.int32)])
-            if self._is_stopped(tokens, continuation.token_id):
+            if self._stops(tokens, continuation.token_id):
                 return "stop"
         return "length" if self._num_output >= self._max_output else None
 

@@ -32,7 +32,7 @@ from radixserve.cache import (
 from radixserve.cache.stats import hit_rate
 from radixserve.config import EngineConfig
 from radixserve.engine.beam_group import BeamGroup, StopCheck
-from radixserve.engine.kv_tier import KVTier, open_tier
+from radixserve.engine.kv_connector import KVConnector, open_connector
 from radixserve.engine.prefetches import Prefetches
 from radixserve.errors import EngineDead, InvalidRequest, request_failed
 from radixserve.hint import Hint, HintAnswer, HintLimits
@@ -84,11 +84,11 @@ class Engine:
         )
         self._prefetches = Prefetches(self._scheduler, self._cache)
         self._config = config
-        self._stores: dict[str, KVTier] = {}  # of `store`, by folder
-        self._tier: KVTier | None = None
+        self._stores: dict[str, KVConnector] = {}  # of `store`, by folder
+        self._connector: KVConnector | None = None
         if config.kv_store is not None:
-            self._tier = open_tier(config, runner, self._cache, self._prefill_cost)
-            self._scheduler.call_at_end(self._tier.save)
+            self._connector = open_connector(config, runner, self._cache, self._prefill_cost)
+            self._scheduler.set_finish_hook(self._connector.save)
         self._searches: dict[str, BeamGroup] = {}  # beam searches by request id
         self._in_flight: list[tuple[SchedulerOutput, Any]] = []  # launched steps, the older first
         self._must_collect = False  # whether `end_step` has a step to collect
@@ -103,7 +103,7 @@ class Engine:
 
         `is_stopped` finds the stop strings of a beam search.
         """
-        if self._tier is not None:
+        if self._connector is not None:
             self._scheduler.check_fits(request)
             held_at = time.perf_counter()
 
@@ -111,7 +111,7 @@ class Engine:
                 waited_s = time.perf_counter() - held_at
                 self._scheduler.add(request, waited_s=waited_s, num_loaded=num_loaded)
 
-            if request.beams is None and self._tier.hold(request, add_held):
+            if request.beams is None and self._connector.hold(request, add_held):
                 return
         self._scheduler.add(request)
         if request.beams is not None:
@@ -125,8 +125,8 @@ class Engine:
         self, request_id: str, reason: str, error: BaseException | None = None
     ) -> RequestOutput | None:
         """End a request for a reason from outside, such as a stop string in its text."""
-        if self._tier is not None:
-            self._tier.release(request_id)
+        if self._connector is not None:
+            self._connector.release(request_id)
         search = self._searches.pop(request_id, None)
         if search is None:
             return self._scheduler.finish(request_id, reason, error)
@@ -138,8 +138,8 @@ class Engine:
     def fail_all(self, error: BaseException) -> list[RequestOutput]:
         """End everything with `error`; waits for the steps in flight."""
         self._prefetches.forget(None)
-        if self._tier is not None:
-            self._tier.release()
+        if self._connector is not None:
+            self._connector.release()
         outputs = self._for_callers(self._scheduler.fail_all(error))
         while self._in_flight:
             try:
@@ -167,7 +167,7 @@ class Engine:
         """Whether requests or prefetches are left, or a step is in flight."""
         if self._scheduler.has_work or self._in_flight or len(self._prefetches) > 0:
             return True
-        return self._tier is not None and len(self._tier) > 0
+        return self._connector is not None and len(self._connector) > 0
 
     def step(self) -> list[RequestOutput]:
         """Launch a step, and collect the oldest one beyond the overlap depth.
@@ -184,8 +184,8 @@ class Engine:
         """
         if self._prefetches.queue or self._prefetches.running is not None:
             self._prefetches.step()
-        if self._tier is not None and len(self._tier):
-            self._tier.step(may_wait=not self._scheduler.has_work and not self._in_flight)
+        if self._connector is not None and len(self._connector):
+            self._connector.step(may_wait=not self._scheduler.has_work and not self._in_flight)
         self._must_collect = bool(self._in_flight)
         outputs = self._launch()
         self._must_collect |= len(self._in_flight) > self._overlap_depth
@@ -212,9 +212,9 @@ class Engine:
 
     def close(self) -> None:
         """Nothing is called any more but reports. Idempotent."""
-        for tier in (self._tier, *self._stores.values()):
-            if tier is not None:
-                tier.close()
+        for connector in (self._connector, *self._stores.values()):
+            if connector is not None:
+                connector.close()
         self._cache.close()
 
     def close_session(self, name: str) -> None:
@@ -239,29 +239,29 @@ class Engine:
 
     def stored_len(self, token_ids: IntArray, namespace: str = "") -> int:
         """Leading tokens of a prompt that the kv_store holds; 0 without one."""
-        return 0 if self._tier is None else self._tier.stored_len(token_ids, namespace)
+        return 0 if self._connector is None else self._connector.stored_len(token_ids, namespace)
 
     def prefixes(self, namespace: str | None) -> list[tuple[str, IntArray]]:
         """See `PrefixCache.prefixes`."""
         return self._cache.prefixes(namespace)
 
-    def store(self, folder: str) -> KVTier:
+    def store(self, folder: str) -> KVConnector:
         """The store in a folder, whatever the settings name. Raises InvalidRequest."""
-        tier = self._stores.get(folder)
-        if tier is None:
+        connector = self._stores.get(folder)
+        if connector is None:
             config = replace(self._config, kv_store=folder, kv_store_size=_UNBOUNDED)
-            tier = self._stores[folder] = open_tier(
+            connector = self._stores[folder] = open_connector(
                 config, self._runner, self._cache, self._prefill_cost
             )
-        return tier
+        return connector
 
     def reset_cache(self, namespace: str | None = None) -> None:
         """Drop all cached prefixes and what hints keep of them; running requests continue."""
         self._cache.reset(namespace)
         self._scheduler.hints.forget(namespace)
         self._prefetches.forget(namespace)
-        if self._tier is not None:
-            self._tier.forget(namespace)
+        if self._connector is not None:
+            self._connector.forget(namespace)
         if self._after_change is not None:
             self._after_change()
 
@@ -269,9 +269,9 @@ class Engine:
         """See `Scheduler.queue_depths`; requests whose K/V is loaded wait, too. Any thread may ask,
         at any time."""
         depths = self._scheduler.queue_depths()
-        if self._tier is not None:
-            depths["waiting"] += len(self._tier)
-            depths["waiting_tokens"] += self._tier.num_held_tokens
+        if self._connector is not None:
+            depths["waiting"] += len(self._connector)
+            depths["waiting_tokens"] += self._connector.num_held_tokens
         return depths
 
     def _prefill_cost(self) -> tuple[float, int]:
@@ -295,8 +295,8 @@ class Engine:
         scheduler["prefetches"] = len(self._prefetches)
         last_minute = {**cache["last_minute"], **scheduler["last_minute"]}
         stats = {**cache, **scheduler, **seconds, "last_minute": last_minute}
-        if self._tier is not None:
-            stats["kv_store"] = self._tier.stats()
+        if self._connector is not None:
+            stats["kv_store"] = self._connector.stats()
         for counts in (stats, last_minute):
             counts["hit_rate"] = hit_rate(counts["reused_tokens"], counts["prompted_tokens"])
         return stats

@@ -102,7 +102,7 @@ class CpuModelRunner(SingleDeviceRunner):
         inputs, batch, prepare_s = pending
         began = time.perf_counter()
         plan = plan_samples(inputs)
-        begun = (
+        mask_future = (
             GrammarBitmaskFuture(plan.rows.specs, self.info.vocab_size)
             if plan.has_grammar
             else None
@@ -111,7 +111,7 @@ class CpuModelRunner(SingleDeviceRunner):
         computed = time.perf_counter()
         outputs: tuple[SampleOutput | None, ...] = (None,) * plan.num_outputs
         if self._is_sampling:
-            outputs = sample_step(logits, plan, begun)
+            outputs = sample_step(logits, plan, mask_future)
         seconds = {
             "prepare": prepare_s,
             "forward": computed - began,

@@ -71,7 +71,7 @@ class RecurrentStates:
         """Copy states (source, destination), one after the other, in an upload of their own. `plan`
         takes the copies of a step with rows."""
         if (self._owed or copies) and self.tensors:
-            device, arrays = self.tensors[0].device, _at_once([*self._owed, *copies])
+            device, arrays = self.tensors[0].device, _combine_copies([*self._owed, *copies])
             self._copy(*(torch.from_numpy(ids).to(device) for ids in arrays))
             self._owed.clear()
 
@@ -106,7 +106,7 @@ class RecurrentStates:
         arrays = {name: np.array(values, np.int64) for name, values in lists.items() if values}
         self._owed += copies
         if self._owed:
-            arrays["copied_from"], arrays["copied_to"] = _at_once(self._owed)
+            arrays["copied_from"], arrays["copied_to"] = _combine_copies(self._owed)
         return StepStates(arrays, tuple(longer))
 
     def begin(self, step: StepStates, tensors: Mapping[str, Tensor]) -> RecurrentRows:
@@ -137,7 +137,7 @@ def _pieces(
     return tuple(pieces)
 
 
-def _at_once(copies: StateCopies) -> tuple[IdArray, IdArray]:
+def _combine_copies(copies: StateCopies) -> tuple[IdArray, IdArray]:
     """Sources and destinations of copies that, with everything read before anything is written, do
     what these do one after the other; the destinations are distinct."""
     origin: dict[int, int] = {}

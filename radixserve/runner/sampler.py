@@ -48,17 +48,17 @@ TopLogprobs = tuple[tuple[int, float], ...]
 
 
 def sample_step(
-    logits: Tensor, plan: SamplePlan, begun: GrammarBitmaskFuture | None = None
+    logits: Tensor, plan: SamplePlan, mask_future: GrammarBitmaskFuture | None = None
 ) -> tuple[SampleOutput | None, ...]:
     """The outputs of a step: a token or scores for each row that asks for them.
 
-    logits [S, V] float32, left unchanged; begun: the masks of the rows with a grammar.
+    logits [S, V] float32, left unchanged; mask_future: the masks of the rows with a grammar.
     """
     if plan.is_greedy and plan.is_whole and not plan.has_gaps and not plan.scored:
         return tuple(sample_greedy(logits))
     rows = plan.rows
     sampled_logits = logits if plan.is_whole else logits[rows.logits]
-    sampled = sample(sampled_logits[: plan.num_sampled], rows.specs, begun)
+    sampled = sample(sampled_logits[: plan.num_sampled], rows.specs, mask_future)
     outputs: list[SampleOutput | None] = [None] * plan.num_outputs
     for row, output in zip(rows.outputs, sampled, strict=True):
         outputs[row] = output
@@ -71,22 +71,22 @@ def sample_step(
 
 
 def sample(
-    logits: Tensor, specs: Sequence[SampleSpec], begun: GrammarBitmaskFuture | None = None
+    logits: Tensor, specs: Sequence[SampleSpec], mask_future: GrammarBitmaskFuture | None = None
 ) -> list[SampleOutput]:
     """Sample one token a row, or list the best ones (for a beam).
 
     logits [S, V] float32, row r for specs[r]; left unchanged. Order: logits_processing.py, then
     temperature, min_p, top_k, top_p, the sample. Log-probabilities are those of `logits`.
     A row without a finite best logit gets an error instead of a token; others are not touched.
-    begun: the masks of the specs' grammars, where they are being computed already.
+    mask_future: the masks of the specs' grammars, where they are being computed already.
     """
     if not specs:
         return []
     if logits.is_cpu and are_greedy_only(specs):
         return sample_greedy(logits)
-    if begun is None:
-        begun = begin_bitmask(specs, logits.shape[1])
-    masks = None if begun is None else begun.get()
+    if mask_future is None:
+        mask_future = begin_bitmask(specs, logits.shape[1])
+    masks = None if mask_future is None else mask_future.get()
     outputs = _sample_by_kind(logits, specs, masks)
     if masks is not None:
         masks.note_outputs(outputs)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from radixserve.cache import PrefixCache, Return
+from radixserve.cache import PrefixCache, ReturnEstimate
 from radixserve.schedule import SchedulerOutput
 from radixserve.scheduler.request_state import RequestState
 from radixserve.scheduler.returns import ReturnTimes, waiting_return
@@ -53,8 +53,8 @@ class PricedAdmission:
         self.num_held = 0  # decisions to let a request wait, since the start
         self._has_adopted = False  # the cache knows what is expected of what was released before
         self._updated_at = 0.0
-        self._victims: Iterator[tuple[int, Return | None]] = iter(())
-        self._known: list[tuple[int, Return | None]] = []  # the first victims, once read
+        self._victims: Iterator[tuple[int, ReturnEstimate | None]] = iter(())
+        self._known: list[tuple[int, ReturnEstimate | None]] = []  # the first victims, once read
         self._growth = 0  # tokens
         self._now = 0.0  # on the cache's clock
 
@@ -101,7 +101,7 @@ class PricedAdmission:
         """Whether to start `state` beside the running requests. O(victims)."""
         size, cached_len = self._cache.page_size, state.prefix_watch.cached_len
         wanted = -(-(state.tokens.size - cached_len + self.returns.expected_output(state)) // size)
-        growth, num_free = self.returns.growth_share, self._cache.num_free_pages
+        growth, num_free = self.returns.growth_share, self._cache.num_free
         # Room for what runs, and for what the sessions that are kept will still add.
         reserved = -(-self._growth // size) + growth * (self._cache.num_pages - num_free + wanted)
         have, lost, seconds, dear = float(num_free), 0.0, 0.0, 0.0
@@ -135,7 +135,7 @@ class PricedAdmission:
         length = 0 if sequence is None else sequence.length
         return state.tokens.size - length + self.returns.expected_output(state)
 
-    def _read_victims(self) -> Iterator[tuple[int, Return | None]]:
+    def _read_victims(self) -> Iterator[tuple[int, ReturnEstimate | None]]:
         yield from self._known
         for victim in self._victims:
             self._known.append(victim)

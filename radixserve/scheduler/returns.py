@@ -11,7 +11,7 @@ import zlib
 from array import array
 from collections import OrderedDict
 
-from radixserve.cache import Return
+from radixserve.cache import ReturnEstimate
 from radixserve.scheduler.request_state import RequestState
 
 MAX_CONVERSATIONS = 100_000  # remembered; the one that ended first is forgotten
@@ -29,9 +29,9 @@ _BLOCK_BYTES = 4 * _BLOCK
 Key = str | tuple[str, int, int]  # a session, or where the tokens of a request ended
 
 
-def waiting_return(now: float, cached_len: int) -> Return:
+def waiting_return(now: float, cached_len: int) -> ReturnEstimate:
     """For a waiting request's prefix: evicted last, longest last."""
-    return Return(-float(cached_len), 0.0, now + _WAITING_S, 1.0, is_regular=True)
+    return ReturnEstimate(-float(cached_len), 0.0, now + _WAITING_S, 1.0, is_regular=True)
 
 
 class _Conversation:
@@ -74,7 +74,9 @@ class ReturnTimes:
             self._note_fate(conversation, is_continued=True)
         self._active[state.arrival] = conversation, False
 
-    def note_end(self, state: RequestState, now: float, *, is_finished: bool) -> Return | None:
+    def note_end(
+        self, state: RequestState, now: float, *, is_finished: bool
+    ) -> ReturnEstimate | None:
         """A request has ended; when its session will come back, None where nothing is known."""
         conversation, _ = self._active.pop(state.arrival, (None, True))
         if conversation is None or not is_finished:
@@ -132,25 +134,25 @@ class ReturnTimes:
                 return conversation
         return None
 
-    def _expect(self, conversation: _Conversation, now: float) -> Return | None:
+    def _expect(self, conversation: _Conversation, now: float) -> ReturnEstimate | None:
         if self._num_returns < _LEAST_RETURNS:
             return None
         count = conversation.num_thinks
         mean = (_PRIOR * self._mean + conversation.sum_logs) / (_PRIOR + count)
         return self._estimate(mean, conversation.num_turns == 1, now)
 
-    def typical(self, now: float) -> Return | None:
+    def typical(self, now: float) -> ReturnEstimate | None:
         """What is expected of a session of which nothing is known; None until something is."""
         return None if self._num_returns < _LEAST_RETURNS else self._estimate(self._mean, True, now)
 
-    def _estimate(self, mean: float, is_first: bool, now: float) -> Return:
+    def _estimate(self, mean: float, is_first: bool, now: float) -> ReturnEstimate:
         deviation = math.sqrt(self._variance)
         continued, known = self._fates[is_first]
         late_s = 1.25 * math.exp(mean + _LATE * deviation) + 2 * _MIN_S
         # An unusually long pause is better kept in order of recency.
         is_regular = deviation <= _REGULAR and mean <= self._mean + 1.0
         at = now + math.exp(mean)
-        return Return(at, at - now, now + late_s, continued / known, is_regular)
+        return ReturnEstimate(at, at - now, now + late_s, continued / known, is_regular)
 
     def _note_think(self, conversation: _Conversation, seconds: float) -> None:
         value = math.log(max(seconds, _MIN_S))

@@ -85,7 +85,7 @@ class Scheduler:
         )
         self._in_flight: list[Batch] = []  # at most two, the older one first
         self._num_arrived = 0
-        self._at_end: Callable[[CacheSequence, int], None] | None = None
+        self._finish_hook: Callable[[CacheSequence, int], None] | None = None
         self.counts = SchedulerStats()
         self._recent = RecentCounts(self.counts.tokens, clock())  # in the last minute
 
@@ -101,10 +101,10 @@ class Scheduler:
                 f"got {request.max_len}"
             )
 
-    def call_at_end(self, function: Callable[[CacheSequence, int], None]) -> None:
+    def set_finish_hook(self, function: Callable[[CacheSequence, int], None]) -> None:
         """Have it called before a running request ends and its pages are released, with its
         sequence and the prompt tokens that it did not compute."""
-        self._at_end = function
+        self._finish_hook = function
 
     def add(self, request: Request, *, waited_s: float = 0.0, num_loaded: int = 0) -> None:
         """Queue a request, and open the session that it names, with the cache's own lease, unless
@@ -516,8 +516,8 @@ class Scheduler:
         if self._pricing is not None:
             self._pricing.note_end(state, reason)
         # After an error pages may hold less than was committed: a copied head that no step made.
-        if self._at_end is not None and state.sequence is not None and reason != "error":
-            self._at_end(state.sequence, state.num_reused)
+        if self._finish_hook is not None and state.sequence is not None and reason != "error":
+            self._finish_hook(state.sequence, state.num_reused)
         self._remove(state)
         usage = state.usage()
         is_prefetch, on_arrival = state.request.is_prefetch, state.cached_on_arrival

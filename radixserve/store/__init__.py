@@ -5,7 +5,7 @@ K/V, named by everything before them.
 """
 
 from radixserve.store.folder_store import FolderStore
-from radixserve.store.run_file import BadRun, KVLayout, Run, decode_run, encode_run
+from radixserve.store.run_file import BadRun, KVLayout, KVRun, decode_run, encode_run
 from radixserve.store.stored_prefixes import MAX_RUN_TOKENS, StoredPrefix, StoredPrefixes, StoredRun
 
 __all__ = [
@@ -13,7 +13,7 @@ __all__ = [
     "BadRun",
     "FolderStore",
     "KVLayout",
-    "Run",
+    "KVRun",
     "StoredPrefix",
     "StoredPrefixes",
     "StoredRun",

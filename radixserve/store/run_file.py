@@ -57,7 +57,7 @@ class KVLayout:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Run:
+class KVRun:
     """Tokens [start, start + len(tokens)) of a sequence, and their K/V.
 
     parent  name of the run that holds the token before `start`; "" at the start of a sequence
@@ -71,7 +71,7 @@ class Run:
     kv: ByteArray
 
 
-def encode_run(run: Run, layout: KVLayout) -> list[bytes | memoryview]:
+def encode_run(run: KVRun, layout: KVLayout) -> list[bytes | memoryview]:
     """The parts of a file, in order. O(bytes) for the checksum; K/V is not copied."""
     tokens = np.ascontiguousarray(run.tokens, "<i4")
     header = {
@@ -94,7 +94,7 @@ def encode_run(run: Run, layout: KVLayout) -> list[bytes | memoryview]:
     return [*parts, _LENGTH.pack(checksum)]
 
 
-def decode_run(data: bytes | bytearray, layout: KVLayout | None = None) -> Run:
+def decode_run(data: bytes | bytearray, layout: KVLayout | None = None) -> KVRun:
     """The run of a whole file, checked. `layout`: what its K/V must be; None: whatever it is.
 
     Raises BadRun. The arrays are views of `data`.
@@ -113,11 +113,11 @@ def decode_run(data: bytes | bytearray, layout: KVLayout | None = None) -> Run:
         kv = np.frombuffer(view[head.num_bytes : -4], np.uint8).reshape(shape)
     except (IndexError, TypeError, ValueError) as error:
         raise BadRun(f"its K/V has another size than its header says: {error}") from error
-    return Run(head.namespace, head.start, head.parent, head.tokens, kv)
+    return KVRun(head.namespace, head.start, head.parent, head.tokens, kv)
 
 
 class RunHead(NamedTuple):
-    """What a file says before its K/V; see `Run`."""
+    """What a file says before its K/V; see `KVRun`."""
 
     namespace: str
     start: int

@@ -22,7 +22,7 @@ from radixserve.store.run_file import (
     BadRun,
     ByteArray,
     KVLayout,
-    Run,
+    KVRun,
     RunHead,
     ShortHead,
     decode_head,
@@ -53,7 +53,7 @@ class StoredPrefix(NamedTuple):
 
     @property
     def parent(self) -> str:
-        """Of the run that would continue it, see `Run`."""
+        """Of the run that would continue it, see `KVRun`."""
         return self.runs[-1].name.rpartition("/")[2] if self.runs else ""
 
 
@@ -96,7 +96,7 @@ class StoredPrefixes:
         for begin in range(start, len(tokens), MAX_RUN_TOKENS):
             end = min(begin + MAX_RUN_TOKENS, len(tokens))
             name, own = _name(folder, hasher, int(tokens[begin])), tokens[begin:end]
-            run = Run(namespace, begin, parent, own, kv[:, :, begin - start : end - start])
+            run = KVRun(namespace, begin, parent, own, kv[:, :, begin - start : end - start])
             self.store.put(name, encode_run(run, self.layout))
             self._keep_tokens(name, own.copy())
             yield StoredRun(name, begin, end - begin)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from radixserve.cache import RadixCache, Return
+from radixserve.cache import RadixCache, ReturnEstimate
 from radixserve.cache.radix.eviction import ARC, POLICIES, EvictionOrder
 from radixserve.cache.radix.node import Node
 from radixserve.config import EVICTION_POLICIES
@@ -261,13 +261,13 @@ def test_an_eviction_looks_at_as_few_nodes_in_a_large_tree_as_in_a_small_one(
     assert calls[100] == calls[5_000]
 
 
-def expected(at: float, *, late_at: float = 1e9, is_regular: bool = True) -> Return:
-    return Return(at, at, late_at, 0.9, is_regular)
+def expected(at: float, *, late_at: float = 1e9, is_regular: bool = True) -> ReturnEstimate:
+    return ReturnEstimate(at, at, late_at, 0.9, is_regular)
 
 
 class TestExpectedReturn:
     @staticmethod
-    def filled(returns: dict[int, Return | None], now: list[float]) -> RadixCache:
+    def filled(returns: dict[int, ReturnEstimate | None], now: list[float]) -> RadixCache:
         """Blocks that were released in this order with these estimates."""
         cache = RadixCache(100, eviction="expected-return", clock=lambda: now[0])
         for name, estimate in returns.items():
@@ -311,9 +311,9 @@ class TestExpectedReturn:
 
     def test_a_later_estimate_holds_for_what_was_released_before(self) -> None:
         cache = self.filled({1: None, 2: None, 3: None}, [7.0])
-        cache.adopt_returns(Return(9.0, 2.0, 20.0, 0.9, is_regular=True))
+        cache.adopt_returns(ReturnEstimate(9.0, 2.0, 20.0, 0.9, is_regular=True))
         assert [estimate for _, estimate in cache.victims()] == [
-            Return(9.0, 2.0, 20.0, 0.9, is_regular=True)
+            ReturnEstimate(9.0, 2.0, 20.0, 0.9, is_regular=True)
         ] * 3
 
     @pytest.mark.parametrize("seed", range(12))

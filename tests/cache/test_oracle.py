@@ -10,7 +10,7 @@ from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from radixserve.cache import CachedSequence
+from radixserve.cache import RadixSequence
 from radixserve.cache.radix.sessions import RadixSession
 from radixserve.config import EVICTION_POLICIES
 from tests.cache.hash_world import LateWorld
@@ -42,9 +42,9 @@ class CacheMachine(RuleBasedStateMachine):
     ) -> None:
         self.world = make(pages, page_size, reuse=reuse, eviction=eviction)
 
-    def pick(self, data: st.DataObject) -> CachedSequence:
+    def pick(self, data: st.DataObject) -> RadixSequence:
         assume(self.world.open)
-        seq: CachedSequence = data.draw(st.sampled_from(self.world.open))
+        seq: RadixSequence = data.draw(st.sampled_from(self.world.open))
         return seq
 
     def pick_session(self, data: st.DataObject) -> RadixSession | None:

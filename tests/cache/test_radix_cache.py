@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from radixserve.cache import CachedSequence, OutOfPages, RadixCache
+from radixserve.cache import OutOfPages, RadixCache, RadixSequence
 from radixserve.errors import InvalidRequest
 from tests.cache.world import picture
 
 PAGE_SIZES = [1, 2, 16, 64]
 
 
-def put(cache: RadixCache, tokens: list[int], namespace: str = "") -> CachedSequence:
+def put(cache: RadixCache, tokens: list[int], namespace: str = "") -> RadixSequence:
     """A sequence with all of `tokens` committed, still held."""
     seq = cache.acquire(tokens, namespace)
     seq.extend(tokens[seq.cached_len :])

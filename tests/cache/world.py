@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from radixserve.cache import (
-    CachedSequence,
     Lookup,
     OutOfPages,
     PrefixCache,
     PrefixWatch,
     RadixCache,
+    RadixSequence,
 )
 from radixserve.cache.radix.sessions import RadixSession as CacheSession
 
@@ -44,7 +44,7 @@ class World:
             tuple[str, Prefix], list[CacheSession | None]
         ] = {}  # where sequences let go
         self.cells: dict[tuple[int, int], Prefix] = {}  # (page, slot) -> the prefix it stands for
-        self.open: list[CachedSequence] = []
+        self.open: list[RadixSequence] = []
         self.spaces: dict[int, str] = {}  # id(sequence) -> namespace; "" of a reset one is kept
         self.watches: list[tuple[PrefixWatch, Prefix, str]] = []
         self.stale: set[int] = set()  # sequences that were open at a reset of their namespace
@@ -101,7 +101,7 @@ class World:
         self.owner[id(seq)] = session
         self.add_sequence(seq, namespace)
 
-    def extend(self, seq: CachedSequence, tokens: Prefix) -> bool:
+    def extend(self, seq: RadixSequence, tokens: Prefix) -> bool:
         before = self.cache.dump(), self.cache.stats()["pages_free"]
         length = seq.length
         wanted = -(-(length + len(tokens)) // self.cache.page_size) - len(seq.pages)
@@ -117,14 +117,14 @@ class World:
         self.write(seq, length)
         return True
 
-    def commit(self, seq: CachedSequence, length: int) -> None:
+    def commit(self, seq: RadixSequence, length: int) -> None:
         seq.commit(length)
         self.verify(seq)
         if self.cache.sharing_enabled and id(seq) not in self.stale:
             cached = self.longest_cached(tuple(seq.tokens[:length]), self.spaces[id(seq)])
             assert cached == length, "published tokens are not in the tree"
 
-    def fork(self, seq: CachedSequence) -> None:
+    def fork(self, seq: RadixSequence) -> None:
         try:
             fork = seq.fork()
         except OutOfPages:
@@ -135,7 +135,7 @@ class World:
         self.owner[id(fork)] = self.owner[id(seq)]
         self.add_sequence(fork, self.spaces[id(seq)])
 
-    def truncate(self, seq: CachedSequence, length: int) -> None:
+    def truncate(self, seq: RadixSequence, length: int) -> None:
         tokens = tuple(seq.tokens[:length])
         try:
             seq.truncate(length)
@@ -145,7 +145,7 @@ class World:
         self.copy_page_prefixes(seq)
         self.verify(seq)
 
-    def release(self, seq: CachedSequence) -> None:
+    def release(self, seq: RadixSequence) -> None:
         if id(seq) not in self.stale:
             end = self.spaces[id(seq)], tuple(seq.tokens[: seq.committed_len].tolist())
             self.ends.setdefault(end, []).append(self.owner[id(seq)])
@@ -174,12 +174,12 @@ class World:
 
     # -- what the device would do -------------------------------------------------------------
 
-    def copy_page_prefixes(self, seq: CachedSequence) -> None:
+    def copy_page_prefixes(self, seq: RadixSequence) -> None:
         for source, target, count in seq.cow_copies:
             for slot in range(count):
                 self.cells[target, slot] = self.cells[source, slot]
 
-    def write(self, seq: CachedSequence, start: int) -> None:
+    def write(self, seq: RadixSequence, start: int) -> None:
         tokens = tuple(seq.tokens)
         shared = self.shared_cells()
         for position in range(start, seq.length):
@@ -187,7 +187,7 @@ class World:
             assert cell not in shared, "a slot that others may read would be overwritten"
             self.cells[cell] = tokens[: position + 1]
 
-    def verify(self, seq: CachedSequence) -> None:
+    def verify(self, seq: RadixSequence) -> None:
         """Everything that this sequence's next step would read is what it should be."""
         tokens = tuple(seq.tokens)
         heads = {target: source for source, target, _ in seq.cow_copies}
@@ -300,7 +300,7 @@ class World:
         assert self.cache.evict(stats["pages_total"] * self.page_size) >= 0
         self.check()
 
-    def add_sequence(self, seq: CachedSequence, namespace: str) -> None:
+    def add_sequence(self, seq: RadixSequence, namespace: str) -> None:
         self.spaces[id(seq)] = namespace
         self.open.append(seq)
         self.verify(seq)

@@ -11,7 +11,7 @@ import pytest
 from radixserve.cache import RadixCache
 from radixserve.cache.hash.block_pool import BlockPool
 from radixserve.cache.radix import lookup, radix_cache
-from radixserve.cache.radix.lookup import find_match
+from radixserve.cache.radix.lookup import match_prefix
 from radixserve.errors import InvalidRequest
 from radixserve.request import Request, SamplingParams
 from radixserve.schedule import SampleSpec, WindowLayers
@@ -452,14 +452,14 @@ def count_walks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def counted(*args: object) -> object:
         count[0] += 1
-        return find_match(*args)  # type: ignore[arg-type]
+        return match_prefix(*args)  # type: ignore[arg-type]
 
     def counted_blocks(*args: Any) -> object:
         count[0] += 1
         return match_blocks(*args)
 
     for module in (radix_cache, lookup):
-        monkeypatch.setattr(module, "find_match", counted)
+        monkeypatch.setattr(module, "match_prefix", counted)
     monkeypatch.setattr(BlockPool, "match", counted_blocks)
     return count
 

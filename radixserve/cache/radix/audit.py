@@ -18,7 +18,7 @@ from radixserve.cache.audit import (
 from radixserve.cache.radix.child_index import check_index, has_longer
 from radixserve.cache.radix.node import Node, path
 from radixserve.cache.radix.radix_tree import RadixTree
-from radixserve.cache.radix.sequence import CachedSequence, node_covering
+from radixserve.cache.radix.sequence import RadixSequence, node_covering
 from radixserve.cache.radix.states import CheckpointTree, StatefulSequence
 from radixserve.cache.radix.windows import WindowedAllocator
 from radixserve.cache.sequence import PageAllocator
@@ -49,7 +49,7 @@ def check_tree(allocator: PageAllocator, tree: RadixTree) -> None:
     check_watches(tree.watch_registry)
 
 
-def _check_states(tree: CheckpointTree, nodes: list[Node], sequences: list[CachedSequence]) -> None:
+def _check_states(tree: CheckpointTree, nodes: list[Node], sequences: list[RadixSequence]) -> None:
     """Each state is free, of one node, or of one sequence."""
     states: list[int] = []
     pinned: list[int] = []
@@ -61,7 +61,7 @@ def _check_states(tree: CheckpointTree, nodes: list[Node], sequences: list[Cache
     tree.checkpoints.check(nodes, states, pinned)
 
 
-def _check_windows(allocator: WindowedAllocator, sequences: list[CachedSequence]) -> None:
+def _check_windows(allocator: WindowedAllocator, sequences: list[RadixSequence]) -> None:
     """Each window page is free or of one page in use; sequences have those that they see."""
     windows = allocator.windows
     windows.check(allocator.pool.free_ids())
@@ -70,11 +70,11 @@ def _check_windows(allocator: WindowedAllocator, sequences: list[CachedSequence]
         assert windows.has_all(seen), f"{sequence!r} lacks a window page that it sees"
 
 
-def _sequences(allocator: PageAllocator) -> list[CachedSequence]:
-    return [seq for seq in allocator.live_sequences if isinstance(seq, CachedSequence)]
+def _sequences(allocator: PageAllocator) -> list[RadixSequence]:
+    return [seq for seq in allocator.live_sequences if isinstance(seq, RadixSequence)]
 
 
-def _all_nodes(tree: RadixTree, sequences: list[CachedSequence]) -> list[Node]:
+def _all_nodes(tree: RadixTree, sequences: list[RadixSequence]) -> list[Node]:
     """Every node but the roots: of live namespaces, of dead ones, and of those that only
     sequences still use."""
     stack = [namespace.root for namespace in tree.namespaces.values()] + tree.pending_free
@@ -197,7 +197,7 @@ def _check_session_refs(tree: RadixTree, nodes: list[Node]) -> None:
         )
 
 
-def _check_sequence(tree: RadixTree, sequence: CachedSequence) -> None:
+def _check_sequence(tree: RadixTree, sequence: RadixSequence) -> None:
     size, name = tree.page_size, repr(sequence)
     published, committed = sequence._published, sequence.committed_len
     num_shared = len(sequence.pages) - sequence.num_private

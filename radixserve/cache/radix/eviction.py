@@ -16,7 +16,7 @@ from typing import NamedTuple
 from sortedcontainers import SortedDict
 
 from radixserve.cache.radix.node import Node, path
-from radixserve.cache.sequence import Return
+from radixserve.cache.sequence import ReturnEstimate
 from radixserve.cache.tokens import TOKEN_BYTES
 
 EvictionPoint = tuple[int | str, int, bytes]  # node id, position, first token (int32) after it
@@ -116,10 +116,10 @@ class EvictionOrder(ABC):
     def on_path_used(self, node: Node, use: PathUse) -> None:  # noqa: B027  (only some policies care)
         """Called before the path ending in `node` is unlocked by a sequence."""
 
-    def note_release(self, node: Node, expected: Return | None) -> None:  # noqa: B027
+    def note_release(self, node: Node, expected: ReturnEstimate | None) -> None:  # noqa: B027
         """See `ExpectedReturn`."""
 
-    def expect(self, node: Node, expected: Return) -> None:  # noqa: B027
+    def expect(self, node: Node, expected: ReturnEstimate) -> None:  # noqa: B027
         """See `ExpectedReturn`."""
 
     def adopt(  # noqa: B027
@@ -612,7 +612,7 @@ class ExpectedReturn(EvictionOrder):
 
     # -- returns ------------------------------------------------------------------------------
 
-    def note_release(self, node: Node, expected: Return | None) -> None:
+    def note_release(self, node: Node, expected: ReturnEstimate | None) -> None:
         """The locked path to `node` is about to be released; `expected`: when it is used again,
         None: unknown. O(depth)."""
         below, child = expected, None
@@ -623,7 +623,7 @@ class ExpectedReturn(EvictionOrder):
             ancestor.expected = below
             child = ancestor
 
-    def expect(self, node: Node, expected: Return) -> None:
+    def expect(self, node: Node, expected: ReturnEstimate) -> None:
         """The path to `node` is expected back then. Locked nodes hear of it when they are released.
         O(depth)."""
         for ancestor in path(node):
@@ -640,7 +640,7 @@ class ExpectedReturn(EvictionOrder):
         for node in list(self._recency.queues()[0]):  # children before their parents
             if node.expected is None:
                 at, late_at = node.last_use + wait_s, node.last_use + late_s
-                self.expect(node, Return(at, wait_s, late_at, probability, is_regular))
+                self.expect(node, ReturnEstimate(at, wait_s, late_at, probability, is_regular))
 
     def _move_late(self) -> None:
         """Paths that are overdue now are evicted first. O(log nodes) each."""
@@ -657,11 +657,11 @@ class ExpectedReturn(EvictionOrder):
         del self._regular[-return_at, tick], self._by_late_at[late_at, tick]
 
 
-def join_returns(one: Return | None, other: Return | None) -> Return | None:
+def join_returns(one: ReturnEstimate | None, other: ReturnEstimate | None) -> ReturnEstimate | None:
     """The estimate of a node that both use."""
     if one is None or other is None:
         return other or one
-    return Return(
+    return ReturnEstimate(
         min(one.at, other.at),
         min(one.wait_s, other.wait_s),
         max(one.late_at, other.late_at),

@@ -1,6 +1,6 @@
 """Look-ups in a namespace's tree: the longest match, the reason why it is not longer, the watch.
 
-`find_match` walks the tree, `explain` gives the reason why the walk stopped, and a
+`match_prefix` walks the tree, `explain` gives the reason why the walk stopped, and a
 `RadixPrefixWatch` keeps the match of a waiting request's prompt up to date.
 """
 
@@ -30,7 +30,7 @@ stopped for another reason.
 """
 
 
-def find_match(
+def match_prefix(
     namespace: NamespaceTree,
     data: memoryview,
     limit: int,
@@ -108,7 +108,7 @@ def explain(
         for other in islice(tree.namespaces.values(), _MAX_NAMESPACES):
             if other is namespace:
                 continue
-            if find_match(other, data, limit, size)[0] > length:
+            if match_prefix(other, data, limit, size)[0] > length:
                 return Lookup(length, "namespace", length)
     if not length:
         return NEVER_SEEN
@@ -172,7 +172,7 @@ class RadixPrefixWatch(PrefixWatch):
             root = NamespaceTree(name).root
             self.match = 0, root, root, b""
         else:
-            self.match = find_match(namespace, self.data, self._limit, tree.page_size)
+            self.match = match_prefix(namespace, self.data, self._limit, tree.page_size)
         length, node, resume, _ = self.match
         self.cached_len = length
         # The token that would continue the match there, b"" at the prompt's end. Two nodes where

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from radixserve.cache.sequence import Namespace, Return
+from radixserve.cache.sequence import Namespace, ReturnEstimate
 from radixserve.cache.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Node:
         self.policy_key = 0  # set by the eviction policy
         self.last_use = 0.0  # the tree's `now` when its last lock was released
         self.session_refs: SessionRefs | None = None
-        self.expected: Return | None = None  # its next use; see `ExpectedReturn`
+        self.expected: ReturnEstimate | None = None  # its next use; see `ExpectedReturn`
         self.children = NO_CHILDREN
         # see child_index; None while a scan of all children is faster
         self.first_token_index: dict[bytes, list[bytes] | SortedList] | None = None

@@ -37,13 +37,13 @@ from radixserve.cache.radix.lookup import (
     Match,
     RadixPrefixWatch,
     explain,
-    find_match,
+    match_prefix,
     never_saw,
 )
 from radixserve.cache.radix.node import NamespaceTree, Node, path_pages
 from radixserve.cache.radix.radix_tree import RadixTree
 from radixserve.cache.radix.sequence import (
-    CachedSequence,
+    RadixSequence,
     append_to_leaves,
     node_covering,
 )
@@ -68,7 +68,7 @@ from radixserve.cache.sequence import (
     CacheSequence,
     PageAllocator,
     PageCopy,
-    Return,
+    ReturnEstimate,
     StateCopy,
 )
 from radixserve.cache.snapshot import SnapshotView
@@ -207,7 +207,7 @@ class RadixCache(PrefixCache):
         if not is_known and never_saw(tree, space, first_page):
             return NEVER_SEEN
         data = token_view(ids)
-        match = find_match(space, data, limit, size, first_page)
+        match = match_prefix(space, data, limit, size, first_page)
         answer = explain(tree, space, match, data, limit, compare_namespaces)
         match_len, node, _, _ = match
         length = match_len
@@ -236,7 +236,7 @@ class RadixCache(PrefixCache):
         allow_full: bool = False,
         session: CacheSession | None = None,
         priority: int = 0,
-    ) -> CachedSequence:
+    ) -> RadixSequence:
         """Lock the longest cached prefix of `tokens` until the returned sequence is released.
 
         At least the last token is left to compute unless `allow_full`. The sequence's length is
@@ -247,21 +247,21 @@ class RadixCache(PrefixCache):
         """
         data, tree = token_view(tokens), self._tree
         count = len(data)
-        owner = None if session is None else check_session(session, tree.session_eviction)
+        radix_session = None if session is None else check_session(session, tree.session_eviction)
         if priority != 0:
             priority = check_int("priority", priority, -(2**31), 2**31 - 1)
         space = tree.namespaces.get(namespace) or self._open_namespace(namespace)
         limit = count - 1 if count and not allow_full else count
-        match = find_match(space, data, limit, tree.page_size)
-        return self._acquire_match(match, data, limit, owner, priority)
+        match = match_prefix(space, data, limit, tree.page_size)
+        return self._acquire_match(match, data, limit, radix_session, priority)
 
     def acquire_watched(
         self, watch: PrefixWatch, *, session: CacheSession | None = None, priority: int = 0
-    ) -> tuple[CachedSequence, Lookup]:
+    ) -> tuple[RadixSequence, Lookup]:
         """See `PrefixCache.acquire_watched`."""
         tree = self._tree
         assert isinstance(watch, RadixPrefixWatch)
-        owner = None if session is None else check_session(session, tree.session_eviction)
+        radix_session = None if session is None else check_session(session, tree.session_eviction)
         if priority != 0:
             priority = check_int("priority", priority, -(2**31), 2**31 - 1)
         tree.watch_registry.refresh(watch)
@@ -276,7 +276,7 @@ class RadixCache(PrefixCache):
             length, _ = self._resumable_prefix(node, match_len)
             if length < match_len:
                 lookup = self._lacks_state(lookup, length)
-        sequence = self._acquire_match(match, data, limit, owner, priority)
+        sequence = self._acquire_match(match, data, limit, radix_session, priority)
         if sequence.cached_len != lookup.cached_len:
             lookup = lookup._replace(cached_len=sequence.cached_len)
         return sequence, lookup
@@ -302,9 +302,9 @@ class RadixCache(PrefixCache):
         match: Match,
         data: memoryview,
         limit: int,
-        owner: RadixSession | None,
+        radix_session: RadixSession | None,
         priority: int,
-    ) -> CachedSequence:
+    ) -> RadixSequence:
         """A sequence over the part of a prompt's match that it can continue from. `data`: the whole
         prompt; `limit`: tokens that were looked for."""
         tree, allocator = self._tree, self._allocator
@@ -339,10 +339,10 @@ class RadixCache(PrefixCache):
         else:
             known = bytearray(data[:length])
         if not self._may_lack_state:
-            return CachedSequence(
-                allocator, tree, node, known, shared, copy, length, owner, priority
+            return RadixSequence(
+                allocator, tree, node, known, shared, copy, length, radix_session, priority
             )
-        parts = allocator, tree, node, known, shared, copy, length, owner, priority
+        parts = allocator, tree, node, known, shared, copy, length, radix_session, priority
         if windows is not None:
             if copy is not None:
                 windows.copy(*copy)
@@ -377,7 +377,7 @@ class RadixCache(PrefixCache):
         if self._checkpoints is not None or len(sequences) < LEAST_BATCH:
             super().commit_next(sequences, token_ids)
             return
-        mine = cast(Sequence[CachedSequence], sequences)
+        mine = cast(Sequence[RadixSequence], sequences)
         rest = append_to_leaves(self._allocator, self._tree, mine, token_ids)
         for sequence, token_id in rest:
             sequence.commit_next(token_id)
@@ -453,19 +453,19 @@ class RadixCache(PrefixCache):
     def tracks_returns(self) -> bool:
         return self._reuse and self._tree.order.tracks_returns
 
-    def expect_return(self, watch: PrefixWatch, expected: Return) -> None:
+    def expect_return(self, watch: PrefixWatch, expected: ReturnEstimate) -> None:
         """See `PrefixCache.expect_return`. O(depth)."""
         assert isinstance(watch, RadixPrefixWatch)
         node = watch.match[1]
         if self._tree.order.tracks_returns and not node.namespace.is_dead:
             self._tree.order.expect(node, expected)
 
-    def adopt_returns(self, typical: Return) -> None:
+    def adopt_returns(self, typical: ReturnEstimate) -> None:
         """See `PrefixCache.adopt_returns`. O(unlocked nodes)."""
         late_s = typical.late_at - typical.at + typical.wait_s
         self._tree.order.adopt(typical.wait_s, late_s, typical.probability, typical.is_regular)
 
-    def victims(self) -> Iterator[tuple[int, Return | None]]:
+    def victims(self) -> Iterator[tuple[int, ReturnEstimate | None]]:
         """See `PrefixCache.victims`."""
         tree = self._tree
         closed = () if tree.session_eviction is None else tree.session_eviction.closed_nodes
@@ -485,7 +485,7 @@ class RadixCache(PrefixCache):
         data, space = token_view(tokens), self._tree.namespaces.get(namespace)
         if space is None or not len(data):
             return 0
-        nodes = demotable(find_match(space, data, len(data), self.page_size), len(data))
+        nodes = demotable(match_prefix(space, data, len(data), self.page_size), len(data))
         if nodes:
             self._session_eviction().demote(nodes)
         return num_demoted(nodes)

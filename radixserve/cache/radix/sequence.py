@@ -1,4 +1,4 @@
-"""`CachedSequence`: a path in the tree, locked, and private pages after it.
+"""`RadixSequence`: a path in the tree, locked, and private pages after it.
 
     tokens     [0 .................... published) [ ... committed) [ ... length)
     pages      [ shared with the tree, read-only ][ private to this sequence   )
@@ -23,7 +23,7 @@ from radixserve.cache.sequence import CacheSequence, PageAllocator, PageCopy
 from radixserve.cache.tokens import TOKEN_BYTES
 
 
-class CachedSequence(CacheSequence):
+class RadixSequence(CacheSequence):
     """Made by `RadixCache.acquire` or `fork`; ends with `release`. Not thread-safe."""
 
     __slots__ = (
@@ -88,7 +88,7 @@ class CachedSequence(CacheSequence):
         """The node whose path holds the published tokens; locked."""
         return self._last_node
 
-    def fork(self) -> CachedSequence:
+    def fork(self) -> RadixSequence:
         self._check_open()
         assert self._source is None, "a copy is still to be made"
         tree, size = self._tree, self._tree.page_size
@@ -344,16 +344,16 @@ def node_covering(node: Node, length: int) -> Node:
 def append_to_leaves(
     allocator: PageAllocator,
     tree: RadixTree,
-    sequences: Sequence[CachedSequence],
+    sequences: Sequence[RadixSequence],
     token_ids: Sequence[int],
-) -> list[tuple[CachedSequence, int]]:
+) -> list[tuple[RadixSequence, int]]:
     """`commit_next` for sequences that end in a leaf of whole pages that no other sequence uses, as
     nearly all decoding sequences do. Avoids several calls per row of a decode step.
 
     Returns the remaining sequences with their tokens; those are unchanged.
     """
     size, has_listeners = tree.page_size, tree.has_listeners
-    others: list[tuple[CachedSequence, int]] = []
+    others: list[tuple[RadixSequence, int]] = []
     grown: list[Node] = []  # by a page
     if min(token_ids, default=0) < 0:  # `fill` refuses it
         return list(zip(sequences, token_ids, strict=True))

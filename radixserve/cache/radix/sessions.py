@@ -28,7 +28,7 @@ from sortedcontainers import SortedDict
 
 from radixserve.cache.radix.eviction import EvictionOrder, EvictionPoint, PathUse
 from radixserve.cache.radix.node import NamespaceTree, Node, SessionRefs, path
-from radixserve.cache.sequence import Return
+from radixserve.cache.sequence import ReturnEstimate
 from radixserve.errors import InvalidRequest
 
 Deadline = tuple[float, int]  # a lease's end on the cache's clock; a number that makes it unique
@@ -228,10 +228,10 @@ class SessionAwareEviction(EvictionOrder):
     def on_path_used(self, node: Node, use: PathUse) -> None:
         self._policy.on_path_used(node, use)
 
-    def note_release(self, node: Node, expected: Return | None) -> None:
+    def note_release(self, node: Node, expected: ReturnEstimate | None) -> None:
         self._policy.note_release(node, expected)
 
-    def expect(self, node: Node, expected: Return) -> None:
+    def expect(self, node: Node, expected: ReturnEstimate) -> None:
         self._policy.expect(node, expected)
 
     def adopt(self, wait_s: float, late_s: float, probability: float, is_regular: bool) -> None:

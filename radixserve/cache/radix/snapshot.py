@@ -8,10 +8,10 @@ from itertools import islice
 from typing import Any
 
 from radixserve.cache.audit import usage_state
-from radixserve.cache.radix.lookup import find_match
+from radixserve.cache.radix.lookup import match_prefix
 from radixserve.cache.radix.node import Node, path
 from radixserve.cache.radix.radix_tree import RadixTree
-from radixserve.cache.radix.sequence import CachedSequence
+from radixserve.cache.radix.sequence import RadixSequence
 from radixserve.cache.radix.sessions import SessionAwareEviction
 from radixserve.cache.sequence import PageAllocator
 from radixserve.cache.snapshot import (
@@ -52,7 +52,7 @@ class _TreeSnapshot:
         self._holders = [  # of locks: sequences, and pins, which only keep what is cached
             seq
             for seq in allocator.live_sequences
-            if isinstance(seq, CachedSequence) and view.shows(seq.namespace)
+            if isinstance(seq, RadixSequence) and view.shows(seq.namespace)
         ]
         self._sequences = [seq for seq in self._holders if not seq.is_pin]
         self._users: dict[int, int] = {}  # sequences by the identity of a locked node
@@ -99,7 +99,7 @@ class _TreeSnapshot:
         if not view.path or space is None or not view.shows(space.name):
             return []
         data = token_view(view.path)
-        _, node, _, _ = find_match(space, data, len(data), self._tree.page_size)
+        _, node, _, _ = match_prefix(space, data, len(data), self._tree.page_size)
         return [*path(node)][::-1]
 
     def _descend(self, roots: list[Node], *, only_opened: bool) -> None:

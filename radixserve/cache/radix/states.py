@@ -26,7 +26,7 @@ from radixserve.cache.radix.child_index import child_covering, siblings_with_hea
 from radixserve.cache.radix.eviction import EvictionOrder
 from radixserve.cache.radix.node import Node, path
 from radixserve.cache.radix.radix_tree import RadixTree
-from radixserve.cache.radix.sequence import CachedSequence, node_covering
+from radixserve.cache.radix.sequence import RadixSequence, node_covering
 from radixserve.cache.sequence import BRANCH, MESSAGE, NO_STATE, PROMPT, CacheSequence, StateCopy
 from radixserve.cache.tokens import TOKEN_BYTES
 from radixserve.checks import check_int
@@ -360,7 +360,7 @@ class CheckpointTree(RadixTree):
         return pages
 
 
-class StatefulSequence(CachedSequence):
+class StatefulSequence(RadixSequence):
     """Made by a `RadixCache` with states."""
 
     __slots__ = (

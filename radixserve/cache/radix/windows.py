@@ -26,7 +26,7 @@ from radixserve.arrays import IntArray
 from radixserve.cache.page_pool import PagePool
 from radixserve.cache.radix.child_index import siblings_with_head
 from radixserve.cache.radix.node import Node, path
-from radixserve.cache.radix.sequence import CachedSequence, node_covering
+from radixserve.cache.radix.sequence import RadixSequence, node_covering
 from radixserve.cache.sequence import BRANCH, CacheSequence, PageAllocator, PageOwner
 from radixserve.checks import check_int
 from radixserve.errors import OutOfPages
@@ -284,7 +284,7 @@ class WindowedAllocator(PageAllocator):
             )
 
 
-class WindowedSequence(CachedSequence):
+class WindowedSequence(RadixSequence):
     """Made by a `RadixCache` with windows."""
 
     __slots__ = ("_wanted",)
@@ -292,7 +292,7 @@ class WindowedSequence(CachedSequence):
     _wanted: set[int]  # lengths that other sequences continue from
 
     def __init__(self, *parts: Any, match_len: int = 0) -> None:
-        """See `CachedSequence`. `match_len`: where it left the cached tokens, perhaps after what it
+        """See `RadixSequence`. `match_len`: where it left the cached tokens, perhaps after what it
         could use: the tree branches there."""
         super().__init__(*parts)
         self._wanted = {match_len} if match_len > self.length else set()

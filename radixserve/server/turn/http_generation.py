@@ -93,13 +93,13 @@ class HttpGeneration(CancelOnDisconnect):
         streams: bool,
     ) -> RequestHandle[Any]:
         runtime = self.server.runtime
-        at_once = self.server.num_at_once(self.tenant)
+        max_in_flight = self.server.num_at_once(self.tenant)
         if beams is None:
             return runtime.submit(
-                prompts, params, streams=streams, session=session, at_once=at_once
+                prompts, params, streams=streams, session=session, max_in_flight=max_in_flight
             )
         return runtime.submit(
-            prompts, replace(params, n=1), beams=beams, session=session, at_once=at_once
+            prompts, replace(params, n=1), beams=beams, session=session, max_in_flight=max_in_flight
         )
 
     def __enter__(self) -> Self:

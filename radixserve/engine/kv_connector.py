@@ -1,4 +1,4 @@
-"""`KVTier`: K/V of the pool in a store on disk, written when requests end, read when they return.
+"""`KVConnector`: writes the pool's K/V to disk when requests end, reads it when they return.
 
     add(request) -> hold -> [ reads in a thread ] -> pages filled between steps -> Scheduler.add
     end of a request -> K/V copied -> [ written in a thread ]
@@ -86,7 +86,7 @@ class TierStats:
     failed_writes: int = 0  # files
 
 
-class KVTier:
+class KVConnector:
     """Owned by the engine's thread, which makes every call but `stats`."""
 
     def __init__(
@@ -427,12 +427,12 @@ def _reusable_tokens(request: Request) -> IntArray:
     return wanted[: len(wanted) - 1]
 
 
-def open_tier(
+def open_connector(
     config: EngineConfig,
     runner: ModelRunner,
     cache: PrefixCache,
     token_cost: Callable[[], tuple[float, int]],
-) -> KVTier:
+) -> KVConnector:
     """The tier that `config.kv_store` names. Raises InvalidRequest where K/V cannot be stored, or
     where the folder cannot be made."""
     assert config.kv_store is not None
@@ -446,7 +446,7 @@ def open_tier(
     settings["layout"] = layout.as_list()
     name = f"{runner.info.architecture} {config.seed}"
     model = model_fingerprint(runner.model_path, name, settings, folder)
-    return KVTier(
+    return KVConnector(
         StoredPrefixes(store, model, layout),
         pool,
         cache,

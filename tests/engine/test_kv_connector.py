@@ -99,7 +99,7 @@ def test_a_request_in_memory_or_not_stored_is_not_held(tmp_path: Path) -> None:
     with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
         runtime.generate([tokens(0, 100), tokens(0, 100), tokens(1, 100)], PARAMS)
         assert runtime.cache_stats()["kv_store"]["loaded_tokens"] == 0
-        runtime._core._engine._tier.flush()
+        runtime._core._engine._connector.flush()
         assert runtime.stored_len(tokens(0, 100) + [7] * 9) == 100
         assert runtime.stored_len(tokens(5, 100)) == 0
 
@@ -204,7 +204,7 @@ class TestFaults:
         with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
             assert answers([runtime.generate(tokens(0, 1200), PARAMS)]) == answers(cold)
             core = runtime._core
-        assert core._engine._tier.stats()["failed_writes"] == 1
+        assert core._engine._connector.stats()["failed_writes"] == 1
         assert "No space left on device" in caplog.text
 
     def test_a_read_that_hangs_is_given_up(
@@ -221,7 +221,7 @@ class TestFaults:
             return read(store, name, num_bytes)
 
         monkeypatch.setattr(FolderStore, "get", hang)
-        monkeypatch.setattr("radixserve.engine.kv_tier._PATIENCE_S", 0.05)
+        monkeypatch.setattr("radixserve.engine.kv_connector._PATIENCE_S", 0.05)
         with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
             completion = runtime.generate(tokens(0, 1200), PARAMS)
             let_go.set()
@@ -282,13 +282,13 @@ class TestFaults:
 
         with Runtime("demo", num_pages=NUM_PAGES, page_size=16, kv_store=str(tmp_path)) as runtime:
             runtime.generate(tokens(0, 100), PARAMS)
-            runtime._core._engine._tier.flush()
+            runtime._core._engine._connector.flush()
             stored = files(tmp_path)
             with monkeypatch.context() as context:
                 context.setattr(runtime._core._engine._runner, "launch", fail)
                 with pytest.raises(RequestFailed):
                     runtime.generate(tokens(0, 90) + tokens(1, 40), PARAMS)
-            runtime._core._engine._tier.flush()
+            runtime._core._engine._connector.flush()
             assert files(tmp_path) == stored
 
     def test_a_folder_that_cannot_be_made(self, tmp_path: Path) -> None:
@@ -319,9 +319,9 @@ def test_two_processes_share_a_folder(tmp_path: Path) -> None:
         expected, also = (answers(handle.result()) for handle in (of_first, of_second))
         assert expected == also
         for runtime in (first, second):
-            runtime._core._engine._tier.flush()
+            runtime._core._engine._connector.flush()
         first.generate(tokens(9, 300), PARAMS)
-        first._core._engine._tier.flush()
+        first._core._engine._connector.flush()
         assert second.generate(tokens(9, 300), PARAMS).usage.loaded_tokens == 299
     assert [completion.usage.loaded_tokens for completion in run(tmp_path, prompts)] == [199] * 4
 
