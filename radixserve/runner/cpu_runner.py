@@ -14,8 +14,14 @@ from radixserve.models.parallel import TPGroup
 from radixserve.runner.base import SingleDeviceRunner, load_on_device
 from radixserve.runner.grammar_bitmask import GrammarBitmaskFuture
 from radixserve.runner.input_batch import InputBatch, prepare_inputs
-from radixserve.runner.kv_pool import KVPool, PoolSize, choose_num_pages, choose_pool_size
-from radixserve.runner.recurrent_states import RecurrentStates, choose_num_states
+from radixserve.runner.kv_pool import KVPool
+from radixserve.runner.pool_sizing import (
+    PoolSize,
+    choose_num_pages,
+    choose_num_states,
+    choose_pool_size,
+)
+from radixserve.runner.recurrent_states import RecurrentStates
 from radixserve.runner.sample_plan import plan_samples
 from radixserve.runner.sampler import sample_step
 from radixserve.runner.system_memory import keep_freed_memory

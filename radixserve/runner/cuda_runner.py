@@ -29,18 +29,19 @@ from radixserve.runner.device_batch import BatchUploader, PageTable
 from radixserve.runner.device_sampler import DeviceSampler, PendingSample
 from radixserve.runner.grammar_bitmask import GrammarBitmaskFuture
 from radixserve.runner.input_batch import prepare_inputs
-from radixserve.runner.kv_pool import KVPool, PoolSize, divide_pool
+from radixserve.runner.kv_pool import KVPool
 from radixserve.runner.piecewise_graph import GRAPH_BYTES, PiecewiseGraphs, capture_tokens
-from radixserve.runner.profile_run import (
+from radixserve.runner.pool_sizing import (
     MemoryUse,
+    PoolSize,
+    choose_device_sizes,
+    divide_pool,
+    given_sizes,
     graph_bytes,
     max_pages,
-    measure,
-    num_profile_pages,
-    profile_schedules,
-    reset_peak,
 )
-from radixserve.runner.recurrent_states import RecurrentStates, choose_device_sizes, given_sizes
+from radixserve.runner.profile_run import measure, num_profile_pages, profile_schedules, reset_peak
+from radixserve.runner.recurrent_states import RecurrentStates
 from radixserve.runner.sample_plan import SamplePlan, begin_device_bitmask, plan_device_samples
 from radixserve.runner.system_memory import keep_freed_memory
 from radixserve.runner.transfers import DeviceQueue

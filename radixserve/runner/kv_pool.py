@@ -6,9 +6,7 @@ memory; the cache owns the assignment of pages.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,29 +14,13 @@ from torch import Tensor
 
 from radixserve.arrays import IntArray
 from radixserve.attention.base import WindowKV
-from radixserve.config import (
-    MAX_SHORT_WINDOW,
-    SWA_FULL_TOKENS_RATIO,
-    EngineConfig,
-    parse_bytes,
-)
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo
-from radixserve.runner.system_memory import free_memory, map_on_demand
+from radixserve.runner.pool_sizing import PoolSize
+from radixserve.runner.system_memory import map_on_demand
 from radixserve.store.run_file import ByteArray, KVLayout
 from radixserve_kernels.stored_kv import stored_width
 from radixserve_kernels.torch_ops import copy_slots
-
-# The ends of a chunk and of a window inside a page, and a copied page prefix.
-SPARE_WINDOW_PAGES = 3
-FREE_MEMORY_DIVISOR = 4  # the default pool takes at most this fraction of the free memory: 1 / 4
-
-
-class PoolSize(NamedTuple):
-    """Pages of a pool. No window pages: layers with windows are in the pages of all others."""
-
-    num_pages: int
-    num_window_pages: int = 0
 
 
 class KVPool:
@@ -112,76 +94,6 @@ class KVPool:
             assert self.windows is not None
             kv = self.windows.kv[:, :, :, :num_tokens]
             kv[:, :, destination] = kv[:, :, source]
-
-
-def choose_num_pages(config: EngineConfig, info: ModelInfo, states_bytes: int = 0) -> int:
-    """Pages of the pool: as many as asked for, as fit the bytes asked for beside the states of
-    recurrent layers, or a default.
-
-    The default is what `max_running_requests` sequences of full length need, at most a share of the
-    memory that is free now. Raises InvalidRequest if not one page fits.
-    """
-    if config.num_pages is not None:
-        return config.num_pages
-    page_bytes = info.kv_bytes_per_token * config.page_size
-    if config.kv_cache_memory is not None:
-        allowed = parse_bytes(config.kv_cache_memory)
-        if allowed < page_bytes + states_bytes:
-            beside = f" beside {states_bytes} bytes of states" if states_bytes else ""
-            raise InvalidRequest(
-                f"kv_cache_memory of {allowed} bytes holds no page{beside}; a page of "
-                f"{config.page_size} tokens of this model needs {page_bytes} bytes"
-            )
-        return min((allowed - states_bytes) // page_bytes, 2**31 - 1)
-    longest = min(config.max_seq_len or info.max_positions, info.max_positions)
-    wanted = config.max_running_requests * -(-longest // config.page_size)
-    free = free_memory()
-    fitting = min(free // FREE_MEMORY_DIVISOR, free - states_bytes) // page_bytes
-    if fitting < 1:
-        raise InvalidRequest(
-            f"a page of {config.page_size} tokens of this model needs {page_bytes} bytes, more "
-            f"than a quarter of the free memory; set num_pages or kv_cache_memory"
-        )
-    return max(1, min(wanted, fitting))
-
-
-def choose_pool_size(config: EngineConfig, info: ModelInfo, states_bytes: int = 0) -> PoolSize:
-    """`choose_num_pages`, divided by `divide_pool`."""
-    return divide_pool(config, info, choose_num_pages(config, info, states_bytes))
-
-
-def divide_pool(config: EngineConfig, info: ModelInfo, num_pages: int) -> PoolSize:
-    """Split the memory of `num_pages` pages into full pages and window pages. A `num_pages` of the
-    settings is kept, and window pages are added.
-
-    The memory is not split if it holds `max_running_requests` sequences of full length. There are
-    at least as many window pages as one sequence needs for a window and a chunk of its prompt.
-    """
-    size = config.page_size
-    ratio = config.swa_full_tokens_ratio
-    if ratio is None:
-        is_short = config.num_pages is None and info.window_size <= MAX_SHORT_WINDOW
-        ratio = SWA_FULL_TOKENS_RATIO if is_short else 1.0
-    longest = min(config.max_seq_len or info.max_positions, info.max_positions)
-    if longest <= info.window_size or not info.window_layers or ratio == 1:
-        return PoolSize(num_pages)
-    whole = PoolSize(num_pages)
-    least = -(-(info.window_size + config.chunked_prefill_size) // size) + SPARE_WINDOW_PAGES
-    if config.num_pages is not None:
-        num_window_pages = max(least, math.ceil(ratio * num_pages))
-    else:
-        wanted = config.max_running_requests * -(-longest // size)
-        if config.kv_cache_memory is None and num_pages >= wanted:
-            return whole
-        of_windows = info.window_bytes_per_token * size
-        others = info.kv_bytes_per_token * size - of_windows
-        num_bytes = num_pages * (of_windows + others)
-        num_window_pages = max(least, int(num_bytes / (of_windows + others / ratio)))
-        left = num_bytes - num_window_pages * of_windows
-        num_pages = left // others if others else math.ceil(num_window_pages / ratio)
-    if num_window_pages >= num_pages:
-        return whole
-    return PoolSize(min(num_pages, 2**31 - 1), num_window_pages)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -6,78 +6,17 @@ The memory that such a step needs beside weights and pool decides how many pages
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from radixserve.errors import InvalidRequest
-from radixserve.models.base import ModelInfo
 from radixserve.request import SamplingParams
+from radixserve.runner.pool_sizing import MemoryUse
 from radixserve.schedule import SampleSpec, ScheduledRequest, ScheduledRows, SchedulerOutput
 
-MAX_TOKENS = 1 << 23  # of a pool whose size was not set; a small model on a large card ends here
 _SAMPLED = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)
 _GREEDY = SamplingParams(temperature=0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryUse:
-    """A device's memory as seen after the profile run, in bytes."""
-
-    total: int
-    free: int  # for any process
-    reserved: int  # held by torch, in use or not
-    peak: int  # most that torch's tensors took at a time, weights and the run's pool included
-    profile_pool: int  # of that the pool of the profile run, which is gone by now
-    graphs: int = 0  # to be taken after the pool
-
-    @property
-    def needed(self) -> int:
-        """Used by everything but the pool: other processes, libraries, weights, tensors."""
-        others = self.total - self.free - self.reserved
-        return others + self.peak - self.profile_pool + self.graphs
-
-
-def available_bytes(use: MemoryUse, share: float) -> int:
-    """What `share` of the card's memory leaves for the pool and recurrent states; may be less than
-    nothing."""
-    return int(use.total * share) - use.needed
-
-
-def fitting_pages(
-    use: MemoryUse, share: float, page_bytes: int, page_size: int, states_bytes: int = 0
-) -> int:
-    """Pages in `share` of the card's memory, beside other needs and the states of
-    recurrent layers.
-
-    Raises InvalidRequest if not one fits.
-    """
-    available = available_bytes(use, share) - states_bytes
-    if available < page_bytes:
-        needed = _gib(use.needed + states_bytes)
-        others = (
-            "weights, activations, recurrent states" if states_bytes else "weights, activations"
-        )
-        raise InvalidRequest(
-            f"gpu_memory_utilization={share:g} of {_gib(use.total)} leaves no room for a KV pool: "
-            f"{others} and others on the card take {needed}; "
-            "allow more, or set a smaller chunked_prefill_size or max_running_requests"
-        )
-    return min(available // page_bytes, max(1, MAX_TOKENS // page_size))
-
-
-def max_pages(device: torch.device, info: ModelInfo, page_size: int) -> int:
-    """An upper bound of the pages that fit on a CUDA device, with or without window pages."""
-    total = int(torch.cuda.get_device_properties(device).total_memory)
-    least = info.kv_bytes_per_token - info.window_bytes_per_token
-    return max(1, total // (least * page_size)) if least else 2**31 - 1
-
-
-def graph_bytes(num_rows: int, vocab_size: int) -> int:
-    """About the memory of graphs of up to so many rows: logits in float32, as computed and as
-    handed out, and as much for everything before them."""
-    return 3 * num_rows * vocab_size * 4
 
 
 def reset_peak(device: torch.device) -> None:
@@ -165,7 +104,3 @@ def _schedule(
     return SchedulerOutput(
         step, ScheduledRows.of(rows), copies, sum(lengths) - num_decodes, num_decodes
     )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 30):.1f} GiB"

@@ -19,16 +19,9 @@ from radixserve.attention.base import (
     RecurrentRows,
     RecurrentTokens,
 )
-from radixserve.config import EngineConfig, choose_checkpoint_interval, parse_bytes
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo
-from radixserve.runner.kv_pool import choose_num_pages
-from radixserve.runner.profile_run import MAX_TOKENS, MemoryUse, available_bytes, fitting_pages
-from radixserve.runner.system_memory import free_memory
 from radixserve.schedule import ScheduledRows
-
-FREE_MEMORY_DIVISOR = 8  # the default takes at most this fraction of the free memory: 1 / 8
-POOL_DIVISOR = 3  # 1 / 3 of kv_cache_memory: pages get twice as much
 
 IdArray = NDArray[np.int64]
 StateCopies = Sequence[tuple[int, int]]  # see `SchedulerOutput.state_copies`
@@ -144,71 +137,3 @@ def _combine_copies(copies: StateCopies) -> tuple[IdArray, IdArray]:
     for source, destination in copies:
         origin[destination] = origin.get(source, source)
     return np.array(list(origin.values()), np.int64), np.array(list(origin), np.int64)
-
-
-def choose_num_states(
-    config: EngineConfig, info: ModelInfo, device_bytes: int | None = None
-) -> int:
-    """`num_states`, or four per running request plus one per checkpoint interval of the pool's
-    tokens; 0 where the model has none. The default takes at most a share of the free memory or of
-    `kv_cache_memory`, which holds them.
-
-    device_bytes: what a device has left for states and, without num_pages, for pages. Raises
-    InvalidRequest if they do not fit, or the requests that may run would not have one each.
-    """
-    if not info.states:
-        return 0
-    if device_bytes is not None:
-        whole, where, divisor = device_bytes, "the memory left on the device", POOL_DIVISOR
-    elif config.kv_cache_memory is not None:
-        whole, where, divisor = parse_bytes(config.kv_cache_memory), "kv_cache_memory", POOL_DIVISOR
-    else:
-        whole, where, divisor = free_memory(), "the free memory", FREE_MEMORY_DIVISOR
-    if config.num_states is not None:
-        if (needed := config.num_states * info.state_bytes) > whole:
-            raise InvalidRequest(
-                f"num_states={config.num_states} of {info.state_bytes} bytes need {needed} bytes; "
-                f"{where} of {whole} bytes holds {max(0, whole) // info.state_bytes}"
-            )
-        return config.num_states
-    fitting = whole // divisor // info.state_bytes
-    if fitting < (least := config.max_running_requests):
-        share = {FREE_MEMORY_DIVISOR: "an eighth", POOL_DIVISOR: "a third"}[divisor]
-        raise InvalidRequest(
-            f"{least} recurrent states of this model need {least * info.state_bytes} bytes, more "
-            f"than {share} of {where}; set a smaller max_running_requests, or num_states"
-        )
-    if device_bytes is not None and config.num_pages is None:
-        num_tokens = min(device_bytes // info.kv_bytes_per_token, MAX_TOKENS)
-    else:
-        num_tokens = choose_num_pages(config, info) * config.page_size
-    interval = choose_checkpoint_interval(config.checkpoint_interval, info.state_tokens)
-    wanted = 4 * config.max_running_requests + num_tokens // interval
-    return min(wanted, fitting)
-
-
-def given_sizes(
-    config: EngineConfig, info: ModelInfo, device: torch.device
-) -> tuple[int | None, int]:
-    """Pages and states where the settings or the CPU's memory decide them; None and 0: measure."""
-    if device.type == "cuda" and config.kv_cache_memory is None:
-        return config.num_pages, 0
-    num_states = choose_num_states(config, info)
-    return choose_num_pages(config, info, num_states * info.state_bytes), num_states
-
-
-def choose_device_sizes(
-    config: EngineConfig, info: ModelInfo, use: MemoryUse, num_pages: int | None, num_states: int
-) -> tuple[int, int]:
-    """Pages and states: as `given_sizes` has them, else what fits beside what the profile run used.
-
-    Raises what `choose_num_states` and `fitting_pages` raise.
-    """
-    share, page_bytes = config.gpu_memory_utilization, info.kv_bytes_per_token * config.page_size
-    if not num_states:
-        left = available_bytes(use, share) - (num_pages or 0) * page_bytes
-        num_states = choose_num_states(config, info, left)
-    if num_pages is None:
-        states_bytes = num_states * info.state_bytes
-        num_pages = fitting_pages(use, share, page_bytes, config.page_size, states_bytes)
-    return num_pages, num_states

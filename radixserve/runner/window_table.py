@@ -16,7 +16,8 @@ from torch import Tensor
 from radixserve.arrays import IntArray
 from radixserve.attention.base import IndexArray, WindowBatch
 from radixserve.runner.input_batch import InputBatch
-from radixserve.runner.kv_pool import KVPool, PoolSize
+from radixserve.runner.kv_pool import KVPool
+from radixserve.runner.pool_sizing import PoolSize
 from radixserve.schedule import WindowUpdates
 from radixserve_kernels import gpu_ops
 

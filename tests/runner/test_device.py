@@ -22,17 +22,16 @@ from radixserve.runner.device import (
     choose_kv_dtype,
     describe_device,
 )
-from radixserve.runner.profile_run import (
+from radixserve.runner.pool_sizing import (
     MAX_TOKENS,
     MemoryUse,
     available_bytes,
+    choose_device_sizes,
+    choose_num_states,
     fitting_pages,
     graph_bytes,
-    measure,
-    num_profile_pages,
-    profile_schedules,
 )
-from radixserve.runner.recurrent_states import choose_device_sizes, choose_num_states
+from radixserve.runner.profile_run import measure, num_profile_pages, profile_schedules
 from radixserve.runner.transfers import DeviceQueue
 from tests.runner.on_device import device_runner
 

@@ -19,8 +19,8 @@ from radixserve.models.base import StateShape
 from radixserve.request import SamplingParams
 from radixserve.runner.cpu_runner import CpuModelRunner
 from radixserve.runner.input_batch import build_forward_batch
-from radixserve.runner.kv_pool import KVPool, PoolSize, choose_num_pages
-from radixserve.runner.recurrent_states import choose_num_states
+from radixserve.runner.kv_pool import KVPool
+from radixserve.runner.pool_sizing import PoolSize, choose_num_pages, choose_num_states
 from radixserve.runner.system_memory import free_memory
 from radixserve.schedule import ScheduledRequest, ScheduledRows, SchedulerOutput
 from radixserve_kernels.cpu_ops import unsupported_reason

@@ -24,7 +24,8 @@ from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo, distinct_variants, layer_windows
 from radixserve.runner.input_batch import padding_batch, prepare_inputs
-from radixserve.runner.kv_pool import KVPool, PoolSize, choose_pool_size, divide_pool
+from radixserve.runner.kv_pool import KVPool
+from radixserve.runner.pool_sizing import PoolSize, choose_pool_size, divide_pool
 from radixserve.runner.window_table import DeviceWindows, WindowTable, independent_runs
 from radixserve.schedule import ScheduledRequest, ScheduledRows, WindowUpdates
 from radixserve_kernels import cpu_ops
