@@ -9,6 +9,7 @@ import math
 import numbers
 import operator
 import reprlib
+from array import array
 from collections.abc import Iterable
 from typing import Any, Self
 
@@ -121,6 +122,10 @@ def check_text(name: str, value: object) -> str:
 
 def shown(value: object) -> str:
     """`value` for an error message, cut to a line. The cost does not grow with the value."""
+    if isinstance(value, array):  # a list of a request's body
+        value = value[: _REPR.maxlist].tolist()
+    elif isinstance(value, bytes | bytearray):
+        value = value[: _REPR.maxstring]
     try:
         text = _REPR.repr(value) if isinstance(value, str | list | tuple | dict) else repr(value)
     except ValueError:  # an integer too long to print

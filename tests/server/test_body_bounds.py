@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 
-from radixserve.checks import MAX_NESTING
+from radixserve.checks import MAX_NESTING, shown
 from radixserve.server.app import make_app
 from radixserve.server.config import ServerConfig
 from radixserve.server.gate import json_parse
@@ -76,6 +77,24 @@ def test_what_is_long_and_right() -> None:
     body = json.dumps({"prompt": text}).encode()
     assert parse(body) == parse_large(bytearray(body)) == {"prompt": text}
     assert parse(b'{"a": [1, "b", null, true, 1.5, {"c": []}]}')["a"][5] == {"c": []}
+
+
+def test_an_error_shows_the_beginning_of_a_value() -> None:
+    for value in (array("q", [1]) * 100_000, [1] * 100_000):
+        assert shown(value).startswith("list [1, 1, 1,")
+        assert len(shown(value)) < 90
+    slices: list[slice] = []
+
+    class Watched(array):  # type: ignore[type-arg]
+        def __getitem__(self, index: Any) -> Any:
+            slices.append(index)
+            return super().__getitem__(index)
+
+        def __repr__(self) -> str:
+            raise AssertionError("the whole array is shown")
+
+    assert len(shown(Watched("q", [7] * 1_000))) < 90
+    assert slices == [slice(None, 40)]
 
 
 def test_both_parsers_agree() -> None:

@@ -13,11 +13,11 @@ from radixserve.server.wire.json_response import dump
 class StoredResponse:
     """An answer with all that was said before it.
 
-    response      as it was answered
-    input_items   of its request alone
-    messages      the conversation in the format of chats, with the answer, without instructions
-    message_bytes  of `messages` as JSON
-    num_bytes     of all three as JSON: a history counts for each answer that continues it
+    response       as it was answered
+    input_items    of its request alone, without ids
+    messages       the conversation in the format of chats, with the answer, without instructions
+    message_bytes  of `messages`: of the requests' bodies, and of the answers as JSON
+    num_bytes      of all three: a history counts for each answer that continues it
     """
 
     namespace: str
@@ -34,12 +34,13 @@ def next_response(
     response: dict[str, Any],
     input_items: list[dict[str, Any]],
     new: list[dict[str, Any]],
+    body_bytes: int,
 ) -> StoredResponse:
-    """An answer after `new` messages, the last of which it is. O(what is new), and a pointer for
-    each message before."""
+    """An answer after `new` messages, the last of which it is, to a body of `body_bytes`.
+    O(the answer), and a pointer for each message before."""
     messages = tuple(new) if known is None else (*known.messages, *new)
-    message_bytes = len(dump(new)) + (0 if known is None else known.message_bytes)
-    num_bytes = message_bytes + len(dump([response, input_items]))
+    message_bytes = body_bytes + len(dump(new[-1])) + (0 if known is None else known.message_bytes)
+    num_bytes = message_bytes + body_bytes + len(dump(response))
     return StoredResponse(namespace, response, input_items, messages, message_bytes, num_bytes)
 
 

@@ -18,8 +18,8 @@ from radixserve.server.routes.responses.schema import ResponseRequest
 from radixserve.server.routes.responses.translate import (
     check_calls,
     items_of,
+    listed_items,
     messages_of,
-    shown_items,
     turn_request,
 )
 from radixserve.server.turn.cache_use import CacheUse
@@ -41,7 +41,9 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
     items = items_of(body)
     known = _previous(request, body)
 
-    def read() -> tuple[list[dict[str, Any]], TurnRequest]:
+    may_store = body.store is not False and server.responses.keeps
+
+    def read() -> tuple[list[dict[str, Any]], list[dict[str, Any]], TurnRequest]:
         new = messages_of(items)
         messages = new if known is None else [*known.messages, *new]
         check_calls(messages[: -len(new)], items)
@@ -49,17 +51,18 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
             body.prompt_cache_options, body.prompt_cache_retention, body.breakpoints()
         )
         cache = CacheUse.read(request, body, hints)
-        return new, turn_request(server, body, messages, cache)
+        inputs = listed_items(items) if may_store else []
+        return inputs, new, turn_request(server, body, messages, cache)
 
-    new, asked = await in_thread_if(has_large_body(request), read)
+    inputs, new, asked = await in_thread_if(has_large_body(request), read)
     turn = await ChatTurn.start(server, request, asked)
-    stores = body.store is not False and server.responses.keeps and not turn.prewarms
+    stores = may_store and not turn.prewarms
+    body_bytes = request.scope["radixserve.body_bytes"]
 
     def keep(response: dict[str, Any], message: dict[str, Any]) -> None:
         caller = caller_of(request)
         namespace = caller.namespace(body.cache_salt)
-        inputs = shown_items(items, response["id"])
-        stored = next_response(known, namespace, response, inputs, [*new, message])
+        stored = next_response(known, namespace, response, inputs, [*new, message], body_bytes)
         server.responses.put(caller.tenant, stored)
 
     builder = ResponseBuilder(turn, request_id_of(request), body, keep if stores else None)
@@ -101,6 +104,7 @@ async def list_input_items(
     if not 1 <= limit <= _MOST_ITEMS:
         raise ApiError(400, f"limit must be 1 to {_MOST_ITEMS}, got {limit}", param="limit")
     items = _stored(request, response_id, cache_salt).input_items
+    items = [{**item, "id": f"{response_id}_{index}"} for index, item in enumerate(items)]
     ordered = items if order == "asc" else items[::-1]
     if after is not None:
         places = [index for index, item in enumerate(ordered) if item["id"] == after]

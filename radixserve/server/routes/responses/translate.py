@@ -137,11 +137,11 @@ def check_calls(known: Sequence[Message], items: Sequence[InputItem]) -> None:
             raise wrong_field(f"input[{index}].call_id", problem)
 
 
-def shown_items(items: Sequence[InputItem], response_id: str) -> list[dict[str, Any]]:
-    """As GET .../input_items lists them: with ids, texts as parts."""
+def listed_items(items: Sequence[InputItem]) -> list[dict[str, Any]]:
+    """As GET .../input_items lists them, but for their ids: texts as parts."""
     listed = []
-    for index, item in enumerate(items):
-        fields = {**item.model_dump(exclude_none=True), "id": f"{response_id}_{index}"}
+    for item in items:
+        fields = item.model_dump(exclude_none=True)
         if isinstance(fields.get("content"), str):
             kind = "output_text" if fields["role"] == "assistant" else "input_text"
             fields["content"] = [{"type": kind, "text": fields["content"]}]
