@@ -158,7 +158,7 @@ FIELD_RULES: tuple[FieldRule, ...] = (
     *_rules("responses", "conversation", _REFUSE, "use `previous_response_id`", "c-1"),
     *_rules("responses", "prompt", _REFUSE, "there are no stored prompts", {"id": "p"}),
     *_rules("responses", "max_tool_calls", _REFUSE, "not implemented", 3),
-    *_rules("responses", "truncation", _REFUSE, "there is no silent truncation", "auto", "disabled"),
+    *_rules("responses", "truncation", _REFUSE, "no silent truncation", "auto", "disabled"),
     *_rules("responses", "context_management", _REFUSE, "histories are not compacted",
             [{"type": "compaction"}], []),
     *_rules("messages", "mcp_servers", _REFUSE, "the server calls no MCP servers", [{}], []),
