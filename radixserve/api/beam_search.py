@@ -1,4 +1,4 @@
-"""Beam search for callers: what they ask for, when a stop string ends a beam, and its answers."""
+"""Beam search for callers: its parameters, its stop strings and its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`EngineClient`: what Runtime, branches and chats share on their way to the engine."""
+"""`EngineClient`: submits requests to the engine, for Runtime, branches and chats."""
 
 from __future__ import annotations
 

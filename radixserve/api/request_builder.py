@@ -1,4 +1,4 @@
-"""`RequestBuilder`: what callers pass, as checked `Request`s."""
+"""`RequestBuilder`: checks callers' arguments and builds `Request`s."""
 
 from __future__ import annotations
 

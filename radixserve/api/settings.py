@@ -1,4 +1,4 @@
-"""Keyword arguments of calls by name and type, for readers and type checkers."""
+"""Names and types of the calls' keyword arguments, for readers and type checkers."""
 
 from __future__ import annotations
 

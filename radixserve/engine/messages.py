@@ -1,7 +1,7 @@
-"""Messages of callers to the engine's thread: plain data, so that it could be another process.
+"""Messages of callers to the engine's thread, as plain data that could cross processes.
 
-Each is carried out between two steps. `EngineThread.call` waits for the answer,
-`EngineThread.post` does not.
+Each is processed between two steps. `EngineThread.call` waits for the answer, `EngineThread.post`
+does not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`BitmaskWorkers`: threads that compute the masks of a step, where a slow one holds up no other.
+"""`BitmaskWorkers`: threads that compute the masks of a step; a slow mask does not delay others.
 
-A parser gives up Python's lock. It cannot be stopped: a row that takes too long keeps its thread to
-its end, and its request fails.
+A parser releases the GIL. It cannot be stopped: a row that takes too long occupies its thread until
+it ends, and its request fails.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`GrammarMatcher`: an answer's position in its grammar, and the tokens that may follow.
 
 The state is a function of the answer's tokens: `sync` brings a matcher to any answer, by consuming
-what is new and rolling back what is gone. So preempted requests, beams that take another's place
-and tokens that were sampled for nothing need no bookkeeping elsewhere.
+new tokens and rolling back removed ones. So preempted requests, beams that replace others, and
+discarded samples need no bookkeeping elsewhere.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The native decoder on any device and attention backend, whole or as one of several ranks.
 
-It uses few kernels; CPU tensors run their torch references. Nothing in `forward`
-waits for the device, depends on the values of a tensor, or has a shape that does, so that a CUDA
-graph can capture it. Which tokens belong together is the batch's and the backend's business.
+It uses few kernels; CPU tensors run their torch references. Nothing in `forward` waits for the
+device, depends on the values of a tensor, or has a shape that does, so that a CUDA graph can
+capture it. The batch and the backend know which tokens form a sequence.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The families that the native decoder computes: a row each, of parts that decoder_layer.py lists.
+"""The families of the native decoder: a row each, of parts that decoder_layer.py lists.
 
-A family that needs no new part is added as a row. Its functions take the config, with the
-fields of config.json. What a config asks beyond its row is refused in decoder_shape.py.
+A family that needs no new part is added as a row. Its functions take the config, with the fields of
+config.json. decoder_shape.py refuses a config that needs more than its row.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Models of the Hugging Face hub: what a repository has, downloads that go on, the local cache.
+"""Models of the Hugging Face hub: a repository's files, resumable downloads, the local cache.
 
-Files lie in the cache of huggingface_hub, where other programs find them. It drops a file whose
-download ends before it is whole; here such a file is kept and continued. Imports no torch.
+Files lie in the cache of huggingface_hub, where other programs find them. huggingface_hub drops a
+file whose download was interrupted; here such a file is kept and continued. Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A decoder's weights split over ranks, each of which computes a part of every layer.
 
-Query heads, key/value heads and the columns of the MLP are split; o and down take what a rank has
-of them, so that the sum over the ranks is the layer's output. Key/value heads are repeated where
-there are more ranks than heads. The embedding is whole in every rank; the head is split by
-vocabulary. Ranks exchange tensors through a `TPGroup`.
+Query heads, key/value heads and the columns of the MLP are split; o and down take a rank's part as
+input, so that the sum over the ranks is the layer's output. Key/value heads are repeated if there
+are more ranks than heads. The embedding is whole in every rank; the head is split by vocabulary.
+Ranks exchange tensors through a `TPGroup`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Weights that are drawn instead of read: a whole model of any size without a file.
 
-Every element is a pure function of the seed, its tensor's name and its place, made of integer
-arithmetic only: the same on every device, in every process and, but for the rounding to the dtype,
-in every dtype.
+Every element is a pure function of the seed, its tensor's name and its index, in integer arithmetic
+only: the same on every device, in every process and, but for the rounding to the dtype, in every
+dtype.
 """
 
 from __future__ import annotations
