@@ -1,4 +1,4 @@
-"""The caches to replay a trace through: kind, size, and what a replay found."""
+"""The caches to replay a trace through: their kind and size, and a replay's results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`CpuModelRunner`: lays a step out when it is launched, computes it when it is collected."""
+"""`CpuModelRunner`: `launch` builds a step's arrays, `collect` computes the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ReturnTimes`: when the sessions whose requests have ended come back, from their own past.
+"""`ReturnTimes`: predicts when sessions send their next request, from their past think times.
 
 A request continues a session that it names, or the request whose prompt and answer its prompt
 begins with. The time between the two is a think time.

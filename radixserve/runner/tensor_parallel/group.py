@@ -1,7 +1,7 @@
 """`ProcessTPGroup`: ranks that are processes of one machine, by NCCL on CUDA and by gloo elsewhere.
 
-The groups are objects of their own: torch.distributed's default group is not touched, it belongs to
-the program that uses this library.
+The groups are separate objects: torch.distributed's default group belongs to the program that uses
+this library and is not touched.
 """
 
 from __future__ import annotations

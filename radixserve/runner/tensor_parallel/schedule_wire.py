@@ -1,4 +1,4 @@
-"""How a `SchedulerOutput` travels to ranks 1, 2 ...: their work, and only the pages that are new.
+"""The form in which ranks 1, 2 ... receive a `SchedulerOutput`: their work and the new pages.
 
 These ranks sample no tokens: the data of a sample, which may be as long as its sequence, stays in
 rank 0.
