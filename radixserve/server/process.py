@@ -1,4 +1,4 @@
-"""The server as a process: its socket, the loading of the model, signals, the end."""
+"""The server as a process: its socket, loading of the model, signals, shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`CancelOnDisconnect`: a block of a request's task that ends when its client leaves."""
+"""`CancelOnDisconnect`: cancels a block of a request's task when its client disconnects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits: on what waits, on grammars being compiled, and on costly reads of the cache."""
+"""Limits on waiting requests, on grammars being compiled, and on costly reads of the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`PromptRecords`: earlier requests that later ones are compared with, of each tenant its own."""
+"""`PromptRecords`: each tenant's earlier requests, with which later ones are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`SessionTable`: open sessions; what they leave cached is kept until their time is over."""
+"""`SessionTable`: open sessions, whose K/V is evicted last until their leases end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`AnswerBuilder`: the answer to one HTTP request, whole or as server-sent events.
 
-How an answer is awaited, cut into events and ended is the same for all protocols. Each has a
-subclass beside its routes, which formats the parts:
+All protocols await an answer, cut it into events and end it in the same way. Each has a subclass
+beside its routes, which formats the parts:
 
     ChoicesBuilder  completions and chat completions: a list of choices
     BlocksBuilder   Anthropic's messages and OpenAI's responses: content blocks of one answer

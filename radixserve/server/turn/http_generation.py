@@ -1,4 +1,4 @@
-"""An HTTP request in the engine, until it ends or its client leaves, and its stream of events."""
+"""Runs an HTTP request in the engine until it ends or its client disconnects; its events."""
 
 from __future__ import annotations
 

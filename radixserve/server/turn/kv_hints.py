@@ -1,7 +1,7 @@
 """The actions of a `kv_hints` envelope as hints, and their answers by action_id.
 
-An action is advice: one that is not known here is answered `ignored`, and the request goes on. What
-is wrong in the payload of a known one is an error with its place.
+An unknown action is answered `ignored`, and the request continues. A wrong value in the payload of
+a known action is an error that names its place.
 """
 
 from __future__ import annotations

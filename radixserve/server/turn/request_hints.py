@@ -1,4 +1,4 @@
-"""Hints in a request's body: read, bounded, and applied when the request has ended."""
+"""Reads hints in a request's body, bounds them, and applies them when the request has ended."""
 
 from __future__ import annotations
 

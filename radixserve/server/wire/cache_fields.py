@@ -1,5 +1,5 @@
-"""What clients send to steer the cache: OpenAI's `prompt_cache_options`, breakpoints and retention,
-and the `kv_hints` envelope of vLLM and SGLang."""
+"""Fields that steer the cache: OpenAI's `prompt_cache_options`, breakpoints and retention, and the
+`kv_hints` envelope of vLLM and SGLang."""
 
 from __future__ import annotations
 

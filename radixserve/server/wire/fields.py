@@ -1,4 +1,4 @@
-"""The kind of each field that clients send and this server does not have under that name.
+"""The kind of each field that this server does not have under the client's name.
 
 `docs/serving.md` holds this table (`tests/server/test_fields.py` compares them); `Body` applies it.
 """

@@ -1,4 +1,4 @@
-"""What clients send to the routes that are not of one protocol alone, and to OpenAI's older two."""
+"""Request bodies of completions, chats, `/generate` and the routes of no single protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients of Anthropic's protocol send."""
+"""Request bodies of Anthropic's protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients of OpenAI's responses send."""
+"""Request bodies of OpenAI's responses."""
 
 from __future__ import annotations
 
