@@ -45,7 +45,7 @@ class TPGroup(Protocol):
         """Overwrite x by that of rank 0."""
         ...
 
-    def agree(self, number: int) -> int:
+    def all_reduce_min(self, number: int) -> int:
         """The smallest of every rank's number. Waits for all of them; not part of a graph."""
         ...
 

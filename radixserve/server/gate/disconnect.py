@@ -49,7 +49,7 @@ class CancelOnDisconnect:
                 raise self._error from None
 
     @property
-    def held(self) -> Sequence[EngineRequest]:
+    def unsubmitted(self) -> Sequence[EngineRequest]:
         """Requests not yet submitted to the engine."""
         return ()
 

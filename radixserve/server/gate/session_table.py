@@ -21,7 +21,7 @@ class InFlight(Protocol):
     num_requests: int  # of the engine
 
     @property
-    def held(self) -> Sequence[Request]:
+    def unsubmitted(self) -> Sequence[Request]:
         """Those of the engine's requests that it does not have yet."""
         ...
 

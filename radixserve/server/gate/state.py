@@ -100,10 +100,10 @@ class AppState:
         """Engine status; requests held back count as waiting. O(requests in flight and held
         back)."""
         status = self.runtime.status()
-        held = [request for handle in self.in_flight for request in handle.held]
+        unsubmitted = [r for handle in self.in_flight for r in handle.unsubmitted]
         return status._replace(
-            waiting=status.waiting + len(held),
-            waiting_tokens=status.waiting_tokens + sum(len(request.token_ids) for request in held),
+            waiting=status.waiting + len(unsubmitted),
+            waiting_tokens=status.waiting_tokens + sum(len(r.token_ids) for r in unsubmitted),
         )
 
     def num_at_once(self, tenant: str) -> int | None:

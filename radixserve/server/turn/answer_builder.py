@@ -49,10 +49,10 @@ class AnswerBuilder(ABC):
         """The whole answer when all has ended, or a stream that is computed while it is sent."""
         if self._streams:
             return EventStream(self.generation, self.events(), done=self.done, failed=self.failed)
-        return answer(await self.whole())
+        return answer(await self.full_body())
 
     @abstractmethod
-    async def whole(self) -> Any:
+    async def full_body(self) -> Any:
         """The answer as JSON values. Enters the generation and leaves it."""
 
     @abstractmethod
@@ -96,9 +96,9 @@ class ChoicesBuilder(AnswerBuilder):
     def _body(self, choices: list[dict[str, Any]], groups: Sequence[Group]) -> dict[str, Any]:
         """A whole answer, after the end."""
         head = {**self._head, "choices": choices, "usage": completion_usage(groups)}
-        return {**head, **self.more()}
+        return {**head, **self.final_members()}
 
-    def more(self) -> dict[str, Any]:
+    def final_members(self) -> dict[str, Any]:
         """Members of an answer that are known after its end: what became of the hints."""
         return self.generation.with_hints({})
 
@@ -121,7 +121,7 @@ class ChoicesBuilder(AnswerBuilder):
         last = usage.last_event(self.generation.streamed_groups())
         if last is not None:
             yield event({**self._chunk_head, "choices": [], "usage": last})
-        more = self.more()
+        more = self.final_members()
         if more:
             yield event({**self._chunk_head, "choices": [], **more})
 
@@ -175,7 +175,7 @@ class BlocksBuilder(AnswerBuilder):
     ) -> str:
         """The events after the last block."""
 
-    async def whole(self) -> dict[str, Any]:
+    async def full_body(self) -> dict[str, Any]:
         ((parsed, completion),) = await self._turn.answers()
         blocks = content_blocks_of(parsed)
         self._note_logprobs(completion, completion)

@@ -123,8 +123,8 @@ class HttpGeneration(CancelOnDisconnect):
         super().__exit__(kind, error, trace)
 
     @property
-    def held(self) -> Sequence[EngineRequest]:
-        return self._handle.held
+    def unsubmitted(self) -> Sequence[EngineRequest]:
+        return self._handle.unsubmitted
 
     @property
     def has_generated(self) -> bool:
