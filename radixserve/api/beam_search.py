@@ -126,7 +126,7 @@ class BeamCollector(OutputCollector):
         return self._best_ids
 
     def push(self, output: RequestOutput) -> bool:
-        """Take in the end of the search; there is no output before."""
+        """Store the end of the search, which is its only output."""
         finish = output.finish
         if self._has_ended or finish is None:
             return False

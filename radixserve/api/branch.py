@@ -291,11 +291,9 @@ class Branch:
     # -- moving -------------------------------------------------------------------------------
 
     def fork(self, n: int = 1) -> list[Branch]:
-        """`n` branches that stand where this one stands.
-
-        Microseconds each at any length: no K/V is copied, no model step runs, the engine is not
-        asked. A fork opens a session of its own with its first answer, or when this branch is
-        released.
+        """`n` branches at this one's position. Microseconds each at any length: no K/V is copied,
+        no model step runs, the engine is not called. A fork opens its own session with its first
+        answer, or when this branch is released.
         """
         count = check_int("n", n, 1)
         self._check()

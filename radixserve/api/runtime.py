@@ -687,7 +687,7 @@ class Runtime:
         return num_loaded
 
     def check(self) -> None:
-        """Audit the cache's pages; AssertionError names the first one that is wrong."""
+        """Audit the cache's pages; AssertionError names the first wrong page."""
         self._core.call(messages.CheckCache())
 
     # -- hints --------------------------------------------------------------------------------
@@ -924,7 +924,7 @@ def _progress_bar(
     progress: bool | None,
     stats: Callable[[], Mapping[str, Any]],
 ) -> BatchProgress | None:
-    """None for a single prompt, unless a bar is asked for."""
+    """None for a single prompt, unless a bar is requested."""
     if progress is not None and not isinstance(progress, bool):
         raise InvalidRequest(f"progress must be True, False or None, got {shown(progress)}")
     if not is_list and not progress:

@@ -56,7 +56,7 @@ class Engine:
     def __init__(
         self, runner: ModelRunner, config: EngineConfig, cache: PrefixCache | None = None
     ) -> None:
-        """`cache`: over the runner's pages, instead of the one that `config` names."""
+        """`cache`: used instead of the cache that `config` names; it manages the runner's pages."""
         self._runner = runner
         self._overlap_depth = runner.overlap_depth if config.overlap else 0
         self._cache = (

@@ -64,7 +64,7 @@ class BitmaskWorkers:
         self._pool = ThreadPoolExecutor(2 * self._num_threads, _NAME)
 
     def start(self, works: Sequence[Callable[[], object]]) -> BitmaskTasks:
-        """Begin; one work a row, none of which raises."""
+        """Start the work of each row. The works must not raise."""
         batch = BitmaskTasks(works)
         for _ in range(min(self._num_threads, -(-len(works) // _CHUNK))):
             self._pool.submit(batch.run)

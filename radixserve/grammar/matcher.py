@@ -93,7 +93,7 @@ class GrammarMatcher:
             self.accept(token_id)
 
     def accept(self, token_id: int) -> None:
-        """The answer goes on with a token. One that ends the request is not looked at."""
+        """Append a token to the answer. A token that ends the request is ignored."""
         self._consumed.append(token_id)
         if token_id in self.end_ids or self.error is not None:
             return

@@ -244,7 +244,7 @@ def _pack_mlp(mlp: MlpTensors, linear: Callable[..., Linear]) -> Mlp[Linear]:
 
 
 def _pack_experts(mlp: ExpertTensors, linear: Callable[..., Linear]) -> GroupedExperts:
-    """The shared expert, which every token has, is a product of its own."""
+    """The shared expert, which computes every token, is a separate product."""
     experts = mlp.experts[: mlp.routing.num_experts]
     shared = _pack_mlp(mlp.experts[-1], linear) if mlp.routing.has_shared else None
     gate_up = [_stacked(expert.gate, expert.up) for expert in experts if expert.gate is not None]

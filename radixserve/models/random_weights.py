@@ -24,7 +24,7 @@ _GOLDEN, _FIRST, _SECOND = (  # of splitmix64 (Steele, Lea and Flood 2014), as s
 
 
 class RandomWeights:
-    """See `TensorSource`: has every tensor that it is asked for.
+    """See `TensorSource`: has every requested tensor.
 
     Weights are nearly normal with mean 0 and the deviation `std`; those of norms lie around 1. On
     the device "meta" there are shapes only, which are counted.

@@ -440,7 +440,7 @@ class _ClusterReplay:
         self._even_s[replica] += self._each_s
 
     def _lose(self, replicas: Sequence[int]) -> None:
-        """All at once; then their requests go on elsewhere."""
+        """Lose all of them at once; their requests then continue on other replicas."""
         now = self._clock.now
         ours = [state for state in self._under_way.values() if state.replica in replicas]
         lost = [state for state in ours if state.ends > now]

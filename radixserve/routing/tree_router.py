@@ -206,8 +206,8 @@ class TreeRouter:
         return float(0.5 ** (elapsed / (_OPEN_GAPS * max(self._mean_gap_s, 1e-3))))
 
     def _prices(self, now: float, continued: IndexNode | None) -> Floats:
-        """[size] what a second of work costs each replica more than it takes. The conversation
-        that goes on is not expected of its replica any more."""
+        """[size] price of a second of work on each replica, in seconds. Expected work of the
+        continued conversation is not counted for its replica."""
         self._continued += _EMA * ((continued is not None) - self._continued)
         if continued is not None and continued.conversation is not None:
             number, expected_s, used_at = continued.conversation

@@ -127,7 +127,7 @@ RunnerKind = Callable[[str, EngineConfig, TPGroup | None], ModelRunner]  # of on
 
 
 class SingleDeviceRunner(ModelRunner):
-    """A `ModelRunner` with a model and a pool of its own, of one device."""
+    """A `ModelRunner` on one device, with its own model and pool."""
 
     model: LanguageModel
     pool: KVPool

@@ -115,8 +115,8 @@ class KVPool:
 
 
 def choose_num_pages(config: EngineConfig, info: ModelInfo, states_bytes: int = 0) -> int:
-    """Pages of the pool: as many as asked for, as fit the bytes asked for beside the states of
-    recurrent layers, or a default.
+    """Pages of the pool: `num_pages`, what fits `kv_cache_memory` beside the states of recurrent
+    layers, or a default.
 
     The default is what `max_running_requests` sequences of full length need, at most a share of the
     memory that is free now. Raises InvalidRequest if not one page fits.

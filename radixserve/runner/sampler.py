@@ -95,7 +95,7 @@ def sample(
 def _sample_by_kind(
     logits: Tensor, specs: Sequence[SampleSpec], masks: GrammarBitmask | None
 ) -> list[SampleOutput]:
-    """Beams, rows for the compiled code, and others: each kind in a pass of its own."""
+    """Sample beams, rows for the compiled code, and other rows in one pass per kind."""
     is_native = logits.is_cpu and is_loaded()
     kinds: dict[SampleFunction, list[int]] = {}
     for row, spec in enumerate(specs):

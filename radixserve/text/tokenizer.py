@@ -508,8 +508,8 @@ class IncrementalDetokenizer:
         return self._decode(self._ids[self._window : end])[self._known_len :]
 
     def _take(self, end: int, piece: str) -> str:
-        """`piece`, the text up to `end`, is returned: the window moves. One decoding of a token or
-        a few, beside the one that made the piece."""
+        """Return `piece`, the text up to `end`, and move the window. Costs a second decoding of a
+        few tokens."""
         self._window, self._read = self._read, end
         self._known_len = len(self._decode(self._ids[self._window : end]))
         return piece

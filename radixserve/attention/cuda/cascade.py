@@ -219,7 +219,7 @@ def _loss(node: SharedNode, nodes: Sequence[SharedNode]) -> int:
 
 
 def _without(dropped: SharedNode, node: SharedNode) -> SharedNode:
-    """`node` once `dropped` is no longer above it."""
+    """`node` after `dropped`, which is above it, was removed."""
     if node.level <= dropped.level or node.rows[0] not in dropped.rows:
         return node
     first = dropped.first if node.level == dropped.level + 1 else node.first

@@ -180,7 +180,7 @@ class FlashInferBackend(PagedBackend):
         return self._int_workspaces[key]
 
     def _graph_workspace(self, num_requests: int, num_tokens: int) -> Tensor:
-        """The common one, or a larger one that is common from now on: graphs keep theirs."""
+        """The common workspace, or a larger one that replaces it; graphs keep their old one."""
         wanted = graph_workspace_bytes(self._heads, self._num_sms, num_requests, num_tokens)
         if self._workspace.is_cuda and wanted > len(self._workspace):
             self._workspace = self._workspace.new_zeros(wanted)

@@ -106,7 +106,7 @@ class CheckpointOrder:
         self._put(state_id, kind, uses, self._age)
 
     def discard(self, state_id: int) -> None:
-        """It is no checkpoint any more. O(1)."""
+        """Forget a state that is no longer a checkpoint. O(1)."""
         del self._entries[state_id], self._ticks[state_id]
 
     def first(self, kept: Container[int] = ()) -> int | None:

@@ -535,10 +535,8 @@ class _EvictedPoints:
 
 
 class ExpectedReturn(EvictionOrder):
-    """LRU, and the paths of those who return at regular times by when that will be.
-
-    Whoever serves the requests says when a released path is expected to be used again. Three
-    queues, evicted in this order:
+    """LRU, except that paths of sessions with regular think times are ordered by their next use.
+    The scheduler estimates when a released path is used again. Three queues, evicted in this order:
 
         recency   least recently used first: paths without an expected return, and those whose
                   think times vary so much that recency tells more
@@ -636,7 +634,7 @@ class ExpectedReturn(EvictionOrder):
                 self.add(ancestor)
 
     def adopt(self, wait_s: float, late_s: float, probability: float, is_regular: bool) -> None:
-        """Expect the same of all paths of which nothing is known. O(nodes): to be called once."""
+        """Set this estimate for all paths without one. O(nodes): to be called once."""
         for node in list(self._recency.queues()[0]):  # children before their parents
             if node.expected is None:
                 return_at, late_at = node.last_use + wait_s, node.last_use + late_s

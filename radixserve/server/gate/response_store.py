@@ -35,8 +35,8 @@ def next_response(
     input_items: list[dict[str, Any]],
     new: list[dict[str, Any]],
 ) -> StoredResponse:
-    """An answer after `new` messages, the last of which it is. O(what is new), and a pointer for
-    each message before."""
+    """The record of an answer, the last of the `new` messages. O(new), and a pointer for each
+    earlier message."""
     messages = tuple(new) if known is None else (*known.messages, *new)
     message_bytes = len(dump(new)) + (0 if known is None else known.message_bytes)
     num_bytes = message_bytes + len(dump([response, input_items]))

@@ -208,7 +208,7 @@ def session_id(name: str) -> str:
 def _counters(
     server: AppState, caller: Caller, stats: Any, snapshot: dict[str, Any]
 ) -> dict[str, int | float]:
-    """An admin gets the counters of all requests, a tenant those of its own ended ones."""
+    """For an admin the counters of all requests, for a tenant those of its own ended requests."""
     if caller.is_admin:
         return {name: stats[name] for name in _COUNTERS if name in stats}
     own = server.tenant_usage.of(caller.tenant)

@@ -126,7 +126,7 @@ class ChoicesBuilder(AnswerBuilder):
             yield event({**self._chunk_head, "choices": [], **more})
 
     def _prompt_ids(self, index: int) -> str:
-        """The member of a choice's first event, where it was asked for."""
+        """The prompt's token ids as a member of a choice's first event, if requested."""
         if not self._returns_ids:
             return ""
         ids = self.generation.prompts[index // self._num_samples].tolist()

@@ -18,7 +18,7 @@ _SECONDS = {"30m": 1_800.0, "12h": 43_200.0, "24h": 86_400.0}
 
 
 class CacheHint(Body):
-    """What is to become of the K/V of a prompt; see docs/hints.md."""
+    """A hint for the K/V of a prompt; see docs/hints.md."""
 
     verb: Short
     seconds: float | None = None

@@ -113,7 +113,7 @@ class CacheFields(Body):
 
 
 class SessionFields(CacheFields):
-    """The session that a request belongs to, and what is to become of its K/V."""
+    """The session of a request, and hints for its K/V."""
 
     session_id: str | None = None
     supersede: bool | None = None

@@ -119,7 +119,7 @@ class Tool(Body):
 
 
 def tool_kind(value: Any) -> str | None:
-    """A tool of the caller's own, or one that the vendor's servers have, which is left out."""
+    """The tag of a tool: "<custom>", or "<other>" for server tools, which are left out."""
     if not isinstance(value, dict):
         return None
     is_other = isinstance(value.get("type"), str) and value["type"] != "custom"
