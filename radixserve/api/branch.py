@@ -120,7 +120,8 @@ class SessionHandle:
         self._close_again(successors)
 
     def _claim(self) -> SessionClaim | None:
-        """What the session is to claim; None where its own requests did, or it is closed."""
+        """The tokens that the session claims; None if its own requests claimed them or it is
+        closed."""
         tokens = self.tokens
         if self._reached_len >= len(tokens):
             return None
@@ -538,9 +539,9 @@ def generate_all(
 ) -> list[Completion]:
     """`Branch.generate` of several branches of one Runtime, in one batch.
 
-    Forks that stand where they were made and have equal params are computed like the samples of
-    `n`: what they share once, but for its last token, and number i samples with the seed + i. All
-    move, or after an error none. `params`: for all, or one each.
+    Forks that have not moved and have equal params are computed like the samples of `n`: their
+    common tokens once, except the last one, and number i samples with the seed + i. All move, or
+    after an error none. `params`: for all, or one each.
     """
     if not branches:
         return []

@@ -175,7 +175,7 @@ class Runtime:
     def default_sampling_params(self) -> SamplingParams:
         """What a call without params takes: the model's own sampling defaults (fields of its
         generation_config.json, unless `generation_config` is "none"), then those of
-        `SamplingParams`. A SamplingParams that is given to a call is taken as it is."""
+        `SamplingParams`. A SamplingParams that is given to a call is used unchanged."""
         return self._builder.default_params
 
     def set_default_sampling_params(self, **fields: Any) -> None:

@@ -228,7 +228,7 @@ class Engine:
         return self._scheduler.hints.apply(hint)
 
     def held_by_hints(self, owner: str) -> dict[str, int]:
-        """What the pins and retains of an owner hold now."""
+        """Counts of an owner's pins, retains and held tokens."""
         return self._scheduler.hints.held(owner)
 
     def lookup(

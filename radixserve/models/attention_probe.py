@@ -30,7 +30,7 @@ REFUSED_ARGUMENTS = {  # what a model may hand to its attention, and what that m
 
 @dataclass(slots=True)
 class ProbedLayers:
-    """What was found: by layer, heads and features."""
+    """The results of the probe: heads and features by layer."""
 
     architecture: str
     max_positions: int
@@ -171,7 +171,7 @@ def _probe_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: notes what it is handed, and attends causally."""
+    """transformers' attention interface: notes its arguments, and attends causally."""
     module.radixserve_slot.probed.note(module, query, key, value, attention_mask, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = F.scaled_dot_product_attention(

@@ -91,7 +91,7 @@ class ShortConvParts:
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...]]:
-        """Of one sequence: what the convolution reads of the tokens before."""
+        """Shapes for one sequence: the convolution's inputs of earlier tokens."""
         return ((self.kernel - 1, self.channels),)
 
 

@@ -51,7 +51,7 @@ class Download:
 
     @property
     def missing_bytes(self) -> int:
-        """Those that are not in the cache yet, as far as it is known from large files."""
+        """Bytes to download; of the cache only large files are considered."""
         folder = _repo_folder(self.name.repo)
         missing = self.num_bytes
         for file in self.files:

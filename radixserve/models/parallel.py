@@ -116,7 +116,7 @@ def shard_layer(layer: LayerTensors, shape: DecoderShape, rank: int, size: int) 
 
 
 def shard_head(head: Tensor, rank: int, size: int) -> Tensor:
-    """A rank's rows of the head [V, H], as many in every rank: zeros after the last of them."""
+    """A rank's rows of the head [V, H], padded with zeros so that all ranks have equally many."""
     count = -(-len(head) // size)
     part = head[rank * count : (rank + 1) * count]
     return F.pad(part, (0, 0, 0, count - len(part))) if len(part) < count else part.clone()

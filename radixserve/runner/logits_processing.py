@@ -116,7 +116,7 @@ class _ConditionalBan(NamedTuple):
 def ban_arrays(
     specs: Sequence[SampleSpec], future_indices: Sequence[int] = ()
 ) -> dict[str, NDArray[Any]]:
-    """What the rows may not sample; nothing where that is nothing.
+    """The tokens that rows may not sample; empty if there are none.
 
     future_indices: of each row, the output of the step in flight that is its last token.
     """

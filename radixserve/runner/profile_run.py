@@ -40,8 +40,8 @@ class MemoryUse:
 
 
 def available_bytes(use: MemoryUse, share: float) -> int:
-    """What `share` of the card's memory leaves for the pool and recurrent states; may be less than
-    nothing."""
+    """Bytes that `share` of the card's memory leaves for the pool and recurrent states; may be
+    negative."""
     return int(use.total * share) - use.needed
 
 

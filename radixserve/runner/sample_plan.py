@@ -74,7 +74,7 @@ class Scoring(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowParameters:
-    """What n rows that are sampled together ask for besides the best token."""
+    """The sampling parameters of n rows that are sampled together."""
 
     wants_logprobs: IndexArray = field(default_factory=lambda: _NONE)  # [m] rows that do
     num_top_logprobs: IndexArray = field(default_factory=lambda: _NONE)  # [m] how many of the best

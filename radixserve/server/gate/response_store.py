@@ -76,7 +76,7 @@ class ResponseStore:
             own.drop(next(iter(own.responses)))
 
     def find(self, tenant: str, namespace: str, response_id: str) -> StoredResponse | None:
-        """None for what is not there and for what belongs to another namespace."""
+        """The stored response; None if it is unknown or of another namespace."""
         own = self._by_tenant.get(tenant)
         stored = None if own is None else own.responses.get(response_id)
         if own is None or stored is None or stored.namespace != namespace:

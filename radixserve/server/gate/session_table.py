@@ -22,7 +22,7 @@ class InFlight(Protocol):
 
     @property
     def unsubmitted(self) -> Sequence[Request]:
-        """Those of the engine's requests that it does not have yet."""
+        """Its requests that were not submitted to the engine yet."""
         ...
 
     @property

@@ -27,7 +27,7 @@ _SHARE_ALONE = 0.75  # of the slots, for one request of a tenant beside which no
 
 
 class AppState:
-    """One model, its callers, and what is in flight. Owned by the event loop."""
+    """One model, its callers, and the requests in flight. Owned by the event loop."""
 
     def __init__(self, config: ServerConfig, model: str, tenants: Tenants) -> None:
         self.config = config

@@ -86,7 +86,7 @@ def is_large(value: Any) -> bool:
 
 
 def num_characters(value: Any) -> int:
-    """Of all texts in a JSON value, without names of members. O(its parts)."""
+    """Total length of all texts in a JSON value, without names of members. O(its parts)."""
     size, left = 0, [value]
     while left:
         part = left.pop()

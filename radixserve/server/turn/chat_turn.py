@@ -200,7 +200,7 @@ class ChatTurn:
             yield deltas
 
     def text_logprobs(self) -> TextLogprobs | None:
-        """Of an answer whose log-probabilities are requested."""
+        """For an answer whose log-probabilities are requested."""
         if self.params.logprobs is None:
             return None
         return TextLogprobs(
@@ -235,7 +235,7 @@ class ChatTurn:
 
 
 def _without_sample(completion: Completion) -> Completion:
-    """Of a prompt that was computed for its own sake: without the token that was sampled."""
+    """The completion of a prompt that was only to be computed, without the sampled token."""
     return replace(
         completion,
         text="",

@@ -164,7 +164,7 @@ def _read_directives(
 
 
 def _read_directive(verb: str, directive: Any, place: str) -> tuple[WantedHint | None, str]:
-    """None, and why, for what is not done."""
+    """None and the reason for a directive that has no effect."""
     if not isinstance(directive, dict):
         raise _wrong(place, "must be an object", directive)
     unknown = [name for name in directive if name not in _DIRECTIVE_MEMBERS]

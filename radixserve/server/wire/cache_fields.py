@@ -96,7 +96,7 @@ def retain_hints(
 
 
 def breakpoints_of(content: Any) -> Iterator[CacheBreakpoint]:
-    """Those of a message's parts."""
+    """The cache breakpoints of a message's parts."""
     for part in content if isinstance(content, list) else ():
         mark = getattr(part, "prompt_cache_breakpoint", None)
         if mark is not None:

@@ -21,7 +21,7 @@ class Kind(StrEnum):
 
 
 class FieldRule(NamedTuple):
-    """What one protocol does with one field.
+    """The treatment of one field in one protocol.
 
     name     its path in the body: "thinking.budget_tokens"
     note     why it is skipped or refused, or the setting that it is mapped to

@@ -196,7 +196,7 @@ class Diagnostics(Body):
 
 
 class PromptFields(CacheFields):
-    """What becomes the prompt."""
+    """The fields that become the prompt."""
 
     rules: ClassVar = rules_of("messages")
 
