@@ -49,7 +49,7 @@ class StrictFields:
         return super().__new__(cls)
 
     def __repr__(self) -> str:
-        """The fields that are not at their default, or at the one that other fields choose."""
+        """The fields that differ from their default, or from the value that other fields imply."""
         pairs = (
             (field.name, getattr(self, field.name), field.metadata.get("usual", field.default))
             for field in dataclasses.fields(self)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Why a prompt found less in the cache than an earlier request had left there."""
+"""Why a prompt hit less than an earlier request had left in the cache."""
 
 from __future__ import annotations
 

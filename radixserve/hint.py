@@ -1,4 +1,4 @@
-"""`Hint`, a caller's wish for cached K/V, and `HintAnswer`, its outcome."""
+"""`Hint`, a caller's advice to the cache, and `HintAnswer`, its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`LogitsDigest`: a hash of the logits behind each generated token, to compare answers by."""
+"""`LogitsDigest`: a hash of the logits of each generated token, for comparing answers."""
 
 from __future__ import annotations
 

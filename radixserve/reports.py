@@ -1,6 +1,6 @@
-"""What an engine reports of its cache and requests: dicts whose keys and types are known.
+"""Types of an engine's reports on its cache and requests.
 
-They are plain dicts at run time. The methods of `Runtime` that return them say what they mean.
+The reports are plain dicts at run time. The methods of `Runtime` that return them explain the keys.
 """
 
 from __future__ import annotations

@@ -313,7 +313,7 @@ def _read_structured_outputs(value: object) -> StructuredOutput | None:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class BeamParams(StrictFields):
-    """How a beam search goes; the meanings are transformers'. Checked when made (InvalidRequest).
+    """Settings of a beam search, with transformers' meanings. Checked when made (InvalidRequest).
 
     width           beams that are kept, and answers that are returned
     length_penalty  an answer's score is its total divided by (its tokens) ** length_penalty:
@@ -363,7 +363,7 @@ class Request:
     num_resumed_tokens: int = 0  # last tokens of `token_ids` that the answer begins with
 
     def with_digest(self) -> Request:
-        """The request with a digest of its own, where its params ask for one."""
+        """The request with its own digest, if its params request one."""
         if not self.params.digest:
             return self
         digest = LogitsDigest()
@@ -379,7 +379,7 @@ class Request:
     @property
     def num_candidates(self) -> int:
         """Best tokens wanted after each beam, 0 where one is sampled. Enough for `width` beams to
-        go on even where every beam's best tokens end it."""
+        continue even if every beam's best tokens end it."""
         if self.beams is None:
             return 0
         return max(2, 1 + len(self.end_ids)) * self.beams.width

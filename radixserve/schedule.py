@@ -1,7 +1,7 @@
 """Records exchanged by scheduler and model runner: one step's work and its result.
 
-Plain numpy. The scheduler fills a `SchedulerOutput`, whose rows are columns, and the runner answers
-it with a `ModelRunnerOutput`.
+Plain numpy. The scheduler fills a `SchedulerOutput`, whose rows are stored as columns; the runner
+returns a `ModelRunnerOutput`.
 
 A schedule's arrays may be views of the scheduler's own: a runner reads them before `launch`
 returns. With overlap the next schedule is made while a step is still being computed. Steps are

@@ -1,4 +1,4 @@
-"""Beam search for callers: what they ask for, when a stop string ends a beam, and its answers."""
+"""Beam search for callers: its parameters, its stop strings and its answers."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class BeamCollector(OutputCollector):
         return self._best_ids
 
     def push(self, output: RequestOutput) -> bool:
-        """Take in the end of the search; there is no output before."""
+        """Store the end of the search, which is its only output."""
         finish = output.finish
         if self._has_ended or finish is None:
             return False

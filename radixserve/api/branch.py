@@ -120,7 +120,8 @@ class SessionHandle:
         self._close_again(successors)
 
     def _claim(self) -> SessionClaim | None:
-        """What the session is to claim; None where its own requests did, or it is closed."""
+        """The tokens that the session claims; None if its own requests claimed them or it is
+        closed."""
         tokens = self.tokens
         if self._reached_len >= len(tokens):
             return None
@@ -291,11 +292,9 @@ class Branch:
     # -- moving -------------------------------------------------------------------------------
 
     def fork(self, n: int = 1) -> list[Branch]:
-        """`n` branches that stand where this one stands.
-
-        Microseconds each at any length: no K/V is copied, no model step runs, the engine is not
-        asked. A fork opens a session of its own with its first answer, or when this branch is
-        released.
+        """`n` branches at this one's position. Microseconds each at any length: no K/V is copied,
+        no model step runs, the engine is not called. A fork opens its own session with its first
+        answer, or when this branch is released.
         """
         count = check_int("n", n, 1)
         self._check()
@@ -540,9 +539,9 @@ def generate_all(
 ) -> list[Completion]:
     """`Branch.generate` of several branches of one Runtime, in one batch.
 
-    Forks that stand where they were made and have equal params are computed like the samples of
-    `n`: what they share once, but for its last token, and number i samples with the seed + i. All
-    move, or after an error none. `params`: for all, or one each.
+    Forks that have not moved and have equal params are computed like the samples of `n`: their
+    common tokens once, except the last one, and number i samples with the seed + i. All move, or
+    after an error none. `params`: for all, or one each.
     """
     if not branches:
         return []

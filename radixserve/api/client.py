@@ -1,4 +1,4 @@
-"""`EngineClient`: what Runtime, branches and chats share on their way to the engine."""
+"""`EngineClient`: submits requests to the engine, for Runtime, branches and chats."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class RequestHandle(Generic[Output]):
         return self._parts[-1].stop if self._parts else 0
 
     @property
-    def held(self) -> Sequence[Request]:
+    def unsubmitted(self) -> Sequence[Request]:
         """The requests that wait here until others have ended."""
         return [collector.request for collector in self._collectors[self._num_submitted :]]
 

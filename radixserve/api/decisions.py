@@ -224,8 +224,8 @@ def _plan(
 
 
 def _has_prefix(answers: Sequence[IntArray]) -> bool:
-    """Whether one of them begins with another. O(tokens * log answers): sorted, an answer comes
-    right behind one that it begins with."""
+    """Whether one of them is a prefix of another. O(tokens * log answers): sorted, an answer
+    directly follows its prefix."""
     ordered = sorted({tuple(answer.tolist()) for answer in answers})
     return any(longer[: len(ids)] == ids for ids, longer in itertools.pairwise(ordered))
 

@@ -1,4 +1,4 @@
-"""Bars in a terminal: of batches, and while a model is loaded."""
+"""Progress bars in a terminal, for batches and for loading a model."""
 
 from __future__ import annotations
 

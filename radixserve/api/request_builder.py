@@ -1,4 +1,4 @@
-"""`RequestBuilder`: what callers pass, as checked `Request`s."""
+"""`RequestBuilder`: checks callers' arguments and builds `Request`s."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ class RequestBuilder:
         keeps_guidance_options: bool = False,
         marks_turns: bool = False,
     ) -> None:
-        """`end_ids`: the model's. `seed`: of the seeds of requests that bring none;
-        `default_params`: of calls that bring none. `keeps_guidance_options`: as in
+        """`end_ids`: the model's end tokens. `seed`: from which requests without a seed draw
+        theirs. `default_params`: for calls without params. `keeps_guidance_options`: as in
         EngineConfig.allow_guidance_options. `marks_turns`: whether requests name their
         `turn_starts`."""
         self.reader = reader
@@ -322,7 +322,7 @@ def check_params(params: Any, default: SamplingParams) -> SamplingParams:
 
 
 def params_for(params: Any, count: int, default: SamplingParams) -> list[SamplingParams]:
-    """One SamplingParams a prompt, from one for all or a list of as many."""
+    """One SamplingParams per prompt, from one for all or a list."""
     if isinstance(params, list | tuple) and all(isinstance(p, SamplingParams) for p in params):
         if len(params) == count:
             return list(params)

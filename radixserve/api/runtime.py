@@ -175,7 +175,7 @@ class Runtime:
     def default_sampling_params(self) -> SamplingParams:
         """What a call without params takes: the model's own sampling defaults (fields of its
         generation_config.json, unless `generation_config` is "none"), then those of
-        `SamplingParams`. A SamplingParams that is given to a call is taken as it is."""
+        `SamplingParams`. A SamplingParams that is given to a call is used unchanged."""
         return self._builder.default_params
 
     def set_default_sampling_params(self, **fields: Any) -> None:
@@ -687,7 +687,7 @@ class Runtime:
         return num_loaded
 
     def check(self) -> None:
-        """Audit the cache's pages; AssertionError names the first one that is wrong."""
+        """Audit the cache's pages; AssertionError names the first wrong page."""
         self._core.call(messages.CheckCache())
 
     # -- hints --------------------------------------------------------------------------------
@@ -924,7 +924,7 @@ def _progress_bar(
     progress: bool | None,
     stats: Callable[[], Mapping[str, Any]],
 ) -> BatchProgress | None:
-    """None for a single prompt, unless a bar is asked for."""
+    """None for a single prompt, unless a bar is requested."""
     if progress is not None and not isinstance(progress, bool):
         raise InvalidRequest(f"progress must be True, False or None, got {shown(progress)}")
     if not is_list and not progress:

@@ -1,4 +1,4 @@
-"""Keyword arguments of calls by name and type, for readers and type checkers."""
+"""Names and types of the calls' keyword arguments, for readers and type checkers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class ChatSettings(TypedDict, total=False):
-    """What the chat template gets where a prompt is a list of messages.
+    """Arguments of the chat template if a prompt is a list of messages.
 
     tools                 functions that the model may call: {"type": "function", "function":
                           {"name", "description", "parameters": JSON schema}}

@@ -1,4 +1,4 @@
-"""Which backend a model's attention runs on."""
+"""Chooses the attention backend of a model."""
 
 from __future__ import annotations
 

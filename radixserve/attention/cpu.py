@@ -1,8 +1,8 @@
 """The `cpu` backend: paged attention by compiled kernels, all rows of a step in one call.
 
 `plan` turns the step's rows into jobs: nodes of pages that rows share first, level by level, then
-each row's own part. A job's keys are read once for all its queries and query heads. The nodes are
-those that cascade.py finds, found in compiled code.
+each row's own part. A job's keys are read once for all its queries and query heads. Compiled code
+finds the same nodes as cascade.py.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The `torch` backend: paged attention from PyTorch's own operations.
 
 The reference that the other backends are tested against, and the CPU's backend where there is no
-compiler. It is plain: K and V are gathered by slot, pages that rows share are read once a row.
+compiler. It is plain: K and V are gathered by slot, pages that rows share are read once per row.
 
-Each row's new tokens are cut into blocks of queries. QueryBlocks of as many queries and of similar
-numbers of keys are padded to one call of scaled_dot_product_attention, in which the query heads of
-a K/V head become query positions: [B, Hkv, G * N, D] against [B, Hkv, K, D], so that K and V are
-never repeated.
+Each row's new tokens are cut into blocks of queries. `QueryBlocks` with equal numbers of queries
+and similar numbers of keys are padded to one call of scaled_dot_product_attention, in which the
+query heads of a K/V head become query positions: [B, Hkv, G * N, D] against [B, Hkv, K, D], so that
+K and V are never repeated.
 """
 
 from __future__ import annotations

@@ -223,8 +223,8 @@ class PrefixCache(ABC):
         del watch, expected
 
     def adopt_returns(self, typical: ReturnEstimate) -> None:
-        """Expect of everything released before anything was known what is expected now, each
-        from its own last use on. To be called once."""
+        """Set this estimate for all paths that were released without one, each from its own last
+        use on. To be called once."""
         del typical
 
     def victims(self) -> Iterator[tuple[int, ReturnEstimate | None]]:

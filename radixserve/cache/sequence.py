@@ -43,17 +43,17 @@ FEW_PAGES = 8  # taken at a time by a sequence that grows slowly: more of them w
 class ReturnEstimate(NamedTuple):
     """When a released sequence is expected to be continued, on the cache's clock."""
 
-    at: float
+    return_at: float
     wait_s: float  # from its release to then
     late_at: float  # after that it is not expected any more
     probability: float  # that it is continued at all
-    is_regular: bool  # `at` is reliable: such sequences come back in that order
+    is_regular: bool  # `return_at` is reliable: such sequences come back in that order
 
     def seconds_left(self, now: float) -> float:
         """Until it is continued. Irregular sequences have no memory, or a longer one the longer
         they have been away."""
-        idle_s = now - self.at + self.wait_s
-        return max(0.0, self.at - now) if self.is_regular else max(self.wait_s, idle_s)
+        idle_s = now - self.return_at + self.wait_s
+        return max(0.0, self.return_at - now) if self.is_regular else max(self.wait_s, idle_s)
 
 
 class Namespace:

@@ -32,7 +32,7 @@ class RecentCounts:
     __slots__ = ("_counters", "_made_at", "_readings", "due")
 
     def __init__(self, counters: Callable[[], Mapping[str, int]], now: float) -> None:
-        """`counters`: their present values, none of which ever falls."""
+        """`counters`: returns the current values, which never decrease."""
         self._counters = counters
         self._made_at = self.due = now
         self._readings: deque[tuple[float, Mapping[str, int]]] = deque()  # the oldest first

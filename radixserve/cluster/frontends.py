@@ -1,6 +1,6 @@
 """The callbacks of this process that follow an application's replicas.
 
-A module of its own: Ray Serve copies the module of a request router with all that it holds.
+A separate module, because Ray Serve copies a request router's module with all its state.
 """
 
 from __future__ import annotations

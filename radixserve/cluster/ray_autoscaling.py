@@ -1,8 +1,8 @@
 """Autoscaling on Ray Serve's mechanism, by the load that engines report.
 
-A replica has one long call of each frontend, so that Ray Serve's own count of ongoing requests does
-not show the load. Ray Serve's metrics, delays, bounds and choice of the replica to stop are used.
-Ray Serve copies this module into its controller: it imports nothing of the package at run time.
+Each frontend has one long call to a replica, so Ray Serve's own count of ongoing requests does not
+show the load. Ray Serve's metrics, delays, bounds and choice of the replica to stop are used. Ray
+Serve copies this module into its controller: it imports nothing of the package at run time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`ReplicaRouter`: which replica a request goes to."""
+"""`ReplicaRouter`: chooses the replica of a request."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ class ChatTerminal:
             chat.close()
 
     def greet(self, model: str, resumed: Path | None = None) -> None:
-        """`resumed`: the file of SavedChats that the conversation goes on with."""
+        """`resumed`: the file of SavedChats whose conversation is continued."""
         if resumed is not None:
             self._files[self._name] = resumed
         turns = len(self._chat.history) // 2
@@ -411,7 +411,7 @@ class ChatTerminal:
             self._note(f"{index:3}  {when}, {turns}: {self._short(saved.question)}")
 
     def _open(self, path: Path) -> str:
-        """Go on with a saved conversation; returns its name here."""
+        """Continue a saved conversation; returns its name here."""
         chat = self._runtime.load_chat(path, params=self._params)
         stem = "-".join(path.stem.split()) or "loaded"
         self._name = stem if stem not in self._chats else self._free_name(stem)

@@ -33,7 +33,7 @@ class AnswerView:
     """
 
     def __init__(self, console: Console, progress: Callable[[], str]) -> None:
-        """`progress`: what is computed before the first token, asked for as long as it lasts."""
+        """`progress`: returns the state of the prefill; called until the first token."""
         self._console, self._progress = console, progress
         self._began_at = time.monotonic()
         self._spinner = Spinner("dots", style="dim")
@@ -128,7 +128,7 @@ class _LeftHeading(Heading):
 
 
 class _Code(CodeBlock):
-    """Code without blank lines around it of its own: blocks are apart already."""
+    """Code without its own blank lines around it: blocks are separated already."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         code = str(self.text).rstrip()

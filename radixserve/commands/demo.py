@@ -1,4 +1,4 @@
-"""`radixserve demo`: the effect of the prefix cache, shown with the model that ships along."""
+"""`radixserve demo`: the effect of the prefix cache, shown with the bundled model."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Engine:
     def __init__(
         self, runner: ModelRunner, config: EngineConfig, cache: PrefixCache | None = None
     ) -> None:
-        """`cache`: over the runner's pages, instead of the one that `config` names."""
+        """`cache`: used instead of the cache that `config` names; it manages the runner's pages."""
         self._runner = runner
         self._overlap_depth = runner.overlap_depth if config.overlap else 0
         self._cache = (
@@ -228,7 +228,7 @@ class Engine:
         return self._scheduler.hints.apply(hint)
 
     def held_by_hints(self, owner: str) -> dict[str, int]:
-        """What the pins and retains of an owner hold now."""
+        """Counts of an owner's pins, retains and held tokens."""
         return self._scheduler.hints.held(owner)
 
     def lookup(

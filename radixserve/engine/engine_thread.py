@@ -211,7 +211,7 @@ class EngineThread:
             self._stats, self._stats_at = self._engine.stats(), now
 
     def _read_inbox(self) -> bool:
-        """Carry out all waiting messages; block while there is no work. False when closing."""
+        """Process all waiting messages; block while there is no work. False when closing."""
         while not self._is_closing:
             is_idle, timeout = not self._collectors and not self._engine.has_work(), None
             if is_idle:

@@ -4,9 +4,9 @@
     end of a request -> K/V copied -> [ written in a thread ]
 
 A request whose prefix is stored and not cached is held back until its runs are loaded, one request
-at a time in order of arrival; all others pass. What is loaded is committed to the cache run by
-run, by the same calls that a sequence makes which computes them. A read that fails, is late or
-does not verify costs a computation: the request continues with what has been loaded.
+at a time in order of arrival; all others pass. Loaded tokens are committed to the cache run by run,
+by the same calls as computed tokens. If a read fails, is late or does not verify, the request
+continues with the runs loaded so far and computes the rest.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Messages of callers to the engine's thread: plain data, so that it could be another process.
+"""Messages of callers to the engine's thread, as plain data that could cross processes.
 
-Each is carried out between two steps. `EngineThread.call` waits for the answer,
-`EngineThread.post` does not.
+Each is processed between two steps. `EngineThread.call` waits for the answer, `EngineThread.post`
+does not.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class DumpTree(EngineMessage[TreeDump]):
 
 @dataclass(frozen=True, slots=True)
 class PreviewEviction(EngineMessage[list[EvictionCandidate]]):
-    """What eviction would take next."""
+    """The next evictions."""
 
     count: int
 
@@ -84,7 +84,7 @@ class TakeSnapshot(EngineMessage[dict[str, Any]]):
 
 @dataclass(frozen=True, slots=True)
 class TakeEvents(EngineMessage[tuple[EventBatch, EventSnapshot | None]]):
-    """What the cache has stored and dropped since the last one; and all that it holds."""
+    """The cache's events since the last call, and a snapshot if wanted."""
 
     with_snapshot: bool
 
@@ -169,7 +169,7 @@ class CloseSession(EngineMessage[None]):
 
 @dataclass(frozen=True, slots=True)
 class GetHeld(EngineMessage[HeldByHints]):
-    """What the pins and retains of an owner hold now."""
+    """Counts of an owner's pins, retains and held tokens."""
 
     owner: str
 

@@ -189,8 +189,8 @@ class OutputCollector:
         return cast(FinishReason, finish.reason)  # a request with an error has no Completion
 
     def _stop_reason(self, finish: Finish) -> str | int | None:
-        if self._stop is not None and self._stop.found is not None:
-            return self._stop.found
+        if self._stop is not None and self._stop.matched_stop is not None:
+            return self._stop.matched_stop
         if not self._ends_by_token(finish):
             return None
         last = self._token_ids[-1]

@@ -92,7 +92,8 @@ class Prefetches:
         )
 
     def step(self) -> None:
-        """Before a step of the engine: give way to other requests, or begin the next prefetch."""
+        """Before a step of the engine: end the prefetch if other requests are open, else begin the
+        next."""
         scheduler, running = self._scheduler, self.running
         if running is not None:
             depths = scheduler.queue_depths()

@@ -1,8 +1,8 @@
 """llguidance: the only file that imports it.
 
-Its parsers work on bytes; `TokenTable` holds a vocabulary's tokens for them. An answer's
-end is a token of its own here, outside the model's vocabulary: which of the model's tokens may end
-an answer is the request's business, see matcher.py.
+Its parsers work on bytes; `TokenTable` holds a vocabulary's tokens for them. Here the end of an
+answer is an extra token outside the model's vocabulary. The request defines which of the model's
+tokens may end its answer, see matcher.py.
 """
 
 from __future__ import annotations

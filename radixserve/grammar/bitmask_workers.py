@@ -1,7 +1,7 @@
-"""`BitmaskWorkers`: threads that compute the masks of a step, where a slow one holds up no other.
+"""`BitmaskWorkers`: threads that compute the masks of a step; a slow mask does not delay others.
 
-A parser gives up Python's lock. It cannot be stopped: a row that takes too long keeps its thread to
-its end, and its request fails.
+A parser releases the GIL. It cannot be stopped: a row that takes too long occupies its thread until
+it ends, and its request fails.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class BitmaskWorkers:
         self._pool = ThreadPoolExecutor(2 * self._num_threads, _NAME)
 
     def start(self, works: Sequence[Callable[[], object]]) -> BitmaskTasks:
-        """Begin; one work a row, none of which raises."""
+        """Start the work of each row. The works must not raise."""
         batch = BitmaskTasks(works)
         for _ in range(min(self._num_threads, -(-len(works) // _CHUNK))):
             self._pool.submit(batch.run)

@@ -1,4 +1,4 @@
-"""`GrammarCompiler`: compiled grammars of one vocabulary, made once."""
+"""`GrammarCompiler`: compiles grammars for one vocabulary and caches them."""
 
 from __future__ import annotations
 

@@ -1,20 +1,20 @@
-r"""JSON schemas in the form in which llguidance 1.9 reads them rightly, or refused by name.
+r"""Rewrites JSON schemas so that llguidance 1.9 reads them correctly, or refuses them by name.
 
 - A `format` that is not known is left out, as JSON Schema says; so is `x-guidance`, llguidance's
   own options.
-- `uniqueItems` is held where the items have few values: their arrays are listed. A grammar cannot
-  hold others; they are refused, or with strict=False left out.
+- `uniqueItems` is enforced where the items have few values: their arrays are listed. A grammar
+  cannot enforce others; they are refused, or with strict=False left out.
 - Counts such as `maxItems: 2.0` are whole numbers.
 - Numbers are read as float64: bounds beyond 2^53 are moved to the next whole number inside that a
   float64 has; constants beyond 2^53 are refused.
-- Keys that patterns or additionalProperties allow may come twice, so that `minProperties` above
-  what is required is refused beside them.
+- Keys that patterns or additionalProperties allow may appear twice, so `minProperties` above the
+  number of required keys is refused beside them.
 - A pattern of patternProperties that allows no key but named properties becomes a part of these:
   llguidance fails on it in the middle of an answer.
 - `propertyNames` beside additionalProperties becomes properties or a pattern of patternProperties.
-- A character class that has control characters lets every escape of JSON pass, \" and \\ too,
-  though the class may leave these two out: "[^\"]" takes a string of one quote. Such a class does
-  without control characters here.
+- A character class with control characters accepts every JSON escape, even \" and \\ if the class
+  excludes these: "[^\"]" accepts a string of one quote. Such a class loses its control characters
+  here.
 """
 
 from __future__ import annotations

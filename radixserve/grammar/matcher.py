@@ -1,8 +1,8 @@
 """`GrammarMatcher`: an answer's position in its grammar, and the tokens that may follow.
 
 The state is a function of the answer's tokens: `sync` brings a matcher to any answer, by consuming
-what is new and rolling back what is gone. So preempted requests, beams that take another's place
-and tokens that were sampled for nothing need no bookkeeping elsewhere.
+new tokens and rolling back removed ones. So preempted requests, beams that replace others, and
+discarded samples need no bookkeeping elsewhere.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class GrammarMatcher:
             self.accept(token_id)
 
     def accept(self, token_id: int) -> None:
-        """The answer goes on with a token. One that ends the request is not looked at."""
+        """Append a token to the answer. A token that ends the request is ignored."""
         self._consumed.append(token_id)
         if token_id in self.end_ids or self.error is not None:
             return

@@ -1,7 +1,7 @@
 """`BlockView`: a cache's whole blocks, kept up to date by its events.
 
-The events speak of nodes of any length, others' routers of blocks of equal size, counted from the
-start of a prefix. A block belongs to the node that holds its last token:
+Events name nodes of any length; other routers expect blocks of equal size, counted from the start
+of a prefix. A block belongs to the node that holds its last token:
 
     node            a b c d e f          parent of
     node                        g h i j k

@@ -1,12 +1,12 @@
 """`KVEventPublisher`: sends a cache's events as vLLM does.
 
     PUB      topic | sequence number, 8 bytes big-endian | KVEventBatch in msgpack
-    ROUTER   a request is the first number wanted: answered with what PUB sent from there on, a
-             message each, and at last one with number -1 and nothing in it
+    ROUTER   a request is the first number wanted; the answer repeats PUB's messages from
+             there on, and ends with an empty message with number -1
 
-A consumer that asks for what is not kept any more gets one batch with all that is stored instead,
-under the last number. Numbers go on from the log's epoch: those of a restarted process are greater,
-so that consumers notice, ask, and drop what they knew.
+If the wanted messages are no longer kept, the answer is one batch with everything stored, under the
+last number. Numbers start at the log's epoch: those of a restarted process are greater, so that
+consumers notice, request a replay, and drop their old state.
 """
 
 from __future__ import annotations

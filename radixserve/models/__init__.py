@@ -1,1 +1,1 @@
-"""Decoders, their weights, and the sources of these."""
+"""Decoders, their weights, and the sources of weights."""

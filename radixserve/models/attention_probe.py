@@ -1,8 +1,8 @@
-"""What each layer of a model in transformers' code asks of its attention, found by running it once.
+"""Finds the attention features of each layer of a model in transformers' code by running it once.
 
-The probe has a name of its own in transformers' registries of attention functions and of masks. It
-is handed the rule of every layer's mask as a function of positions, and looks at which positions
-that lets a query see; what else a layer wants stands in the arguments of its attention function.
+The probe is registered under its own name in transformers' registries of attention functions and
+masks. It gets each layer's mask as a function of positions, and tests which positions a query may
+see. The arguments of the attention function show the layer's other features.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REFUSED_ARGUMENTS = {  # what a model may hand to its attention, and what that m
 
 @dataclass(slots=True)
 class ProbedLayers:
-    """What was found: by layer, heads and features."""
+    """The results of the probe: heads and features by layer."""
 
     architecture: str
     max_positions: int
@@ -171,7 +171,7 @@ def _probe_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: notes what it is handed, and attends causally."""
+    """transformers' attention interface: notes its arguments, and attends causally."""
     module.radixserve_slot.probed.note(module, query, key, value, attention_mask, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = F.scaled_dot_product_attention(

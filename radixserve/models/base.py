@@ -91,7 +91,7 @@ class ModelInfo:
 
     @property
     def window_bytes_per_token(self) -> int:
-        """Those of `kv_bytes_per_token` that are of `window_layers`."""
+        """The part of `kv_bytes_per_token` in `window_layers`."""
         return self._kv_bytes(len(self.window_layers))
 
     @property

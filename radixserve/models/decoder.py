@@ -1,8 +1,8 @@
 """The native decoder on any device and attention backend, whole or as one of several ranks.
 
-It uses few kernels; CPU tensors run their torch references. Nothing in `forward`
-waits for the device, depends on the values of a tensor, or has a shape that does, so that a CUDA
-graph can capture it. Which tokens belong together is the batch's and the backend's business.
+It uses few kernels; CPU tensors run their torch references. Nothing in `forward` waits for the
+device, depends on the values of a tensor, or has a shape that does, so that a CUDA graph can
+capture it. The batch and the backend know which tokens form a sequence.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def _pack_mlp(mlp: MlpTensors, linear: Callable[..., Linear]) -> Mlp[Linear]:
 
 
 def _pack_experts(mlp: ExpertTensors, linear: Callable[..., Linear]) -> GroupedExperts:
-    """The shared expert, which every token has, is a product of its own."""
+    """The shared expert, which computes every token, is a separate product."""
     experts = mlp.experts[: mlp.routing.num_experts]
     shared = _pack_mlp(mlp.experts[-1], linear) if mlp.routing.has_shared else None
     gate_up = [_stacked(expert.gate, expert.up) for expert in experts if expert.gate is not None]

@@ -1,7 +1,7 @@
 """The config of a native family, read as transformers reads it, without importing it.
 
-What is unusual (fields of another type, rope fields that are missing or unknown, layers that
-differ) is left to transformers, so that both readings are equal wherever this one applies.
+Unusual configs (fields of another type, missing or unknown rope fields, layers that differ) are
+left to transformers, so that both readers agree wherever this one applies.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class DecoderShape(DecoderSizes):
 
 
 def not_native_reason(config: Any) -> str:
-    """What of `config` the native decoder does not compute; "" if it computes all."""
+    """The part of `config` that the native decoder does not support; "" if it supports all."""
     family = FAMILIES.get(architecture_of(config))
     if family is None:
         return f"it is not one of {', '.join(FAMILIES)}"

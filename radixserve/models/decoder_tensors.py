@@ -1,7 +1,7 @@
 """The tensors of a native decoder's checkpoint, in one layout for all families.
 
-Tensors that a checkpoint has fused are taken apart; projections that read the same input are fused
-where a decoder packs them: q, k, v into one, gate and up into one.
+A checkpoint's fused tensors are split; projections that read the same input are fused where a
+decoder packs them: q, k, v into one, gate and up into one.
 """
 
 from __future__ import annotations

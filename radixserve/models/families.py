@@ -1,7 +1,7 @@
-"""The families that the native decoder computes: a row each, of parts that decoder_layer.py lists.
+"""The families of the native decoder: a row each, of parts that decoder_layer.py lists.
 
-A family that needs no new part is added as a row. Its functions take the config, with the
-fields of config.json. What a config asks beyond its row is refused in decoder_shape.py.
+A family that needs no new part is added as a row. Its functions take the config, with the fields of
+config.json. decoder_shape.py refuses a config that needs more than its row.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ShortConvParts:
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...]]:
-        """Of one sequence: what the convolution reads of the tokens before."""
+        """Shapes for one sequence: the convolution's inputs of earlier tokens."""
         return ((self.kernel - 1, self.channels),)
 
 

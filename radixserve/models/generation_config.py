@@ -1,5 +1,5 @@
-"""A model's own settings of generation: its end tokens and sampling defaults, of
-generation_config.json and config.json, or of its GGUF file."""
+"""A model's own settings of generation: its end tokens and sampling defaults, read from
+generation_config.json and config.json, or from its GGUF file."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The families that GGUF files and the native decoder both know: a row each, of how a file's fields
-and tensors become transformers'.
+"""The families that GGUF files and the native decoder share: a row each, which maps a file's fields
+and tensors to transformers'.
 
 The conventions are those of llama.cpp's converter and of its readers, which know some constants
 that no file holds.

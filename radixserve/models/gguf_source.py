@@ -150,7 +150,9 @@ def _origins(file: GgufFile) -> dict[str, _Origin]:
         elif int(match[1]) < file.num_layers:
             stem, prefix = match[2].rpartition(".")[0], f"model.layers.{match[1]}."
             if stem not in parts:
-                origins |= {prefix + name: at for name, at in _of_layer(file, own, match[2])}
+                origins |= {
+                    prefix + name: origin for name, origin in _of_layer(file, own, match[2])
+                }
             for joined in family.joined:
                 names = tuple(f"blk.{match[1]}.{part}.weight" for part in joined.parts)
                 if own == names[0] and all(name in file.tensors for name in names):

@@ -2,13 +2,12 @@
 
 The rows of a step are one sequence [1, T] with their own positions and without a mask; each
 attention layer calls `attention_forward`, which passes q, k, v to the call's backend with what
-attention_probe.py found of the layer: its window, soft cap and sinks. Not every architecture hands
-keyword arguments down to its attention, so that the backend lies in a `_Slot` that the model's own
-modules carry. A model that cannot run so is refused at load: by rule where the config shows it, by
-the probe, and by comparing a few tokens with the model's eager attention, which finds what rule and
-probe missed. recurrent.py runs the layers that keep a state instead of keys and values. On the CPU
-row_products.py computes the linear layers of models without such layers, so that bits of a token do
-not depend on the step that computes it.
+attention_probe.py found of the layer: its window, soft cap and sinks. Not every architecture passes
+keyword arguments to its attention, so the model's modules carry the backend in a `_Slot`. A model
+that cannot run this way is refused at load: by rules on its config, by the probe, and by comparing
+a few tokens with the model's eager attention. recurrent.py runs the layers that keep a state
+instead of keys and values. On the CPU row_products.py computes the linear layers of models without
+such layers, so that a token's bits do not depend on the step that computes it.
 """
 
 from __future__ import annotations

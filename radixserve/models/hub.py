@@ -1,7 +1,7 @@
-"""Models of the Hugging Face hub: what a repository has, downloads that go on, the local cache.
+"""Models of the Hugging Face hub: a repository's files, resumable downloads, the local cache.
 
-Files lie in the cache of huggingface_hub, where other programs find them. It drops a file whose
-download ends before it is whole; here such a file is kept and continued. Imports no torch.
+Files lie in the cache of huggingface_hub, where other programs find them. huggingface_hub drops a
+file whose download was interrupted; here such a file is kept and continued. Imports no torch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Download:
 
     @property
     def missing_bytes(self) -> int:
-        """Those that are not in the cache yet, as far as it is known from large files."""
+        """Bytes to download; of the cache only large files are considered."""
         folder = _repo_folder(self.name.repo)
         missing = self.num_bytes
         for file in self.files:
@@ -97,8 +97,8 @@ def plan_download(name: HubName) -> Download:
 def fetch(download: Download) -> Path:
     """Download what is missing and check it; returns the checkpoint's folder or the GGUF file.
 
-    An interrupted download goes on where it ended. Raises InvalidRequest, also where a file is not
-    what the hub says.
+    An interrupted download is resumed. Raises InvalidRequest, also if a file does not match the
+    hub's hash.
     """
     repo, missing = download.name.repo, download.missing_bytes
     blobs = _repo_folder(repo) / "blobs"
@@ -118,8 +118,7 @@ def fetch(download: Download) -> Path:
 def find_or_fetch(name: HubName) -> Path:
     """The checkpoint's folder or the GGUF file, from the cache if it is there, else from the hub.
 
-    A checkpoint in the cache is brought up to date where the hub can be reached. Raises
-    InvalidRequest.
+    A checkpoint in the cache is updated if the hub can be reached. Raises InvalidRequest.
     """
     folder = _snapshot(name.repo)
     if folder is None:
@@ -256,7 +255,7 @@ def _fetch_small_files(repo: str, patterns: Sequence[str]) -> Path:
 
 
 def _fetch_blob(repo: str, file: HubFile, blob: Path) -> None:
-    """Download a large file to its place in the cache, or go on where a download of it ended."""
+    """Download a large file to its place in the cache, or resume its download."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined,unused-ignore]
@@ -341,14 +340,14 @@ def _snapshot(repo: str) -> Path | None:
 
 
 def _file_names(folder: Path) -> list[str]:
-    """Files below it whose content is there, as paths from it."""
+    """Complete files below the folder, as relative paths."""
     return sorted(
         path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
     )
 
 
 def _size(path: Path) -> int:
-    """Bytes; 0 where there is no such file."""
+    """Size in bytes; 0 if the file does not exist."""
     try:
         return path.stat().st_size
     except OSError:

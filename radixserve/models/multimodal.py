@@ -1,6 +1,6 @@
 """The text model in a checkpoint of a model that takes images too: its config, its tensors' names.
 
-Covers the wrappers whose text tokens go through the text model as through that model alone.
+Covers the wrappers that compute text tokens exactly as the text model alone does.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class HubName(NamedTuple):
 
 
 def read_hub_name(name: str) -> HubName | None:
-    """What a name means on the hub; None where it cannot be one of a model there."""
+    """The meaning of a name on the hub; None if it cannot be a model's name there."""
     match = re.fullmatch(r"([\w-][\w.-]*(?:/[\w.-]+)?)(?::([\w./-]+))?", name)
     return None if match is None else HubName(match[1], match[2])
 

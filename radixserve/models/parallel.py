@@ -1,9 +1,9 @@
 """A decoder's weights split over ranks, each of which computes a part of every layer.
 
-Query heads, key/value heads and the columns of the MLP are split; o and down take what a rank has
-of them, so that the sum over the ranks is the layer's output. Key/value heads are repeated where
-there are more ranks than heads. The embedding is whole in every rank; the head is split by
-vocabulary. Ranks exchange tensors through a `TPGroup`.
+Query heads, key/value heads and the columns of the MLP are split; o and down take a rank's part as
+input, so that the sum over the ranks is the layer's output. Key/value heads are repeated if there
+are more ranks than heads. The embedding is whole in every rank; the head is split by vocabulary.
+Ranks exchange tensors through a `TPGroup`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TPGroup(Protocol):
         """Overwrite x by that of rank 0."""
         ...
 
-    def agree(self, number: int) -> int:
+    def all_reduce_min(self, number: int) -> int:
         """The smallest of every rank's number. Waits for all of them; not part of a graph."""
         ...
 
@@ -116,7 +116,7 @@ def shard_layer(layer: LayerTensors, shape: DecoderShape, rank: int, size: int) 
 
 
 def shard_head(head: Tensor, rank: int, size: int) -> Tensor:
-    """A rank's rows of the head [V, H], as many in every rank: zeros after the last of them."""
+    """A rank's rows of the head [V, H], padded with zeros so that all ranks have equally many."""
     count = -(-len(head) // size)
     part = head[rank * count : (rank + 1) * count]
     return F.pad(part, (0, 0, 0, count - len(part))) if len(part) < count else part.clone()

@@ -1,6 +1,6 @@
-"""Quantised safetensors: the schemes that are read, and how a weight's stored parts become one.
+"""Quantised safetensors: the supported schemes, and how each combines a weight's stored parts.
 
-A weight becomes a tensor of 8 or 4 bits where that keeps every number, else it is widened.
+A weight becomes a tensor of 8 or 4 bits if that is lossless, else it is widened.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Weights that are drawn instead of read: a whole model of any size without a file.
 
-Every element is a pure function of the seed, its tensor's name and its place, made of integer
-arithmetic only: the same on every device, in every process and, but for the rounding to the dtype,
-in every dtype.
+Every element is a pure function of the seed, its tensor's name and its index, in integer arithmetic
+only: the same on every device, in every process and, but for the rounding to the dtype, in every
+dtype.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GOLDEN, _FIRST, _SECOND = (  # of splitmix64 (Steele, Lea and Flood 2014), as s
 
 
 class RandomWeights:
-    """See `TensorSource`: has every tensor that it is asked for.
+    """See `TensorSource`: has every requested tensor.
 
     Weights are nearly normal with mean 0 and the deviation `std`; those of norms lie around 1. On
     the device "meta" there are shapes only, which are counted.

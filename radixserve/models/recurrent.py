@@ -1,8 +1,8 @@
 """Recurrent layers of transformers' models (state spaces, gated delta nets, linear attention, short
 convolutions): their mixers run row by row, each from the state of its own sequence.
 
-transformers' mixers take their state from a cache object and give it back there, with any number of
-tokens between. `RowState` is that object; `Mixer` replaces the mixer's `forward`.
+transformers' mixers read their state from a cache object and write it back, after any number of
+tokens. `RowState` is that object; `Mixer` replaces the mixer's `forward`.
 """
 
 from __future__ import annotations

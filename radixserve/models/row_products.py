@@ -1,7 +1,7 @@
-"""Products of transformers' linear layers by the CPU kernels, which sum every row in one order.
+"""Linear layers of transformers' models by the CPU kernels, which sum all rows in one order.
 
-PyTorch's products sum a row in another order for another number of rows, so that a token's bits
-would depend on what runs beside it.
+PyTorch's order depends on the number of rows, so a token's bits would depend on the other rows of
+its step.
 """
 
 from __future__ import annotations

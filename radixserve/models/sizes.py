@@ -1,8 +1,8 @@
-"""Shapes of published models, and of tiny ones: what can be run with random weights.
+"""Shapes of published and of tiny models, which can run with random weights.
 
 The fields are those of the config.json that each model was published with. Their end tokens are
-left out: no token of a model with random weights means an end, so that an answer has the length
-that was asked for.
+left out: no token of a model with random weights means an end, so an answer has the requested
+length.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The caches to replay a trace through: kind, size, and what a replay found."""
+"""The caches to replay a trace through: their kind and size, and a replay's results."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def cross(
     state_tokens: Sequence[float] = (),
     windows: WindowSpec | None = None,
 ) -> list[CacheSpec]:
-    """Every combination that makes sense, by page size, then by policy, then by size.
+    """All valid combinations, by page size, then by policy, then by size.
 
     Hash caches have one policy, LRU, and ignore sessions. With `use_sessions` every radix cache
     appears without sessions and with them; with `checkpoint_interval` without states and with them,

@@ -1,4 +1,4 @@
-"""Closed loops: a session's next request is sent when it has thought about the last answer.
+"""Closed loops: a session sends its next request a think time after the last answer.
 
 The real scheduler and cache serve the requests in simulated time. An open replay sends a request
 when the trace says, however late the answers are; here a slow server slows its own arrivals.

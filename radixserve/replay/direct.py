@@ -1,7 +1,8 @@
 """A trace through a cache, one request after another, without a scheduler.
 
 Every request acquires, computes and commits its prompt, then its output, and is released before the
-next one begins: requests that overlapped are put in order of arrival. `scheduled` has the overlap.
+next one begins: requests that overlapped are put in order of arrival. `scheduled` models the
+overlap.
 """
 
 from __future__ import annotations

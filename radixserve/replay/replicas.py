@@ -1,11 +1,11 @@
 """A trace through the caches of several replicas, each request where a router sends it.
 
-As in `direct` a request is served at once when it arrives; its time is modelled: prefills of a
-replica follow each other, answers are drawn beside them. Routers know what has happened until now,
-and the tree router what the caches' events say, which come late.
+As in `direct` a request is served at once when it arrives; its time is modelled: a replica runs one
+prefill after another and decodes beside them. Routers know the past requests; the tree router also
+gets the caches' events, with a delay.
 
-Replicas may come and go. One that is lost, or taken away, loses its cache; its requests go on
-elsewhere from the prompt and the tokens that have come, as `radixserve.cluster` has it.
+Replicas may be added and removed. A lost or removed replica loses its cache; its requests continue
+on other replicas from the prompt and the tokens so far, as in `radixserve.cluster`.
 """
 
 from __future__ import annotations
@@ -440,7 +440,7 @@ class _ClusterReplay:
         self._even_s[replica] += self._each_s
 
     def _lose(self, replicas: Sequence[int]) -> None:
-        """All at once; then their requests go on elsewhere."""
+        """Lose all of them at once; their requests then continue on other replicas."""
         now = self._clock.now
         ours = [state for state in self._under_way.values() if state.replica in replicas]
         lost = [state for state in ours if state.ends > now]

@@ -1,4 +1,4 @@
-"""The document of a study as tables and sentences: on a rich console, or in Markdown."""
+"""Renders a study's results as tables and sentences, on a rich console or in Markdown."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A trace through the real scheduler and cache, with the time of a step from a model of it.
+"""A trace through the real scheduler and cache, with modelled step times.
 
-Requests arrive when the trace says; those that are there together run together. Outputs are the
-recorded ones, so they enter the cache as they did then. A request whose prompt contains another
-request's output, or its beginning, is sent only after that one has ended, as its client could not
-have known it before.
+Requests arrive at the recorded times and are batched. Outputs are the recorded ones, so the cache
+gets the same tokens. A request whose prompt contains another request's output, or the beginning of
+it, is sent only after that request has ended, because its client could not have known the output
+before.
 """
 
 from __future__ import annotations

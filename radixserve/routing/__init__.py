@@ -1,1 +1,1 @@
-"""Which replica a request goes to: an index of what all of them have cached, and one cost."""
+"""Chooses the replica of a request, by an index of all cached tokens and one cost."""

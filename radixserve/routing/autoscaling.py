@@ -1,4 +1,4 @@
-"""`Autoscaling`: how many replicas there are to be, by their load."""
+"""`Autoscaling`: the wanted number of replicas, computed from their load."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """`TokenIndex`: which replicas have which tokens cached, exact to the token, fed by their events.
 
 One tree of token edges for all replicas; an edge carries a bit for each replica that holds it, and
-no K/V. An edge ends where tokens diverge, where a replica's node ends, and where a prompt under way
-ends. Replicas have numbers: the bits. The number of one that was removed is used again when its
-bits have been cleared, a few with each batch of events.
+no K/V. An edge ends where tokens diverge, where a replica's node ends, and where an open request's
+prompt ends. Each replica has a number, which is its bit. A removed replica's number is reused when
+its bits have been cleared, a few with each batch of events.
 """
 
 from __future__ import annotations

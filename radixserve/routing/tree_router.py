@@ -1,19 +1,19 @@
-"""`TreeRouter`: each request goes where it costs least, by what every replica really has cached.
+"""`TreeRouter`: sends each request where it costs least, given what each replica has cached.
 
     cost = prefill x (1 + price) + half a mean request x price + wait + displaced
 
 In seconds, the smallest wins.
 
-- prefill: of the tokens that are not cached there. Tokens that fewer replicas have than their share
-  of all work needs cost nothing: one more replica has to compute them anyway.
+- prefill: of the tokens that are not cached there. A prefix on n replicas costs nothing if its
+  requests are at least n + 1 mean loads of recent work: another replica must compute it anyway.
 - price: exp((load - mean load) / scale). Work costs more on a busy replica: prefixes stay together
-  until a replica has too many of them, and then those that are computed again soonest go.
-- load: recent work, and what the other conversations there are expected to bring. How often a
-  prompt is continued, and how soon, is learned. So new conversations go where few are open.
+  until a replica has too much work; then those that are computed again soonest move.
+- load: recent work, and the expected work of the replica's other conversations. The router learns
+  how often and how soon prompts are continued. So new conversations go where few are open.
 - wait: half of the prefill that is queued there, as order of arrival is not that of service.
-- displaced: prefill of what the new tokens push out. The older the tokens that a replica evicts,
-  the less they are worth; prompts without a cached prefix go where they evict least, and all caches
-  together evict in nearly the order of one.
+- displaced: prefill of the tokens that must be evicted. The older these are, the less they are
+  worth; prompts without a cached prefix go where they evict least, and all caches together evict in
+  nearly the order of one.
 """
 
 from __future__ import annotations
@@ -206,8 +206,8 @@ class TreeRouter:
         return float(0.5 ** (elapsed / (_OPEN_GAPS * max(self._mean_gap_s, 1e-3))))
 
     def _prices(self, now: float, continued: IndexNode | None) -> Floats:
-        """[size] what a second of work costs each replica more than it takes. The conversation
-        that goes on is not expected of its replica any more."""
+        """[size] price of a second of work on each replica, in seconds. Expected work of the
+        continued conversation is not counted for its replica."""
         self._continued += _EMA * ((continued is not None) - self._continued)
         if continued is not None and continued.conversation is not None:
             number, expected_s, used_at = continued.conversation

@@ -1,7 +1,8 @@
 """`ModelRunner`: the engine's interface to a runner, on one device or on several.
 
-A runner owns the model, the KV pool and the attention backend. Rows are read during `launch` only;
-on a device a request's slot (`req_pool_idx`) keeps its pages and, with penalties, token counts.
+A runner owns the model, the KV pool and the attention backend. It reads a step's rows during
+`launch` only; on a device, a request's slot (`req_pool_idx`) keeps its pages and, with penalties,
+its token counts.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ RunnerKind = Callable[[str, EngineConfig, TPGroup | None], ModelRunner]  # of on
 
 
 class SingleDeviceRunner(ModelRunner):
-    """A `ModelRunner` with a model and a pool of its own, of one device."""
+    """A `ModelRunner` on one device, with its own model and pool."""
 
     model: LanguageModel
     pool: KVPool

@@ -1,4 +1,4 @@
-"""`CpuModelRunner`: lays a step out when it is launched, computes it when it is collected."""
+"""`CpuModelRunner`: `launch` builds a step's arrays, `collect` computes the step."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ class CpuModelRunner(SingleDeviceRunner):
     def _pool_size(self, backend_name: str, tp_group: TPGroup | None) -> PoolSize:
         config, states_bytes = self._config, self.num_states * self.info.state_bytes
         if tp_group is not None:
-            return PoolSize(tp_group.agree(choose_num_pages(config, self.info, states_bytes)))
+            return PoolSize(
+                tp_group.all_reduce_min(choose_num_pages(config, self.info, states_bytes))
+            )
         if self.num_states or config.cache == "hash" or not has_window_pages(backend_name):
             return PoolSize(choose_num_pages(config, self.info, states_bytes))
         return choose_pool_size(config, self.info)

@@ -339,7 +339,7 @@ class CudaModelRunner(SingleDeviceRunner):
 
     def _pool_size(self, backend_name: str, num_pages: int) -> PoolSize:
         if self._tp_group is not None:
-            return PoolSize(self._tp_group.agree(num_pages))
+            return PoolSize(self._tp_group.all_reduce_min(num_pages))
         size = divide_pool(self._config, self.info, num_pages)
         has_none = self.num_states or self._config.cache == "hash"
         if has_none or not size.num_window_pages:

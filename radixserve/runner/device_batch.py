@@ -181,8 +181,8 @@ class BatchUploader:
 
 
 def _num_in_order(places: IndexArray, outputs: IndexArray) -> int:
-    """How many future tokens there are, where they are the first outputs in the first places, as
-    from one decode step to the next; else 0."""
+    """The number of future tokens if they are the first outputs, in order, at the first positions,
+    as between two decode steps; else 0."""
     count = len(places)
     in_order = count and places[-1] == count - 1 and np.array_equal(outputs, places)
     return count if in_order else 0

@@ -1,7 +1,7 @@
 """Bitmasks of the tokens that a step's grammars allow, computed on the host during the step.
 
-The sampler alone moves the matchers: before a row is sampled to the tokens that the answer
-has, after it to the sampled token.
+Only the sampler moves the matchers: to the answer's tokens before it samples a row, to the sampled
+token afterwards.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class KVPool:
 
     @property
     def layout(self) -> KVLayout:
-        """What `kv` has of a token."""
+        """The layout of a token in `kv`."""
         num_layers, num_kv_heads, width = self.kv.shape[0], *self.kv.shape[-2:]
         name = str(self.kv.dtype).removeprefix("torch.")
         itemsize, scale = self.kv.element_size(), width - self._head_dim

@@ -1,9 +1,9 @@
 """Changes of the logits by a request's parameters, before temperature, filters and the sample.
 
-In this order: logits_processors, logit_bias, penalties, then what may not be sampled: all but
-allowed_token_ids, the last tokens of bad_words, end tokens that min_tokens still forbids, and what
-a grammar has no place for. Bias, allowed and forbidden tokens are arrays made on the host and
-applied with tensor operations, here and on a device.
+In this order: logits_processors, logit_bias, penalties, then masks: all but allowed_token_ids, the
+last tokens of bad_words, end tokens that min_tokens still forbids, and tokens that a grammar
+excludes. Bias, allowed and forbidden tokens are arrays made on the host and applied with tensor
+operations, here and on a device.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class _ConditionalBan(NamedTuple):
 def ban_arrays(
     specs: Sequence[SampleSpec], future_indices: Sequence[int] = ()
 ) -> dict[str, NDArray[Any]]:
-    """What the rows may not sample; nothing where that is nothing.
+    """The tokens that rows may not sample; empty if there are none.
 
     future_indices: of each row, the output of the step in flight that is its last token.
     """

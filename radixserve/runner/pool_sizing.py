@@ -59,8 +59,8 @@ class MemoryUse:
 
 
 def choose_num_pages(config: EngineConfig, info: ModelInfo, states_bytes: int = 0) -> int:
-    """Pages of the pool: as many as asked for, as fit the bytes asked for beside the states of
-    recurrent layers, or a default.
+    """Pages of the pool: `num_pages`, what fits `kv_cache_memory` beside the states of recurrent
+    layers, or a default.
 
     The default is what `max_running_requests` sequences of full length need, at most a share of the
     memory that is free now. Raises InvalidRequest if not one page fits.
@@ -205,8 +205,8 @@ def choose_device_sizes(
 
 
 def available_bytes(use: MemoryUse, share: float) -> int:
-    """What `share` of the card's memory leaves for the pool and recurrent states; may be less than
-    nothing."""
+    """Bytes that `share` of the card's memory leaves for the pool and recurrent states; may be
+    negative."""
     return int(use.total * share) - use.needed
 
 

@@ -1,8 +1,8 @@
 """A step's rows to sample and to score, sorted on the host before the forward pass ends.
 
 Both runners sample by a `SamplePlan`. Rows that a device samples have their parameters in it as
-arrays to upload. Beams need several tokens, a caller's logits_processors run on the host, and
-jump_forward appends more tokens than one: a device leaves these rows to the host.
+arrays to upload. The host samples rows of beams, which need several tokens, rows with a caller's
+logits_processors, and rows with jump_forward, which appends several tokens.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Scoring(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowParameters:
-    """What n rows that are sampled together ask for besides the best token."""
+    """The sampling parameters of n rows that are sampled together."""
 
     wants_logprobs: IndexArray = field(default_factory=lambda: _NONE)  # [m] rows that do
     num_top_logprobs: IndexArray = field(default_factory=lambda: _NONE)  # [m] how many of the best

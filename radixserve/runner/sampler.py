@@ -1,10 +1,9 @@
 """From logits to tokens, for all sampled rows of a step at once.
 
-Knows what each row asks for (`SampleSpec`) and keeps nothing between calls: a row's token depends
-on its own logits, parameters, seed and index alone, whatever else is in the batch. On the CPU
-compiled code samples the rows that the best logit or a temperature alone decides: one pass over
-logits that are not in its caches, and no copy of them. All other rows take the tensor operations
-that device_sampler.py queues on a device.
+It knows each row's parameters (`SampleSpec`) and keeps nothing between calls: a row's token depends
+on its own logits, parameters, seed and index only, whatever the rest of the batch. On the CPU,
+compiled code samples greedy rows and rows with a temperature only, in one pass over the logits and
+without a copy. All other rows take the tensor operations that device_sampler.py queues on a device.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def sample(
 def _sample_by_kind(
     logits: Tensor, specs: Sequence[SampleSpec], masks: GrammarBitmask | None
 ) -> list[SampleOutput]:
-    """Beams, rows for the compiled code, and others: each kind in a pass of its own."""
+    """Sample beams, rows for the compiled code, and other rows in one pass per kind."""
     is_native = logits.is_cpu and is_loaded()
     kinds: dict[SampleFunction, list[int]] = {}
     for row, spec in enumerate(specs):

@@ -52,8 +52,8 @@ class WindowTable:
 class DeviceWindows:
     """The window pages of a pool on a device.
 
-    Before each step the device gets what changed since the last one that was launched, all in the
-    order of its stream: `update`, `changes`, one copy of them, `apply`.
+    Before each step the device gets the changes since the last launched step, in the order of its
+    stream: `update`, `changes`, one copy of them, `apply`.
     """
 
     def __init__(self, pool: KVPool, device: torch.device) -> None:

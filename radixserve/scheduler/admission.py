@@ -206,7 +206,7 @@ class Admission:
         clock: Callable[[], float],
         pricing: PricedAdmission | None = None,
     ) -> None:
-        """`pricing`: decides besides whether a request is worth what it pushes out."""
+        """`pricing`: also decides whether a request is worth the K/V that it evicts."""
         self._cache = cache
         self._pricing = pricing
         self._held: tuple[int, int] | None = None  # of the last pass that held a request

@@ -100,8 +100,8 @@ class BeamSearches:
                 self.unpark(state)
 
     def victim(self, state: RequestState) -> RequestState | None:
-        """The parked beam that `state` may take pages from: of those below it in priority and those
-        of its own search, the lowest."""
+        """The parked beam from which `state` may take pages: the lowest in priority among those
+        below it and those of its own search."""
         search = state.search
         others = [
             other

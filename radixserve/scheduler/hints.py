@@ -227,7 +227,7 @@ class GrantedHint:
         return self.sequence is not None
 
     @property
-    def asked(self) -> IntArray:
+    def hinted_ids(self) -> IntArray:
         """The prefix as the hint named it."""
         assert self.hint.token_ids is not None
         return self.hint.token_ids
@@ -424,7 +424,7 @@ class Hints:
         tokens that one of them covered."""
         most = 0
         for old in self._of_owner(hint):
-            if old.hint.verb in verbs and begins_with(old.asked, tokens):
+            if old.hint.verb in verbs and begins_with(old.hinted_ids, tokens):
                 most = max(most, len(old.tokens))
                 self._end(old)
         return most

@@ -1,6 +1,6 @@
-"""`PricedAdmission`: whether what a waiting request brings is worth what it would push out.
+"""`PricedAdmission`: whether starting a waiting request is worth the K/V that it would evict.
 
-Everything is in seconds. See docs/scheduling.md for the derivation.
+All prices are in seconds. See docs/scheduling.md for the derivation.
 """
 
 from __future__ import annotations

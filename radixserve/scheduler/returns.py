@@ -1,4 +1,4 @@
-"""`ReturnTimes`: when the sessions whose requests have ended come back, from their own past.
+"""`ReturnTimes`: predicts when sessions send their next request, from their past think times.
 
 A request continues a session that it names, or the request whose prompt and answer its prompt
 begins with. The time between the two is a think time.
@@ -151,8 +151,10 @@ class ReturnTimes:
         late_s = 1.25 * math.exp(mean + _LATE * deviation) + 2 * _MIN_S
         # An unusually long pause is better kept in order of recency.
         is_regular = deviation <= _REGULAR and mean <= self._mean + 1.0
-        at = now + math.exp(mean)
-        return ReturnEstimate(at, at - now, now + late_s, continued / known, is_regular)
+        return_at = now + math.exp(mean)
+        return ReturnEstimate(
+            return_at, return_at - now, now + late_s, continued / known, is_regular
+        )
 
     def _note_think(self, conversation: _Conversation, seconds: float) -> None:
         value = math.log(max(seconds, _MIN_S))

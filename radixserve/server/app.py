@@ -1,4 +1,4 @@
-"""The application: every route, the gate before them, errors in one shape."""
+"""The application: all routes, the checks before them, and errors in one format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server as a process: its socket, the loading of the model, signals, the end."""
+"""The server as a process: its socket, loading of the model, signals, shutdown."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class Process:
         self._stopping = asyncio.get_running_loop().create_task(self._drain())
 
     async def _drain(self) -> None:
-        """Refuse what is new, wait for what is in flight, end what takes too long."""
+        """Refuse new requests, wait for those in flight, and end those that take too long."""
         server = self.server
         server.is_draining = True
         _log.info("shutting down: %d requests in flight", len(server.in_flight))

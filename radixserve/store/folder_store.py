@@ -80,7 +80,7 @@ class FolderStore:
         return num_bytes
 
     def get(self, name: str, num_bytes: int | None = None) -> bytearray | None:
-        """A file's content, or its first bytes; None where there is no such file."""
+        """A file's content, or its first bytes; None if the file does not exist."""
         try:
             with open(self._path(name), "rb") as file:
                 size = os.fstat(file.fileno()).st_size

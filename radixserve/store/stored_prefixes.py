@@ -1,8 +1,8 @@
 """`StoredPrefixes`: which prefixes of token sequences a store holds.
 
 A run is named by a hash of all tokens before it and by its first token. So a sequence is found run
-by run from its beginning, wherever the tree was split when they were written, and at any page
-size. Where a sequence leaves a stored run in its middle, the tokens up to there are of use, and the
+by run from its beginning, however the tree was split when the runs were written, and at any page
+size. Where a sequence leaves a stored run in its middle, the tokens up to there are used, and the
 next run is named by the hash at that position.
 """
 

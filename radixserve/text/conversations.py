@@ -1,7 +1,7 @@
 """The exact token ids of answers, and of the conversations that end with them.
 
-A conversation comes back as text in each turn. Tokenised again, what the model said may become
-other ids than those that it generated, and the cache would miss everything after them.
+Clients send a conversation back as text in each turn. If its answers were tokenised again, their
+ids could differ from the generated ones, and the cache would miss everything after them.
 `ChatFormat` has the answers of its one conversation and keeps their ids also where the template
 changes earlier turns. `ConversationTable` finds the answers of a server's clients by their text and
 tokenises only what follows: 1 ms for a conversation of 15,000 tokens, where `ChatFormat` without

@@ -1,4 +1,4 @@
-"""Questions about an input as prompts: the input's token ids once, and those of each question."""
+"""Prompts for questions about an input: the input's token ids once, and those of each question."""
 
 from __future__ import annotations
 

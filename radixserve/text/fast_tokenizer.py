@@ -49,7 +49,7 @@ _OTHER_FILES = ("additional_chat_templates", "tekken.json")
 
 
 class FastTokenizer:
-    """What `Tokenizer` needs of a transformers tokenizer. Any number of threads."""
+    """The interface of a transformers tokenizer that `Tokenizer` needs. Any number of threads."""
 
     def __init__(
         self, backend: Backend, chat_template: str | None, special_tokens: Mapping[str, str]

@@ -144,7 +144,8 @@ def _byte_level(fields: dict[str, Any], split: PreTokenizer) -> Any:
 
 
 def _sentencepiece(fields: dict[str, Any]) -> Any:
-    """Merges of characters in the order of the tokens' scores, bytes where there is no token."""
+    """Merges of characters in the order of the tokens' scores; bytes for characters without a
+    token."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     tokens, types = fields.get("tokens", []), fields.get("token_type") or ()

@@ -1,4 +1,4 @@
-"""Which messages a chat template renders, and conversations rewritten to fit it.
+"""Finds which messages a chat template renders, and rewrites conversations to fit it.
 
 A template may refuse a second system message, drop a role that it does not know, or have no place
 for tools. `fit_messages` merges, renames and moves such messages in ways that depend on the

@@ -508,8 +508,8 @@ class IncrementalDetokenizer:
         return self._decode(self._ids[self._window : end])[self._known_len :]
 
     def _take(self, end: int, piece: str) -> str:
-        """`piece`, the text up to `end`, is returned: the window moves. One decoding of a token or
-        a few, beside the one that made the piece."""
+        """Return `piece`, the text up to `end`, and move the window. Costs a second decoding of a
+        few tokens."""
         self._window, self._read = self._read, end
         self._known_len = len(self._decode(self._ids[self._window : end]))
         return piece
@@ -518,7 +518,7 @@ class IncrementalDetokenizer:
 class StopStringMatcher:
     """Cuts a stream of text at the first stop string, also where it spans several pieces.
 
-    `found`: that stop string. Of several that begin at the same place the first one given counts.
+    `matched_stop`: that stop string; if several begin at the same place, the first in `stops`.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -527,11 +527,11 @@ class StopStringMatcher:
         self._include = include
         self._hold = max((len(stop) for stop in self._stops), default=1) - 1
         self._held = ""  # the end of the text, which may be the beginning of a stop string
-        self.found: str | None = None
+        self.matched_stop: str | None = None
 
     @property
     def is_stopped(self) -> bool:
-        return self.found is not None
+        return self.matched_stop is not None
 
     def push(self, piece: str, *, may_stop: bool = True) -> str:
         """The text that is safe to return now; with `may_stop` False no stop string ends in it."""
@@ -541,8 +541,8 @@ class StopStringMatcher:
         self._held += piece
         first = self._first_stop(ends_after) if may_stop else None
         if first is not None:
-            cut, self.found = first
-            return self._release(cut + len(self.found) if self._include else cut)
+            cut, self.matched_stop = first
+            return self._release(cut + len(self.matched_stop) if self._include else cut)
         return self._release(max(0, len(self._held) - self._hold))
 
     def finish(self) -> str:

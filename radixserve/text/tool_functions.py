@@ -1,4 +1,4 @@
-"""Tools of a chat: one check and one form of them, for the library and the server."""
+"""Tools of a chat: checks and normalises them, for the library and the server."""
 
 from __future__ import annotations
 

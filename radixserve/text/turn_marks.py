@@ -1,6 +1,6 @@
 """The tokens at which messages of a chat begin, as the model's chat template writes them.
 
-Conversations divide there: a later prompt shares all messages, but not always the generation
+Conversations branch there: a later prompt shares all messages, but not always the generation
 prompt, after which a template may begin a thought that it leaves out of the history.
 """
 

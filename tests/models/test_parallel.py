@@ -48,7 +48,7 @@ class ThreadTPGroup:
     def broadcast(self, x: Tensor) -> None:
         x.copy_(self._meet(x, lambda parts: parts[0]))
 
-    def agree(self, number: int) -> int:
+    def all_reduce_min(self, number: int) -> int:
         return int(self._meet(torch.tensor(number), lambda parts: torch.stack(parts).min()))
 
     def _meet(self, x: Tensor, make: Callable[[list[Tensor]], Tensor]) -> Tensor:

@@ -1,8 +1,8 @@
-"""The part that the CUDA backends share: a step is planned, uploaded, launched and merged.
+"""The common part of the CUDA backends: plans, uploads, launches and merges a step.
 
 `PagedBackend` plans any step; `GraphBackend` steps of one shape in buffers that never move, so that
-`attend` can be captured in a CUDA graph. A subclass of `PagedBackend` brings the kernels. All but
-these runs on the CPU as well.
+`attend` can be captured in a CUDA graph. A subclass of `PagedBackend` provides the kernels. All
+other code runs on the CPU as well.
 """
 
 from __future__ import annotations

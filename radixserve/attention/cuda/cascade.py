@@ -1,8 +1,8 @@
-"""Cascade attention: the pages that rows of a step share, and which are worth reading once.
+"""Cascade attention: finds the pages that rows of a step share, and chooses those to read once.
 
-Found from the page ids alone: rows that share a page share all before it. A node is a run of pages
-that several rows have in common; nodes form a tree, whose levels are launches of their own. A cost
-model decides which nodes and levels pay. numpy only.
+Page ids alone are compared: rows that share a page share all pages before it. A node is a run of
+pages that several rows have in common; nodes form a tree, whose levels are launches of their own. A
+cost model decides which nodes and levels pay. numpy only.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def _loss(node: SharedNode, nodes: Sequence[SharedNode]) -> int:
 
 
 def _without(dropped: SharedNode, node: SharedNode) -> SharedNode:
-    """`node` once `dropped` is no longer above it."""
+    """`node` after `dropped`, which is above it, was removed."""
     if node.level <= dropped.level or node.rows[0] not in dropped.rows:
         return node
     first = dropped.first if node.level == dropped.level + 1 else node.first

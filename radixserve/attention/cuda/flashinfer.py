@@ -1,14 +1,14 @@
 """The `flashinfer` backend: FlashInfer's paged kernels over the pool, for CUDA.
 
 Rows of one token run in the decode kernel, others in the fa2 prefill kernel, shared pages in the
-prefill kernel without a mask; planning and merging are backend.py's. fa3, which neither packs the
-query heads of a K/V head into one tile nor splits keys, takes long queries alone, on cards where it
-was measured to be faster (radixserve_kernels.gpu.kernel_choice).
+prefill kernel without a mask; planning and merging are backend.py's. fa3 neither packs the query
+heads of a K/V head into one tile nor splits keys. It runs long queries only, on cards where it was
+measured to be faster (radixserve_kernels.gpu.kernel_choice).
 
-Window and soft cap are fixed by a plan: each launch is planned once for every variant of the
-model's layers, and a layer runs its own. Layers with a window run in the fa2 prefill kernel, which
-skips the keys before it, where the decode kernel would read and mask all. fa3 is for plain layers,
-the only ones it was measured for.
+A plan fixes window and soft cap: each launch is planned once for every variant of the model's
+layers, and a layer runs the plan of its variant. Layers with a window run in the fa2 prefill
+kernel, which skips the keys before the window; the decode kernel would read and mask them all. fa3
+runs plain layers only, because it was measured for these alone.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class FlashInferBackend(PagedBackend):
         return self._int_workspaces[key]
 
     def _graph_workspace(self, num_requests: int, num_tokens: int) -> Tensor:
-        """The common one, or a larger one that is common from now on: graphs keep theirs."""
+        """The common workspace, or a larger one that replaces it; graphs keep their old one."""
         wanted = graph_workspace_bytes(self._heads, self._num_sms, num_requests, num_tokens)
         if self._workspace.is_cuda and wanted > len(self._workspace):
             self._workspace = self._workspace.new_zeros(wanted)

@@ -1,11 +1,11 @@
-"""Every call into FlashInfer: the names that are used, and two wrappers around its wrappers.
+"""Every call into FlashInfer: the names that are used, and two classes around its wrappers.
 
 The tests hold the arguments against the signatures of the installed package. Importing this module
 needs no FlashInfer.
 
-`plan` of either wrapper gets int32 arrays that lie on the host (indptr, last_page_len, lengths),
-pinned, and page ids that lie on the device: nothing waits for the device. FlashInfer copies what it
-plans from pinned memory of its own: the next plan must wait until this copy is done.
+`plan` of either class takes pinned int32 arrays on the host (indptr, last_page_len, lengths) and
+page ids on the device, and does not wait for the device. FlashInfer copies the plan from its own
+pinned memory: the next plan must wait until this copy is done.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The plan of a decode step for a CUDA graph: of the same sizes at every replay; numpy only."""
+"""Plans a decode step for a CUDA graph, with the same sizes at every replay; numpy only."""
 
 from __future__ import annotations
 

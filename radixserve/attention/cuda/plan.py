@@ -2,7 +2,7 @@
 
     unique   every token once, causally: against the pages that its row does not share. Rows of one
              token (decode) and rows of several (extend) are two launches, of different kernels
-    shared   one launch a level of pages that several rows have in common, without a mask; results
+    shared   one launch per level of pages that several rows have in common, without a mask; results
              are merged with `unique` by log-sum-exp
 
 A launch covers neighbouring tokens, so the tokens may have to be put in another order first. The

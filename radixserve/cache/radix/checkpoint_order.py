@@ -41,7 +41,8 @@ class CheckpointSpacing:
         return max(min(self.interval, near), size // _PER_PREFIX)
 
     def lengths(self, start: int, end: int) -> list[int]:
-        """Those in (start, end], ascending; the same ones however a prompt is divided."""
+        """The lengths in (start, end] of checkpoints, ascending; the same however a prompt is
+        divided."""
         lengths = []
         while (start := start + self._to_next(start)) <= end:
             lengths.append(start)
@@ -106,7 +107,7 @@ class CheckpointOrder:
         self._put(state_id, kind, uses, self._age)
 
     def discard(self, state_id: int) -> None:
-        """It is no checkpoint any more. O(1)."""
+        """Forget a state that is no longer a checkpoint. O(1)."""
         del self._entries[state_id], self._ticks[state_id]
 
     def first(self, kept: Container[int] = ()) -> int | None:
@@ -135,7 +136,7 @@ class CheckpointOrder:
         return victim
 
     def evict(self, state_id: int) -> None:
-        """It was chosen: the age becomes its priority."""
+        """Forget an evicted checkpoint; the age becomes its priority."""
         self._age = max(self._age, self._entries[state_id].priority)
         self.discard(state_id)
 
@@ -160,7 +161,7 @@ class CheckpointOrder:
         return self._tokens_saved(state_id) * self._rate(kind, uses)
 
     def _rate(self, kind: str, uses: int) -> float:
-        """How probably a checkpoint of this kind with as many uses is used again."""
+        """The probability that a checkpoint of this kind with as many uses is used again."""
         return (self._num_used[kind, uses] + 1) / (self._num_seen[kind, uses] + 2)
 
     def check(self) -> None:

@@ -30,7 +30,7 @@ def add_key(node: Node, key: bytes) -> None:
 
 
 def remove_key(node: Node, key: bytes) -> None:
-    """`key` is no longer among `node.children`."""
+    """Remove `key`, which is no longer among `node.children`."""
     first_token_index = node.first_token_index
     if first_token_index is None:
         return

@@ -535,10 +535,8 @@ class _EvictedPoints:
 
 
 class ExpectedReturn(EvictionOrder):
-    """LRU, and the paths of those who return at regular times by when that will be.
-
-    Whoever serves the requests says when a released path is expected to be used again. Three
-    queues, evicted in this order:
+    """LRU, except that paths of sessions with regular think times are ordered by their next use.
+    The scheduler estimates when a released path is used again. Three queues, evicted in this order:
 
         recency   least recently used first: paths without an expected return, and those whose
                   think times vary so much that recency tells more
@@ -568,8 +566,8 @@ class ExpectedReturn(EvictionOrder):
             self._recency.add(node)
             return
         self._tick = tick = self._tick + 1
-        self._keys[node] = (expected.at, expected.late_at, tick)
-        self._regular[-expected.at, tick] = node
+        self._keys[node] = (expected.return_at, expected.late_at, tick)
+        self._regular[-expected.return_at, tick] = node
         self._by_late_at[expected.late_at, tick] = node
 
     def discard(self, node: Node) -> None:
@@ -636,11 +634,13 @@ class ExpectedReturn(EvictionOrder):
                 self.add(ancestor)
 
     def adopt(self, wait_s: float, late_s: float, probability: float, is_regular: bool) -> None:
-        """Expect the same of all paths of which nothing is known. O(nodes): to be called once."""
+        """Set this estimate for all paths without one. O(nodes): to be called once."""
         for node in list(self._recency.queues()[0]):  # children before their parents
             if node.expected is None:
-                at, late_at = node.last_use + wait_s, node.last_use + late_s
-                self.expect(node, ReturnEstimate(at, wait_s, late_at, probability, is_regular))
+                return_at, late_at = node.last_use + wait_s, node.last_use + late_s
+                self.expect(
+                    node, ReturnEstimate(return_at, wait_s, late_at, probability, is_regular)
+                )
 
     def _move_late(self) -> None:
         """Paths that are overdue now are evicted first. O(log nodes) each."""
@@ -657,16 +657,18 @@ class ExpectedReturn(EvictionOrder):
         del self._regular[-return_at, tick], self._by_late_at[late_at, tick]
 
 
-def join_returns(one: ReturnEstimate | None, other: ReturnEstimate | None) -> ReturnEstimate | None:
+def join_returns(
+    first: ReturnEstimate | None, second: ReturnEstimate | None
+) -> ReturnEstimate | None:
     """The estimate of a node that both use."""
-    if one is None or other is None:
-        return other or one
+    if first is None or second is None:
+        return first or second
     return ReturnEstimate(
-        min(one.at, other.at),
-        min(one.wait_s, other.wait_s),
-        max(one.late_at, other.late_at),
-        max(one.probability, other.probability),
-        one.is_regular or other.is_regular,
+        min(first.return_at, second.return_at),
+        min(first.wait_s, second.wait_s),
+        max(first.late_at, second.late_at),
+        max(first.probability, second.probability),
+        first.is_regular or second.is_regular,
     )
 
 

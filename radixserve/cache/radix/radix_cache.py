@@ -462,7 +462,7 @@ class RadixCache(PrefixCache):
 
     def adopt_returns(self, typical: ReturnEstimate) -> None:
         """See `PrefixCache.adopt_returns`. O(unlocked nodes)."""
-        late_s = typical.late_at - typical.at + typical.wait_s
+        late_s = typical.late_at - typical.return_at + typical.wait_s
         self._tree.order.adopt(typical.wait_s, late_s, typical.probability, typical.is_regular)
 
     def victims(self) -> Iterator[tuple[int, ReturnEstimate | None]]:

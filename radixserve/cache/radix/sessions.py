@@ -369,7 +369,7 @@ class SessionAwareEviction(EvictionOrder):
 
     @property
     def num_closed_pages(self) -> int:
-        """Of live namespaces. O(closed nodes)."""
+        """Pages of closed sessions in live namespaces. O(closed nodes)."""
         return sum(len(node.pages) for node in self._closed if not node.namespace.is_dead)
 
     def check(self) -> None:

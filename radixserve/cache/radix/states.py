@@ -164,8 +164,8 @@ class StateCheckpoints:
         return self.pool.allocate()
 
     def allocate_for(self, kind: str, tokens_saved: int) -> int | None:
-        """A state for a checkpoint that saves so many tokens, evicting one that is expected to save
-        fewer when none is free; None where there is none."""
+        """A state for a checkpoint that saves so many tokens; evicts one with a smaller expected
+        saving if none is free. None if there is none."""
         if not self.pool.num_free:
             victim = self._order.first(self._pins)
             if victim is None or not self._order.outlives(victim, kind, tokens_saved):

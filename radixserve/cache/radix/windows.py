@@ -1,17 +1,16 @@
 """Window pages: the K and V of layers that see a window of positions only, in a pool of their own.
 
 Such layers (sliding windows, attention chunks) keep their K and V in a memory of their own. A page
-of the cache, with the K and V of all other layers, has a window page beside it until that is
-dropped: a query needs the window pages of the last positions before it, no others. When window
-pages are short, the least recently used ones that no live sequence can still see are dropped. Those
-where sequences began, ended or left the cached tokens count as used; all others are dropped long
-before.
+of the cache holds the K and V of all other layers. It has a window page until that is dropped: a
+query needs the window pages of the last positions before it only. When window pages are short, the
+least recently used ones that no live sequence can still see are dropped. Those where sequences
+began, ended or left the cached tokens count as used; all others are dropped long before.
 
     page         0   1   2   3   4   5   6        of a sequence; windows of two pages
     window page  -   8   9   -   -   4   7        it continues after page 6, others after 2 or 6
 
-A prefix can be used where the window pages of the last positions before its end exist; what lies
-before is needed by the other layers alone.
+A prefix can be reused if the window pages of the last positions before its end exist; only the
+other layers need earlier positions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`ProcessTPGroup`: ranks that are processes of one machine, by NCCL on CUDA and by gloo elsewhere.
 
-The groups are objects of their own: torch.distributed's default group is not touched, it belongs to
-the program that uses this library.
+The groups are separate objects: torch.distributed's default group belongs to the program that uses
+this library and is not touched.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ProcessTPGroup:
         self.rank, self.size = rank, size
         self._host: Any = _gloo(dist.PrefixStore("host", store), rank, size)
         self._device: Any = self._host
-        self.agree(0)  # wait for all of them
+        self.all_reduce_min(0)  # wait for all of them
         if device.type == "cuda":
             self._device = _nccl(dist.PrefixStore("device", store), rank, size)
             self._connect(device)
@@ -63,7 +63,7 @@ class ProcessTPGroup:
     def broadcast(self, x: Tensor) -> None:
         self._run("broadcast", [x], dist.BroadcastOptions())
 
-    def agree(self, number: int) -> int:
+    def all_reduce_min(self, number: int) -> int:
         value = torch.tensor([number])
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN

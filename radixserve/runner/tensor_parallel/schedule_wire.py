@@ -1,7 +1,8 @@
-"""How a `SchedulerOutput` travels to ranks 1, 2 ...: their work, and only the pages that are new.
+"""The form in which ranks 1, 2 ... receive a `SchedulerOutput`: their work and the new pages.
 
 These ranks sample no tokens: the data of a sample, which may be as long as its sequence, stays in
-rank 0.
+rank 0. On a device cuda_runner.py broadcasts the sampled tokens; on the CPU the next step's rows
+contain them.
 """
 
 from __future__ import annotations

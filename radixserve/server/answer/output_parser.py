@@ -37,7 +37,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new in an answer. `parts`: content and calls, in order, none empty."""
+    """The new part of an answer. `parts`: content and calls, in order, none empty."""
 
     parts: tuple[str | ToolCallDelta, ...] = ()
     reasoning: str = ""

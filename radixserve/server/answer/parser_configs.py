@@ -115,5 +115,5 @@ def _special_marks(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def _nine_characters() -> str:
-    """What Mistral's templates take for an id."""
+    """A call id as Mistral's templates require it."""
     return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))

@@ -1,4 +1,4 @@
-"""An answer's reasoning: the part of its text that is a thought, and its number of tokens."""
+"""Splits the reasoning from an answer's text, and counts its tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`TextLogprobs`: the log-probabilities of the tokens that an answer's text blocks consist of."""
+"""`TextLogprobs`: the log-probabilities of the tokens in an answer's text blocks."""
 
 from __future__ import annotations
 

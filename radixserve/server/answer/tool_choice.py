@@ -1,4 +1,4 @@
-"""`ChatTools`: the functions that a chat's model may call, and which of them it must."""
+"""`ChatTools`: the functions that a chat's model may call, and the function that it must call."""
 
 from __future__ import annotations
 

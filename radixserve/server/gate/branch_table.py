@@ -1,4 +1,4 @@
-"""`BranchTable`: branches that clients hold by their ids, until their time is over."""
+"""`BranchTable`: branches that clients hold by their ids, until their leases end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`CancelOnDisconnect`: a block of a request's task that ends when its client leaves."""
+"""`CancelOnDisconnect`: cancels a block of a request's task when its client disconnects."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class CancelOnDisconnect:
                 raise self._error from None
 
     @property
-    def held(self) -> Sequence[EngineRequest]:
+    def unsubmitted(self) -> Sequence[EngineRequest]:
         """Requests not yet submitted to the engine."""
         return ()
 

@@ -1,7 +1,7 @@
-"""Which `Host` and `Origin` a server without keys accepts: no web page may drive it.
+"""Which `Host` and `Origin` a server without keys accepts, so that no web page can use it.
 
 A page can point its own name at 127.0.0.1 (DNS rebinding): the browser then sends that name as
-Host. It cannot send an IP address as Host so.
+Host. It cannot make the browser send an IP address as Host.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""HTTP connections within bounds: bytes of a request's head and time for it, time for a client to
-take an answer, connections in all."""
+"""Limits of HTTP connections: size of a request's head and time for it, time for a client to read
+an answer, number of connections."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class JsonParser:
 
 
 class _Turn:
-    """Of a tenant's large bodies."""
+    """A tenant's turn to parse large bodies."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()

@@ -1,4 +1,4 @@
-"""Limits: on what waits, on grammars being compiled, and on costly reads of the cache."""
+"""Limits on waiting requests, on grammars being compiled, and on costly reads of the cache."""
 
 from __future__ import annotations
 
@@ -125,8 +125,8 @@ class GrammarThreads:
         self._num_waiting: defaultdict[str, int] = defaultdict(int)
 
     async def run(self, tenant: str, compile_grammar: Callable[[], None]) -> None:
-        """Call it in a thread. Raises what it raises, and ApiError 429 where many grammars of the
-        tenant wait."""
+        """Call the function in a thread. Raises its errors, and ApiError 429 if many grammars of
+        the tenant wait."""
         if self._num_waiting[tenant] >= _MAX_WAITING_GRAMMARS:
             raise ApiError(
                 429,

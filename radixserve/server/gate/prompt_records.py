@@ -1,4 +1,4 @@
-"""`PromptRecords`: earlier requests that later ones are compared with, of each tenant its own."""
+"""`PromptRecords`: each tenant's earlier requests, with which later ones are compared."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ class PromptRecords:
             own.num_tokens -= oldest.num_tokens
 
     def find(self, namespace: str, answer_id: str) -> PromptRecord | None:
-        """By the id of its answer: "chatcmpl-...", "resp_...", "msg_...". None for what is not
-        there and for what belongs to another namespace."""
+        """The request with this answer id: "chatcmpl-...", "resp_...", "msg_...". None if it is
+        unknown or of another namespace."""
         own = self._by_tenant.get(tenant_of(namespace))
         request_id = answer_id.replace("-", "_").rpartition("_")[2]
         record = None if own is None else own.records.get(request_id)

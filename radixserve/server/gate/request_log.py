@@ -1,4 +1,4 @@
-"""A line of JSON for each request, on standard error; and the fields that had no effect."""
+"""Logs a line of JSON per request to standard error, and names fields that had no effect."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ def next_response(
     new: list[dict[str, Any]],
     body_bytes: int,
 ) -> StoredResponse:
-    """An answer after `new` messages, the last of which it is, to a body of `body_bytes`.
-    O(the answer), and a pointer for each message before."""
+    """The record of an answer, the last of the `new` messages, to a body of `body_bytes`. O(answer),
+    and a pointer for each earlier message."""
     messages = tuple(new) if known is None else (*known.messages, *new)
     message_bytes = body_bytes + len(dump(new[-1])) + (0 if known is None else known.message_bytes)
     num_bytes = message_bytes + body_bytes + len(dump(response))
@@ -57,7 +57,7 @@ class ResponseStore:
         self._by_tenant: dict[str, _TenantStore] = {}
 
     def __len__(self) -> int:
-        return sum(len(own.found) for own in self._by_tenant.values())
+        return sum(len(own.responses) for own in self._by_tenant.values())
 
     @property
     def num_bytes(self) -> int:
@@ -73,16 +73,16 @@ class ResponseStore:
             return
         own = self._by_tenant.setdefault(tenant, _TenantStore())
         own.add(stored)
-        while len(own.found) > self._max_responses or own.num_bytes > self._max_bytes:
-            own.drop(next(iter(own.found)))
+        while len(own.responses) > self._max_responses or own.num_bytes > self._max_bytes:
+            own.drop(next(iter(own.responses)))
 
     def find(self, tenant: str, namespace: str, response_id: str) -> StoredResponse | None:
-        """None for what is not there and for what belongs to another namespace."""
+        """The stored response; None if it is unknown or of another namespace."""
         own = self._by_tenant.get(tenant)
-        stored = None if own is None else own.found.get(response_id)
+        stored = None if own is None else own.responses.get(response_id)
         if own is None or stored is None or stored.namespace != namespace:
             return None
-        own.found.move_to_end(response_id)
+        own.responses.move_to_end(response_id)
         return stored
 
     def delete(self, tenant: str, namespace: str, response_id: str) -> bool:
@@ -96,12 +96,12 @@ class _TenantStore:
     """The responses of one tenant."""
 
     def __init__(self) -> None:
-        self.found: OrderedDict[str, StoredResponse] = OrderedDict()
+        self.responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self.num_bytes = 0
 
     def add(self, stored: StoredResponse) -> None:
-        self.found[stored.response["id"]] = stored
+        self.responses[stored.response["id"]] = stored
         self.num_bytes += stored.num_bytes
 
     def drop(self, response_id: str) -> None:
-        self.num_bytes -= self.found.pop(response_id).num_bytes
+        self.num_bytes -= self.responses.pop(response_id).num_bytes

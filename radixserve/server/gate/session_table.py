@@ -1,4 +1,4 @@
-"""`SessionTable`: open sessions; what they leave cached is kept until their time is over."""
+"""`SessionTable`: open sessions, whose K/V is evicted last until their leases end."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class InFlight(Protocol):
     num_requests: int  # of the engine
 
     @property
-    def held(self) -> Sequence[Request]:
-        """Those of the engine's requests that it does not have yet."""
+    def unsubmitted(self) -> Sequence[Request]:
+        """Its requests that were not submitted to the engine yet."""
         ...
 
     @property

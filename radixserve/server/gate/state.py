@@ -27,7 +27,7 @@ _SHARE_ALONE = 0.75  # of the slots, for one request of a tenant beside which no
 
 
 class AppState:
-    """One model, its callers, and what is in flight. Owned by the event loop."""
+    """One model, its callers, and the requests in flight. Owned by the event loop."""
 
     def __init__(self, config: ServerConfig, model: str, tenants: Tenants) -> None:
         self.config = config
@@ -100,10 +100,10 @@ class AppState:
         """Engine status; requests held back count as waiting. O(requests in flight and held
         back)."""
         status = self.runtime.status()
-        held = [request for handle in self.in_flight for request in handle.held]
+        unsubmitted = [r for handle in self.in_flight for r in handle.unsubmitted]
         return status._replace(
-            waiting=status.waiting + len(held),
-            waiting_tokens=status.waiting_tokens + sum(len(request.token_ids) for request in held),
+            waiting=status.waiting + len(unsubmitted),
+            waiting_tokens=status.waiting_tokens + sum(len(r.token_ids) for r in unsubmitted),
         )
 
     def num_at_once(self, tenant: str) -> int | None:

@@ -1,4 +1,4 @@
-"""`TenantThreads`: asyncio's threads, of which a tenant uses a few at a time."""
+"""`TenantThreads`: asyncio's thread pool, with a limit per tenant."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From a request's messages, text or ids to a prompt's token ids."""
+"""Converts a request's messages, text or ids to a prompt's token ids."""

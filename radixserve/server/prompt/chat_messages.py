@@ -1,4 +1,4 @@
-"""Checks a chat's messages in OpenAI's format and makes those that chat templates take."""
+"""Checks a chat's messages in OpenAI's format and converts them for chat templates."""
 
 from __future__ import annotations
 

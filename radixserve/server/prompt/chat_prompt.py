@@ -18,8 +18,8 @@ from radixserve.server.gate.state import AppState
 from radixserve.server.prompt.chat_messages import answer_key, call_message
 from radixserve.server.prompt.prompt_input import (
     in_thread_if,
-    is_much,
-    is_much_text,
+    is_large,
+    is_long_text,
     num_characters,
 )
 from radixserve.server.prompt.rendering import RenderedPrompt, render, tokenizer_of
@@ -61,7 +61,7 @@ class ChatPrompt:
             rendered = AnsweredChat(marked, self._with(said), completion.text)
         else:
             known = await in_thread_if(
-                is_much_text(self.text), lambda: self._of_parts(server, answer, completion)
+                is_long_text(self.text), lambda: self._of_parts(server, answer, completion)
             )
             if known is None:
                 return
@@ -149,7 +149,7 @@ async def read_chat(
 
     functions = [] if tools is None else tools.functions
     parts = [*messages, body.tools, body.chat_template_kwargs, functions]
-    rendered = await in_thread_if(is_much(parts), read)
+    rendered = await in_thread_if(is_large(parts), read)
     server.num_billing_headers += rendered.num_headers
     text = rendered.text
     known = server.conversations.find(namespace, text, rendered.answers)
@@ -169,7 +169,7 @@ async def read_chat(
         except InvalidRequest as error:
             raise invalid(error, param="messages") from None
 
-    ids = await in_thread_if(is_much_text(rest), encode)
+    ids = await in_thread_if(is_long_text(rest), encode)
     return ChatPrompt(namespace, rendered, ids, is_whole=keep_last is None)
 
 

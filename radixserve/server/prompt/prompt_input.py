@@ -19,7 +19,7 @@ from radixserve.server.wire.errors import invalid, wrong_field
 from radixserve.text.prompts import is_token_id
 
 T = TypeVar("T")
-_MUCH_TEXT = 8_192  # characters; tokenising more than this goes to another thread
+_LONG_TEXT = 8_192  # characters; tokenising more than this goes to another thread
 _KINDS = "text, a list of texts, a list of token ids, or a list of lists of token ids"
 
 
@@ -58,35 +58,35 @@ async def read_prompts(
         ]
 
     num_characters = sum(len(item) for item in items if isinstance(item, str | list | array))
-    return await in_thread_if(num_characters > _MUCH_TEXT, read), is_list
+    return await in_thread_if(num_characters > _LONG_TEXT, read), is_list
 
 
-async def in_thread_if(is_much: bool, function: Callable[[], T]) -> T:
+async def in_thread_if(is_large: bool, function: Callable[[], T]) -> T:
     """Call `function`, in another thread if it would block the event loop."""
-    return await asyncio.to_thread(function) if is_much else function()
+    return await asyncio.to_thread(function) if is_large else function()
 
 
-def is_much_text(text: str) -> bool:
-    return len(text) > _MUCH_TEXT
+def is_long_text(text: str) -> bool:
+    return len(text) > _LONG_TEXT
 
 
-def is_much(value: Any) -> bool:
+def is_large(value: Any) -> bool:
     """Whether a JSON value has many characters or parts. Looks no further than that."""
     size, left = 0, [value]
-    while left and size <= _MUCH_TEXT:
+    while left and size <= _LONG_TEXT:
         part = left.pop()
         if isinstance(part, str):
             size += len(part)
         elif isinstance(part, dict | list | tuple):
             size += len(part)
-            left.extend(part.values() if isinstance(part, dict) else part[:_MUCH_TEXT])
+            left.extend(part.values() if isinstance(part, dict) else part[:_LONG_TEXT])
         elif isinstance(part, BaseModel):
             left.append(part.__dict__)
-    return size > _MUCH_TEXT
+    return size > _LONG_TEXT
 
 
 def num_characters(value: Any) -> int:
-    """Of all texts in a JSON value, without names of members. O(its parts)."""
+    """Total length of all texts in a JSON value, without names of members. O(its parts)."""
     size, left = 0, [value]
     while left:
         part = left.pop()

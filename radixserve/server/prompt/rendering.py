@@ -1,4 +1,4 @@
-"""Chat messages as the text of a prompt, and the variables of the chat template that fields set."""
+"""Renders chat messages as a prompt's text, with the template variables that fields set."""
 
 from __future__ import annotations
 

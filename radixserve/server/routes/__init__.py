@@ -1,1 +1,1 @@
-"""The routes, a file or folder a protocol."""
+"""The routes: one file or folder per protocol."""

@@ -165,8 +165,8 @@ async def extend_branch(request: Request, branch_id: str, body: ExtendRequest) -
     held = _held(request, branch_id, body.cache_salt)
     given = body.tokens
     tokens = np.frombuffer(given, np.int64) if isinstance(given, array) else given
-    is_much = has_large_body(request)
-    return await _moved(request, held, "tokens", lambda: held.branch.extend(tokens), is_much)
+    is_large = has_large_body(request)
+    return await _moved(request, held, "tokens", lambda: held.branch.extend(tokens), is_large)
 
 
 @router.post("/v1/branches/{branch_id}/truncate")
@@ -222,8 +222,8 @@ class _BranchBuilder(CompletionBuilder):
 
     held: HeldBranch
 
-    def more(self) -> dict[str, Any]:
-        return {**super().more(), "branch": _state(self.held)}
+    def final_members(self) -> dict[str, Any]:
+        return {**super().final_members(), "branch": _state(self.held)}
 
 
 class _BranchGeneration(HttpGeneration):
@@ -261,10 +261,10 @@ def _held(request: Request, branch_id: str, cache_salt: str | None) -> HeldBranc
 
 
 async def _moved(
-    request: Request, held: HeldBranch, param: str, move: Callable[[], None], is_much: bool
+    request: Request, held: HeldBranch, param: str, move: Callable[[], None], is_large: bool
 ) -> Response:
     with _naming(param):
-        await in_thread_if(is_much, move)
+        await in_thread_if(is_large, move)
     server_of(request).branches.note_length(held)
     return answer(_state(held))
 

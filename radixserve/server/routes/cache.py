@@ -47,7 +47,7 @@ async def lookup(request: Request, body: LookupRequest) -> Response:
         prompts, is_list = await read_prompts(server.runtime, body.prompt, "prompt", limit)
     compares = not server.tenants
 
-    def look() -> list[dict[str, Any]]:
+    def look_up_all() -> list[dict[str, Any]]:
         return [
             {
                 "prompt_tokens": len(prompt),
@@ -56,7 +56,7 @@ async def lookup(request: Request, body: LookupRequest) -> Response:
             for prompt in prompts
         ]
 
-    lookups = await asyncio.to_thread(look)
+    lookups = await asyncio.to_thread(look_up_all)
     for lookup_fields in lookups:
         lookup_fields["cached_tokens"] = lookup_fields.pop("cached_len")
     return answer({"object": "list", "data": lookups} if is_list else lookups[0])

@@ -144,7 +144,7 @@ class _ChatCompletionBuilder(ChoicesBuilder):
         # Whether chunks without text are sent, too.
         self._wants_tokens = bool(body.logprobs or body.return_token_ids or is_continuous)
 
-    async def whole(self) -> dict[str, Any]:
+    async def full_body(self) -> dict[str, Any]:
         answers = await self._turn.answers()
         choices = [self._choice(index, *parsed) for index, parsed in enumerate(answers)]
         group = [completion for _, completion in answers]
@@ -157,13 +157,13 @@ class _ChatCompletionBuilder(ChoicesBuilder):
             body["prompt_logprobs"] = logprobs.of_prompt(texts, ids, group[0])
         return body
 
-    def more(self) -> dict[str, Any]:
+    def final_members(self) -> dict[str, Any]:
         """The answers to hints, and diagnostics of the prompt cache if they are requested."""
         options = self._request.prompt_cache_options
         if options is None or options.comparison_response_id is None:
-            return super().more()
+            return super().final_members()
         diagnostics = openai_diagnostics(self._turn.diagnosis())
-        return {**super().more(), "prompt_cache_diagnostics": diagnostics}
+        return {**super().final_members(), "prompt_cache_diagnostics": diagnostics}
 
     def _choice(self, index: int, parsed: ParsedAnswer, completion: Completion) -> dict[str, Any]:
         choice: dict[str, Any] = {

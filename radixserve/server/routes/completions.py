@@ -129,7 +129,7 @@ class CompletionBuilder(ChoicesBuilder):
 
     # -- whole answers ------------------------------------------------------------------------
 
-    async def whole(self) -> dict[str, Any]:
+    async def full_body(self) -> dict[str, Any]:
         with self.generation:
             groups = await self.generation.groups()
         choices = [

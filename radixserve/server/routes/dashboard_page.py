@@ -136,7 +136,7 @@ class Snapshots:
         return kept[:-1] + f',"next_s":{wait_s:.2f}}}'.encode()
 
     def _fresh(self, key: tuple[str, SnapshotView]) -> bytes | None:
-        """What was taken just now, or last as long as no other may be taken."""
+        """The last snapshot, if it is recent or no other may be taken yet; else None."""
         made_at, kept = self._kept.get(key, (0.0, None))
         if kept is None or self._clock() >= max(made_at + EVERY_S, self.ration.next_at):
             return None
@@ -208,7 +208,7 @@ def session_id(name: str) -> str:
 def _counters(
     server: AppState, caller: Caller, stats: Any, snapshot: dict[str, Any]
 ) -> dict[str, int | float]:
-    """An admin gets the counters of all requests, a tenant those of its own ended ones."""
+    """For an admin the counters of all requests, for a tenant those of its own ended requests."""
     if caller.is_admin:
         return {name: stats[name] for name in _COUNTERS if name in stats}
     own = server.tenant_usage.of(caller.tenant)

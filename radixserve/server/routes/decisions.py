@@ -161,8 +161,8 @@ async def decide(request: Request, body: DecisionsRequest) -> Response:
     await note_skipped(request, body)
     caller = caller_of(request)
     namespace = caller.namespace(body.cache_salt)
-    is_much = has_large_body(request) or len(body.questions) > _MANY_QUESTIONS
-    batch = await in_thread_if(is_much, partial(_batch, server, body, namespace))
+    is_large = has_large_body(request) or len(body.questions) > _MANY_QUESTIONS
+    batch = await in_thread_if(is_large, partial(_batch, server, body, namespace))
     num_requests = min(batch.num_requests, _AT_ONCE, server.config.max_queued_requests)
     server.limits.check(
         server.load(),

@@ -125,7 +125,7 @@ class _GenerateBuilder(AnswerBuilder):
         self._is_list = is_list
         self._is_native = is_native
 
-    async def whole(self) -> Any:
+    async def full_body(self) -> Any:
         with self.generation as generation:
             groups = await generation.groups()
         bodies = [

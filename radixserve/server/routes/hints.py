@@ -1,4 +1,4 @@
-"""POST /v1/cache/hints: what is to become of cached K/V."""
+"""POST /v1/cache/hints: retain, pin, demote, prefetch, share."""
 
 from __future__ import annotations
 

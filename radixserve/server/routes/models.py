@@ -12,7 +12,7 @@ from radixserve.checks import shown
 from radixserve.server.gate.json_body import JsonRoute
 from radixserve.server.gate.state import AppState, caller_of, server_of
 from radixserve.server.prompt.chat_prompt import read_chat
-from radixserve.server.prompt.prompt_input import in_thread_if, is_much_text
+from radixserve.server.prompt.prompt_input import in_thread_if, is_long_text
 from radixserve.server.prompt.rendering import tokenizer_of
 from radixserve.server.wire.errors import ApiError
 from radixserve.server.wire.json_response import answer
@@ -67,9 +67,9 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
             server.runtime.check_length(text, is_prompt=False)
             return encode(text)
 
-        ids = await in_thread_if(is_much_text(text), read)
+        ids = await in_thread_if(is_long_text(text), read)
 
-    def tell() -> Response:
+    def respond() -> Response:
         fields: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": server.runtime.max_seq_len,
@@ -79,7 +79,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
             fields["token_strs"] = [server.token_texts.text(token_id) for token_id in ids]
         return answer(fields)
 
-    return await in_thread_if(len(ids) > _MANY_TOKENS, tell)
+    return await in_thread_if(len(ids) > _MANY_TOKENS, respond)
 
 
 @router.post("/detokenize")
@@ -90,7 +90,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     vocab_size = server.runtime.model.vocab_size
     tokenizer, keeps = tokenizer_of(server.runtime), not body.skip_special_tokens
 
-    def tell() -> Response:
+    def respond() -> Response:
         for position, token_id in enumerate(body.tokens):
             if not 0 <= token_id < vocab_size:
                 raise ApiError(
@@ -102,7 +102,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
                 )
         return answer({"prompt": tokenizer.decode(body.tokens, keep_special=keeps)})
 
-    return await in_thread_if(len(body.tokens) > _MANY_TOKENS, tell)
+    return await in_thread_if(len(body.tokens) > _MANY_TOKENS, respond)
 
 
 @router.get("/tokenizer_info")

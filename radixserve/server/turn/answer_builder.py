@@ -1,7 +1,7 @@
 """`AnswerBuilder`: the answer to one HTTP request, whole or as server-sent events.
 
-How an answer is awaited, cut into events and ended is the same for all protocols. Each has a
-subclass beside its routes, which formats the parts:
+All protocols await an answer, cut it into events and end it in the same way. Each has a subclass
+beside its routes, which formats the parts:
 
     ChoicesBuilder  completions and chat completions: a list of choices
     BlocksBuilder   Anthropic's messages and OpenAI's responses: content blocks of one answer
@@ -49,10 +49,10 @@ class AnswerBuilder(ABC):
         """The whole answer when all has ended, or a stream that is computed while it is sent."""
         if self._streams:
             return EventStream(self.generation, self.events(), done=self.done, failed=self.failed)
-        return answer(await self.whole())
+        return answer(await self.full_body())
 
     @abstractmethod
-    async def whole(self) -> Any:
+    async def full_body(self) -> Any:
         """The answer as JSON values. Enters the generation and leaves it."""
 
     @abstractmethod
@@ -96,9 +96,9 @@ class ChoicesBuilder(AnswerBuilder):
     def _body(self, choices: list[dict[str, Any]], groups: Sequence[Group]) -> dict[str, Any]:
         """A whole answer, after the end."""
         head = {**self._head, "choices": choices, "usage": completion_usage(groups)}
-        return {**head, **self.more()}
+        return {**head, **self.final_members()}
 
-    def more(self) -> dict[str, Any]:
+    def final_members(self) -> dict[str, Any]:
         """Members of an answer that are known after its end: what became of the hints."""
         return self.generation.with_hints({})
 
@@ -121,12 +121,12 @@ class ChoicesBuilder(AnswerBuilder):
         last = usage.last_event(self.generation.streamed_groups())
         if last is not None:
             yield event({**self._chunk_head, "choices": [], "usage": last})
-        more = self.more()
+        more = self.final_members()
         if more:
             yield event({**self._chunk_head, "choices": [], **more})
 
     def _prompt_ids(self, index: int) -> str:
-        """The member of a choice's first event, where it was asked for."""
+        """The prompt's token ids as a member of a choice's first event, if requested."""
         if not self._returns_ids:
             return ""
         ids = self.generation.prompts[index // self._num_samples].tolist()
@@ -175,7 +175,7 @@ class BlocksBuilder(AnswerBuilder):
     ) -> str:
         """The events after the last block."""
 
-    async def whole(self) -> dict[str, Any]:
+    async def full_body(self) -> dict[str, Any]:
         ((parsed, completion),) = await self._turn.answers()
         blocks = content_blocks_of(parsed)
         self._note_logprobs(completion, completion)

@@ -1,4 +1,4 @@
-"""Why a turn found less in the cache than an earlier one had left, in each protocol's words."""
+"""Why a turn hit less than an earlier one had left in the cache, in each protocol's format."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from radixserve.server.answer.tool_choice import ChatTools
 from radixserve.server.gate.prompt_records import PromptParts, PromptRecord
 from radixserve.server.gate.state import AppState, request_id_of
 from radixserve.server.prompt.chat_prompt import ChatPrompt, read_chat
-from radixserve.server.prompt.prompt_input import in_thread_if, is_much_text
+from radixserve.server.prompt.prompt_input import in_thread_if, is_long_text
 from radixserve.server.prompt.rendering import tokenizer_of
 from radixserve.server.turn.cache_diagnosis import TurnDiagnosis
 from radixserve.server.turn.cache_use import CacheUse
@@ -149,7 +149,7 @@ class ChatTurn:
             prompt.rendered.messages,
             asked.template.chat_template_kwargs,
         )
-        parts = await in_thread_if(is_much_text(prompt.text), read_parts)
+        parts = await in_thread_if(is_long_text(prompt.text), read_parts)
         previous = None
         if asked.compare_with is not None:
             previous = server.prompt_records.find(asked.cache.namespace, asked.compare_with)
@@ -167,7 +167,7 @@ class ChatTurn:
             self._remember()
             if self.prewarms:
                 empty = OutputParser(self.parser_config).parse_all("")
-                return [(empty, _emptied(completion)) for completion in group]
+                return [(empty, _without_sample(completion)) for completion in group]
             parsed_answers = [
                 (OutputParser(self.parser_config).parse_all(completion.text), completion)
                 for completion in group
@@ -188,7 +188,7 @@ class ChatTurn:
                     self._remember()
                 if self.prewarms:
                     if chunk.completion is not None:
-                        done = _emptied(chunk.completion)
+                        done = _without_sample(chunk.completion)
                         deltas.append((index, Delta(), Chunk(chunk.request_id, "", [], done)))
                     continue
                 delta = parsers[index].feed(chunk.text)
@@ -200,7 +200,7 @@ class ChatTurn:
             yield deltas
 
     def text_logprobs(self) -> TextLogprobs | None:
-        """Of an answer whose log-probabilities are requested."""
+        """For an answer whose log-probabilities are requested."""
         if self.params.logprobs is None:
             return None
         return TextLogprobs(
@@ -234,8 +234,8 @@ class ChatTurn:
             )
 
 
-def _emptied(completion: Completion) -> Completion:
-    """Of a prompt that was computed for its own sake: without the token that was sampled."""
+def _without_sample(completion: Completion) -> Completion:
+    """The completion of a prompt that was only to be computed, without the sampled token."""
     return replace(
         completion,
         text="",

@@ -1,4 +1,4 @@
-"""An HTTP request in the engine, until it ends or its client leaves, and its stream of events."""
+"""Runs an HTTP request in the engine until it ends or its client disconnects; its events."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ class HttpGeneration(CancelOnDisconnect):
         super().__exit__(kind, error, trace)
 
     @property
-    def held(self) -> Sequence[EngineRequest]:
-        return self._handle.held
+    def unsubmitted(self) -> Sequence[EngineRequest]:
+        return self._handle.unsubmitted
 
     @property
     def has_generated(self) -> bool:

@@ -1,7 +1,7 @@
 """The actions of a `kv_hints` envelope as hints, and their answers by action_id.
 
-An action is advice: one that is not known here is answered `ignored`, and the request goes on. What
-is wrong in the payload of a known one is an error with its place.
+An unknown action is answered `ignored`, and the request continues. A wrong value in the payload of
+a known action is an error that names its place.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _read_directives(
 
 
 def _read_directive(verb: str, directive: Any, place: str) -> tuple[WantedHint | None, str]:
-    """None, and why, for what is not done."""
+    """None and the reason for a directive that has no effect."""
     if not isinstance(directive, dict):
         raise _wrong(place, "must be an object", directive)
     unknown = [name for name in directive if name not in _DIRECTIVE_MEMBERS]

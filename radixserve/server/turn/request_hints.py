@@ -1,4 +1,4 @@
-"""Hints in a request's body: read, bounded, and applied when the request has ended."""
+"""Reads hints in a request's body, bounds them, and applies them when the request has ended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _AT_ONCE = 16  # hints between two steps of the engine
 
 @dataclass(frozen=True, slots=True)
 class HintAnswers:
-    """What became of a request's hints, as JSON.
+    """The answers to a request's hints, as JSON.
 
     cache_hints  an answer each
     kv_hints     the envelope with an answer each action; None: there was none

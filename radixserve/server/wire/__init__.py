@@ -1,1 +1,1 @@
-"""What goes over the wire: bodies, errors, usage, log-probabilities, server-sent events."""
+"""Formats on the wire: bodies, errors, usage, log-probabilities, server-sent events."""

@@ -1,4 +1,4 @@
-"""`Body`: the base of what clients send, with bounds, and with the three kinds of other fields."""
+"""`Body`: the base of request bodies, with bounds; sorts other fields into three kinds."""
 
 from __future__ import annotations
 

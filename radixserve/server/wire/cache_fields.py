@@ -1,5 +1,5 @@
-"""What clients send to steer the cache: OpenAI's `prompt_cache_options`, breakpoints and retention,
-and the `kv_hints` envelope of vLLM and SGLang."""
+"""Fields that steer the cache: OpenAI's `prompt_cache_options`, breakpoints and retention, and the
+`kv_hints` envelope of vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SECONDS = {"30m": 1_800.0, "12h": 43_200.0, "24h": 86_400.0}
 
 
 class CacheHint(Body):
-    """What is to become of the K/V of a prompt; see docs/hints.md."""
+    """A hint for the K/V of a prompt; see docs/hints.md."""
 
     verb: Short
     seconds: float | None = None
@@ -96,7 +96,7 @@ def retain_hints(
 
 
 def breakpoints_of(content: Any) -> Iterator[CacheBreakpoint]:
-    """Those of a message's parts."""
+    """The cache breakpoints of a message's parts."""
     for part in content if isinstance(content, list) else ():
         mark = getattr(part, "prompt_cache_breakpoint", None)
         if mark is not None:

@@ -134,7 +134,7 @@ def invalid(
 
 
 def of_validation(first: Mapping[str, Any]) -> ApiError:
-    """What pydantic finds wrong with a body."""
+    """The error for a body that pydantic rejects."""
     kind, given = first["type"], first.get("input")
     place = [part for part in first["loc"] if not str(part).startswith("<")]  # tags of unions
     if place and place[0] == "body":

@@ -1,4 +1,4 @@
-"""The kind of each field that clients send and this server does not have under that name.
+"""The kind of each field that this server does not have under the client's name.
 
 `docs/serving.md` holds this table (`tests/server/test_fields.py` compares them); `Body` applies it.
 """
@@ -21,7 +21,7 @@ class Kind(StrEnum):
 
 
 class FieldRule(NamedTuple):
-    """What one protocol does with one field.
+    """The treatment of one field in one protocol.
 
     name     its path in the body: "thinking.budget_tokens"
     note     why it is skipped or refused, or the setting that it is mapped to
@@ -62,35 +62,35 @@ def _rules(
 
 
 _SKIP, _MAP, _REFUSE = Kind.SKIPPED, Kind.MAPPED, Kind.REFUSED
-_COMPARES = "says why that prompt was not found in the cache, see below"
+_COMPARES = "reports why that prompt missed the cache, see below"
 _RETAINS = "a `retain` hint for the prompt"
 _EFFORT = "the template's variables `enable_thinking` and `reasoning_effort`"
 FIELD_RULES: tuple[FieldRule, ...] = (
     # Names of callers and of their requests.
     *_rules("completions chat", "user", _SKIP, "names the caller's user", "u-1"),
-    *_rules("completions chat", "metadata", _SKIP, "a note of the caller", {"run": "7"}),
+    *_rules("completions chat", "metadata", _SKIP, "the caller's own data", {"run": "7"}),
     *_rules("messages", "metadata.user_id", _MAP, "names the session, see below", "u_session_1"),
-    *_rules(_OPENAI, "client_metadata", _SKIP, "a note of the caller", {"a": "b"}),
+    *_rules(_OPENAI, "client_metadata", _SKIP, "the caller's own data", {"a": "b"}),
     *_rules("completions chat", "safety_identifier", _SKIP, "names the caller's user", "u-1"),
     *_rules("messages", "user_profile_id", _SKIP, "names the caller's user", "u-1"),
-    *_rules("messages", "workspace_id inference_geo", _SKIP, "names a place of the vendor", "us"),
+    *_rules("messages", "workspace_id inference_geo", _SKIP, "names a region of the vendor", "us"),
     *_rules("completions chat", "request_id", _SKIP, "every request has an id of its own", "r-1"),
     *_rules("completions chat", "store", _SKIP, "only responses are stored", True, False),
     *_rules(_ALL, "service_tier", _SKIP, "there is one tier", "flex", "auto", "default",
             "standard_only"),
     *_rules("messages", "speed", _SKIP, "there is one speed", "fast", "standard"),
-    *_rules("chat", "prediction", _SKIP, "would be a hint for speed alone",
+    *_rules("chat", "prediction", _SKIP, "affects speed only",
             {"type": "content", "content": "x"}),
     *_rules("completions chat", "mm_processor_kwargs", _SKIP, "there are no images", {"a": 1}),
-    *_rules("responses", "include", _SKIP, "but for `message.output_text.logprobs` it adds "
-            "what does not exist here, or is in the answer",
+    *_rules("responses", "include", _SKIP, "values but `message.output_text.logprobs` "
+            "are always in the answer, or do not exist here",
             ["reasoning.encrypted_content"], []),
     *_rules("responses", "stream_options", _SKIP, "events are not padded",
             {"include_obfuscation": True}, {"include_obfuscation": False}),
-    *_rules("messages", "thinking.display", _SKIP, "thoughts are given whole", "omitted"),
-    *_rules("messages", "tools[].input_examples", _SKIP, "templates know no examples", [{}]),
+    *_rules("messages", "thinking.display", _SKIP, "thoughts are returned in full", "omitted"),
+    *_rules("messages", "tools[].input_examples", _SKIP, "templates take no examples", [{}]),
     *_rules("decisions", "safety_identifier user", _SKIP, "names the caller's user", "u-1"),
-    *_rules("decisions", "metadata", _SKIP, "a note of the caller", {"run": "7"}),
+    *_rules("decisions", "metadata", _SKIP, "the caller's own data", {"run": "7"}),
     *_rules("decisions", "prompt_cache_key prompt_cache_options", _SKIP,
             "decisions open no session", {"ttl": "30m"}),
     # The same thing under another name.
@@ -119,7 +119,7 @@ FIELD_RULES: tuple[FieldRule, ...] = (
     *_rules("messages", "output_config.effort", _MAP, _EFFORT, "high"),
     *_rules("chat", "reasoning_effort", _MAP, _EFFORT, "low"),
     *_rules("responses", "reasoning.effort", _MAP, _EFFORT, "low"),
-    *_rules("responses", "reasoning.summary", _MAP, "the thought, whole, is the summary",
+    *_rules("responses", "reasoning.summary", _MAP, "the full thought is the summary",
             "auto"),
     *_rules("chat", "verbosity", _MAP, "the template's variable `verbosity`", "low"),
     *_rules("responses", "text.verbosity", _MAP, "the template's variable `verbosity`", "high"),
@@ -127,8 +127,8 @@ FIELD_RULES: tuple[FieldRule, ...] = (
             "thoughts before the last `keep` turns are left out; others are refused",
             {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     *_rules("chat", "max_completion_tokens", _MAP, "`max_tokens`", 4),
-    *_rules(_ALL, "seed", _MAP, "-1: none", -1),
-    *_rules(_ALL, "top_p", _MAP, "0: the most likely token alone", 0),
+    *_rules(_ALL, "seed", _MAP, "-1: no seed", -1),
+    *_rules(_ALL, "top_p", _MAP, "0: greedy", 0),
     # What would change the answer.
     *_rules("completions chat", "audio", _REFUSE, "there is text only", {"voice": "a"}),
     *_rules("chat", "modalities", _REFUSE, "there is text only", ["audio"], ["text"]),
@@ -136,40 +136,40 @@ FIELD_RULES: tuple[FieldRule, ...] = (
     *_rules("completions chat", "functions function_call", _REFUSE, "use `tools`", [{}]),
     *_rules("completions", "tools tool_choice parallel_tool_calls", _REFUSE, "belong to chats",
             "x", [], "none"),
-    *_rules("chat responses", "web_search_options", _REFUSE, "the server looks nothing up", {}),
+    *_rules("chat responses", "web_search_options", _REFUSE, "there is no web search", {}),
     *_rules("chat", "documents chat_template", _REFUSE, "the template is the model's", "x"),
     *_rules("completions chat", "guided_json guided_regex guided_choice guided_grammar "
             "guided_decoding_backend guided_whitespace_pattern", _REFUSE,
             "use `structured_outputs`", "x"),
     *_rules("completions chat generate", "structural_tag custom_logit_processor", _REFUSE,
-            "is not done", "x"),
+            "not implemented", "x"),
     *_rules("completions chat", "json_schema regex ebnf", _REFUSE, "use `structured_outputs`",
             "x"),
     *_rules("completions chat", "beam_width", _REFUSE, "use `use_beam_search` with `n`", 4),
-    *_rules("completions chat", "thinking_token_budget", _REFUSE, "thoughts have no bound", 9),
+    *_rules("completions chat", "thinking_token_budget", _REFUSE, "thoughts are not bounded", 9),
     *_rules("completions chat", "logits_processors vllm_xargs kv_transfer_params prompt_embeds",
-            _REFUSE, "is not done", {"a": 1}),
-    *_rules("completions chat", "spaces_between_special_tokens", _REFUSE, "is not done", False,
+            _REFUSE, "not implemented", {"a": 1}),
+    *_rules("completions chat", "spaces_between_special_tokens", _REFUSE, "not implemented", False,
             True),
-    *_rules("chat", "include_reasoning", _REFUSE, "thoughts are always given", False, True),
-    *_rules("completions", "suffix", _REFUSE, "is not done", "x"),
-    *_rules("chat responses messages", "moderation", _REFUSE, "is not done", {"a": 1}),
-    *_rules("responses", "background background_options", _REFUSE, "is not done", True, False),
+    *_rules("chat", "include_reasoning", _REFUSE, "thoughts are always returned", False, True),
+    *_rules("completions", "suffix", _REFUSE, "not implemented", "x"),
+    *_rules("chat responses messages", "moderation", _REFUSE, "not implemented", {"a": 1}),
+    *_rules("responses", "background background_options", _REFUSE, "not implemented", True, False),
     *_rules("responses", "conversation", _REFUSE, "use `previous_response_id`", "c-1"),
     *_rules("responses", "prompt", _REFUSE, "there are no stored prompts", {"id": "p"}),
-    *_rules("responses", "max_tool_calls", _REFUSE, "is not done", 3),
-    *_rules("responses", "truncation", _REFUSE, "nothing is cut in silence", "auto", "disabled"),
+    *_rules("responses", "max_tool_calls", _REFUSE, "not implemented", 3),
+    *_rules("responses", "truncation", _REFUSE, "no silent truncation", "auto", "disabled"),
     *_rules("responses", "context_management", _REFUSE, "histories are not compacted",
             [{"type": "compaction"}], []),
-    *_rules("messages", "mcp_servers", _REFUSE, "the server calls no other", [{}], []),
-    *_rules("messages", "container thread access_programs", _REFUSE, "is not done", "c", False),
+    *_rules("messages", "mcp_servers", _REFUSE, "the server calls no MCP servers", [{}], []),
+    *_rules("messages", "container thread access_programs", _REFUSE, "not implemented", "c", False),
     *_rules("messages", "tools[].defer_loading", _REFUSE, "all tools are in the prompt", True,
             False),
     *_rules("generate", "image_data audio_data video_data", _REFUSE, "there is text only", "x"),
-    *_rules("generate", "return_hidden_states", _REFUSE, "is not done", True, False),
-    *_rules("generate", "return_text_in_logprobs", _REFUSE, "is not done", True, False),
-    *_rules("generate", "logprob_start_len", _REFUSE, "is not done", 0, -1),
-    *_rules("generate", "token_ids_logprob session_params input_embeds", _REFUSE, "is not done",
+    *_rules("generate", "return_hidden_states", _REFUSE, "not implemented", True, False),
+    *_rules("generate", "return_text_in_logprobs", _REFUSE, "not implemented", True, False),
+    *_rules("generate", "logprob_start_len", _REFUSE, "not implemented", 0, -1),
+    *_rules("generate", "token_ids_logprob session_params input_embeds", _REFUSE, "not implemented",
             [1]),
 )  # fmt: skip
 
@@ -194,7 +194,7 @@ def table() -> str:
     for rule in FIELD_RULES:
         note = rule.note
         if rule.no_ops:
-            note += f"; {', '.join(f'`{_json(value)}`' for value in rule.no_ops)} is taken"
+            note += f"; {', '.join(f'`{_json(value)}`' for value in rule.no_ops)} is accepted"
         rows.setdefault((rule.name, rule.kind, note), []).append(rule.protocol)
     merged: dict[tuple[str, Kind, str], list[str]] = {}
     for (name, kind, note), protocols in rows.items():

@@ -83,8 +83,8 @@ def read_beams(body: GenerationFields) -> BeamParams | None:
 
 
 def _of_search(namespace: str, *, n: int = 1, **given: Any) -> SamplingParams:
-    """Those of a beam search, whose width stays in `n`. The model's sampling defaults are left out,
-    as `Runtime.beam_search` leaves them out."""
+    """The parameters of a beam search, whose width stays in `n`. The model's sampling defaults are
+    left out, as `Runtime.beam_search` leaves them out."""
     params, _ = read_options(SamplingParams(**given, namespace=namespace), None, {})
     return replace(params, n=n)
 

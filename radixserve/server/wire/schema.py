@@ -1,4 +1,4 @@
-"""What clients send to the routes that are not of one protocol alone, and to OpenAI's older two."""
+"""Request bodies of completions, chats, `/generate` and the routes of no single protocol."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _SCHEMA_OR_TEXT = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "n
 
 
 class CommonSampling(Body):
-    """What OpenAI's protocol and SGLang's have under the same names. None: the default."""
+    """Fields with the same names in OpenAI's protocol and SGLang's. None: the default."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -113,7 +113,7 @@ class CacheFields(Body):
 
 
 class SessionFields(CacheFields):
-    """The session that a request belongs to, and what is to become of its K/V."""
+    """The session of a request, and hints for its K/V."""
 
     session_id: str | None = None
     supersede: bool | None = None
@@ -157,7 +157,7 @@ class StructuredOutputs(Body):
 
 
 class GenerationFields(Sampling, SessionFields):
-    """What completions and chats have in common. `n` is the width of a beam search."""
+    """The common fields of completions and chats. `n` is the width of a beam search."""
 
     use_beam_search: bool | None = None
     length_penalty: float | None = None
@@ -196,7 +196,7 @@ class TextPart(Body):
 
 
 class RefusalPart(Body):
-    """What an assistant has said of itself."""
+    """An assistant's refusal."""
 
     skips_unknown: ClassVar[bool] = True
 
@@ -315,7 +315,7 @@ ToolChoice = Annotated[
 
 
 class TemplateFields(Body):
-    """How messages become the prompt."""
+    """Fields that control how messages are rendered."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -336,7 +336,7 @@ class ChatRequest(GenerationFields, TemplateFields, PromptCacheFields):
     verbosity: Verbosity | None = None
 
     def breakpoints(self) -> Iterator[CacheBreakpoint]:
-        """Those of all messages."""
+        """The cache breakpoints of all messages."""
         for message in self.messages:
             yield from breakpoints_of(message.content)
 

@@ -86,7 +86,7 @@ class StreamUsage:
             return f',"usage":{dump(completion_usage(grouped(self._done, self._num_samples)))}'
         if self._is_continuous:
             cached = self._done[index].usage.cached_tokens if index in self._done else None
-            return f',"usage":{dump(self._so_far(index, cached))}'
+            return f',"usage":{dump(self._choice_usage(index, cached))}'
         return ',"usage":null' if self._has_own_event else ""
 
     def empty_field(self) -> str:
@@ -102,7 +102,7 @@ class StreamUsage:
         num_choices = len(self._num_prompt) * self._num_samples - self.num_missing
         return len(self._done) == num_choices and index == next(reversed(self._done))
 
-    def _so_far(self, index: int, cached: int | None) -> dict[str, Any]:
+    def _choice_usage(self, index: int, cached: int | None) -> dict[str, Any]:
         """The usage of one choice. The last usage of a choice has its cached tokens."""
         body = usage_body(
             self._num_prompt[index // self._num_samples], cached or 0, self._generated[index]

@@ -1,1 +1,1 @@
-"""Forms in which models write tool calls, each with the parser of its text."""
+"""Parsers for the forms in which models write tool calls."""

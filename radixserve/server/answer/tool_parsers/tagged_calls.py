@@ -1,4 +1,4 @@
-"""Calls whose arguments are written one by one: between tags, or in Gemma's own notation."""
+"""Parsers of calls whose arguments are separate: between tags, or in Gemma's notation."""
 
 from __future__ import annotations
 

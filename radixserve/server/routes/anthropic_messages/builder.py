@@ -40,7 +40,7 @@ class MessageBuilder(BlocksBuilder):
             self._stop(blocks, completion),
             message_usage(completion.usage, num_reasoning, num_retained(self.generation)),
         )
-        return {**message, **self._more()}
+        return {**message, **self._final_members()}
 
     def opening(self) -> str:
         """The cached tokens of the prompt follow at the end."""
@@ -69,7 +69,7 @@ class MessageBuilder(BlocksBuilder):
             "type": "message_delta",
             "delta": self._stop(blocks, completion),
             "usage": message_usage(completion.usage, num_reasoning, num_retained(self.generation)),
-            **self._more(),
+            **self._final_members(),
         }
         return _event(delta) + _event({"type": "message_stop"})
 
@@ -101,7 +101,7 @@ class MessageBuilder(BlocksBuilder):
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": sequence}
 
-    def _more(self) -> dict[str, Any]:
+    def _final_members(self) -> dict[str, Any]:
         """The answers to the envelope's actions, and diagnostics; the answers to `cache_control`
         are in the usage."""
         envelope = self.generation.hint_answers.kv_hints

@@ -1,4 +1,4 @@
-"""What clients of Anthropic's protocol send."""
+"""Request bodies of Anthropic's protocol."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Tool(Body):
 
 
 def tool_kind(value: Any) -> str | None:
-    """A tool of the caller's own, or one that the vendor's servers have, which is left out."""
+    """The tag of a tool: "<custom>", or "<other>" for server tools, which are left out."""
     if not isinstance(value, dict):
         return None
     is_other = isinstance(value.get("type"), str) and value["type"] != "custom"
@@ -196,7 +196,7 @@ class Diagnostics(Body):
 
 
 class PromptFields(CacheFields):
-    """What becomes the prompt."""
+    """The fields that become the prompt."""
 
     rules: ClassVar = rules_of("messages")
 

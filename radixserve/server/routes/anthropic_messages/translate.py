@@ -1,4 +1,4 @@
-"""Anthropic's request as a turn of a chat."""
+"""Translates Anthropic's request into a `TurnRequest`."""
 
 from __future__ import annotations
 

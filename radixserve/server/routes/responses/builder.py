@@ -106,7 +106,7 @@ class ResponseBuilder(BlocksBuilder):
         if self._is_diagnosed:
             response["prompt_cache_diagnostics"] = openai_diagnostics(self._turn.diagnosis())
         if self._keep is not None:
-            self._keep(response, said(blocks))
+            self._keep(response, assistant_message(blocks))
         return response
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def response_usage(usage: Usage, num_reasoning: int) -> dict[str, Any]:
     }
 
 
-def said(parts: Iterable[ContentBlock]) -> dict[str, Any]:
+def assistant_message(parts: Iterable[ContentBlock]) -> dict[str, Any]:
     """The answer as a message of a chat."""
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     for part in parts:

@@ -1,4 +1,4 @@
-"""What clients of OpenAI's responses send."""
+"""Request bodies of OpenAI's responses."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ResponseTextPart(_Part):
 
 
 class ResponseRefusalPart(_Part):
-    """What an assistant has said of itself."""
+    """An assistant's refusal."""
 
     type: Literal["refusal"]
     refusal: str
@@ -224,7 +224,7 @@ class ResponseRequest(SingleSampling, SessionFields, PromptCacheFields):
 
     @model_validator(mode="after")
     def _skip_includes(self) -> Self:
-        """Of `include` the log-probabilities alone have an effect."""
+        """Only the log-probabilities of `include` have an effect."""
         if any(name != LOGPROBS for name in self.include or ()):
             self._skipped = (*self._skipped, "include")
         return self
@@ -236,7 +236,7 @@ class ResponseRequest(SingleSampling, SessionFields, PromptCacheFields):
         return (self.top_logprobs or 0) if wants_logprobs else None
 
     def breakpoints(self) -> Iterator[CacheBreakpoint]:
-        """Those of all items."""
+        """The cache breakpoints of all items."""
         for item in self.input:
             yield from breakpoints_of(getattr(item, "content", None))
             yield from breakpoints_of(getattr(item, "output", None))

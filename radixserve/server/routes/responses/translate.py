@@ -1,4 +1,4 @@
-"""A request for a response as a turn of a chat."""
+"""Translates a request for a response into a `TurnRequest`."""
 
 from __future__ import annotations
 
