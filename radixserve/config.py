@@ -166,10 +166,10 @@ class EngineConfig(StrictFields):
     cascade_attention   read pages that running requests share once for all of them, if that is
                         faster
     exact               a token's logits have the same bits whatever is cached or runs in the same
-                        batch, by default on the CPU only: see docs/exactness.md. False is faster on
-                        the CPU: shared pages are read together to their last token, and AMX reads
-                        the K/V of few bfloat16 rows in another order. True is slower on CUDA: the
-                        Triton kernels run, and pages that rows share are read by each of them
+                        batch, by default on the CPU only: see docs/exactness.md. False may be faster
+                        on the CPU: shared pages are read together to their last token. True is
+                        slower on CUDA: the Triton kernels run, and pages that rows share are read
+                        by each of them
     kv_store            folder that keeps the K/V of ended requests: a restart finds it, and so do
                         requests that come back after the pool has evicted it
     kv_store_size       most bytes of the folder's files; the least recently used ones are removed

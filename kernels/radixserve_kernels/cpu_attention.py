@@ -100,7 +100,7 @@ class CpuAttentionPlan:
     a row. None: every row is on its own.
 
     `is_exact`: a row's result has the bits that it has on its own. What rows share then ends at a
-    multiple of 16 tokens, 32 with AMX, and AMX reads few rows of bfloat16 as it reads many.
+    multiple of 16 tokens, 32 with AMX.
     """
 
     __slots__ = ("__weakref__", "_merge", "_record", "_rows", "pointer")
