@@ -332,11 +332,11 @@ def test_memory_is_given_back() -> None:
 def test_what_pays(make_cpu: Make) -> None:
     """All but one reading of the pages must cost more than one more level does for each row."""
     least, grid = cpu_backend.MERGE_TOKENS, cpu_library().radixserve_job_grid()
-    assert least % grid
-    assert 2 * least % grid == 0
+    whole = 2 * least // grid * grid  # that two rows do not read together
+    many = -(-least // grid) * grid
     for num_rows, num_tokens, is_shared in (
-        *((2, 2 * least, False), (2, 2 * least + grid - 1, False), (2, 2 * least + grid, True)),
-        *((50, least // grid * grid, False), (50, -(-least // grid) * grid, True)),
+        *((2, whole, False), (2, whole + grid - 1, False), (2, whole + grid, True)),
+        *((50, many - 1, False), (50, many, True)),
     ):
         lengths = [(num_tokens, 1)] * num_rows
         case = SharedCase(lengths, 1, [(range(num_rows), num_tokens)], heads=1, kv_heads=1, dim=8)

@@ -2,8 +2,7 @@
 // more than all of its arithmetic.
 //
 // Every sum runs in the order of the packed product, so a row has the same bits either way: a score over the
-// features, with keys transposed in registers; an output over the keys of a block. AMX has a reader of its
-// own, with other bits.
+// features, with keys transposed in registers; an output over the keys of a block.
 #pragma once
 
 #include "attention_task.h"
@@ -12,14 +11,12 @@
 constexpr int FOUR = 4;  // rows of one step
 constexpr int64_t DIRECT_KEYS = 64;  // of a block: what is prefetched a block ahead is still in the cache, measured
 
-// Whether bfloat16 is multiplied by AMX, in an order of its own.
+// Whether bfloat16 is multiplied by AMX: see attention_amx.h.
 template <class T> inline bool is_by_tiles() { return has_amx && sizeof(Operand<T>) == 2; }
 
-// Whether a job of `rows` rows and heads of `dim` features is read without packing: up to as many rows as that is
-// faster, measured, and with AMX up to those of a tile, unless the bits have to be those of packed keys or numbers have to
-// be widened.
-template <class T> inline bool is_direct(int64_t rows, int64_t dim, bool exact, KvType type) {
-    if (is_by_tiles<T>() && (exact || type != SAME_KV)) return false;
+// Whether a job of `rows` rows and heads of `dim` features is read without packing keys: up to as many rows as that is
+// faster, measured, and with AMX up to those of a tile.
+template <class T> inline bool is_direct(int64_t rows, int64_t dim) {
     return rows <= (is_by_tiles<T>() ? 16 : LANES == 16 ? 8 : 12) && dim % (64 / int64_t(sizeof(Operand<T>))) == 0;
 }
 

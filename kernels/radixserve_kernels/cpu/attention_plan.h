@@ -88,9 +88,8 @@ struct Plan {
     double key_rows = 0;             // sum of keys x queries x query heads
     bool has_state = false;          // some tokens are served by several jobs
     bool is_far = false;             // K and V of a layer exceed the caches
-    bool is_exact;                   // no bit of a row's result depends on other rows or on how its keys are read
 
-    Plan(const Jobs &jobs, const Heads &heads, bool is_exact) : jobs(jobs), is_exact(is_exact) {
+    Plan(const Jobs &jobs, const Heads &heads) : jobs(jobs) {
         const int64_t rows = max_threads > 1 ? MIN_TASK_ROWS : MAX_TASK_ROWS;
         const int64_t most = (rows + heads.group() - 1) / heads.group();
         int64_t num_keys = 0;

@@ -23,7 +23,7 @@ inline int64_t job_grid() { return has_amx ? 32 : 16; }
 
 // Buffers of one thread.
 struct ThreadScratch {
-    Scratch queries, keys, values, scores, weights, acc, row_max, sums, zeros, pairs, untransposed, expanded;
+    Scratch queries, keys, values, scores, weights, acc, row_max, sums, zeros, pairs, untransposed;
     Scratch merged, merged_max, merged_sums, first_seen, split;
     Scratch key_rows, value_rows, key_scales, value_scales;  // of a block, widened: see stored_kv.h
     Scratch query_parts, query_starts, query_scales, key_numbers;  // see attention_int8.h

@@ -56,7 +56,7 @@ struct NativePlan {
     StepJobs step;
     Plan plan;
     NativePlan(const AttentionMetadata &rows, const Heads &heads, int64_t merge_tokens, bool is_exact)
-        : heads(heads), step(rows, is_exact ? job_grid() : 1, merge_tokens), plan(step.jobs, heads, is_exact) {}
+        : heads(heads), step(rows, is_exact ? job_grid() : 1, merge_tokens), plan(step.jobs, heads) {}
 };
 
 // Empty after it could not be replaced.
