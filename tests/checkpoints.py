@@ -243,6 +243,7 @@ EXPERTS = ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")  # of four experts a 
 DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # native on the cpu attention backend
 STATE_SPACES = ("granitemoehybrid", "granite_hybrid_dense", "nemotron_h", "falcon_h1")
 RECURRENT = (*DELTA_NETS, *STATE_SPACES, "lfm2", "lfm2_moe")  # the same
+SHAPED = ("gemma4", "gemma4_moe")  # the same: layers differ in their shapes
 NATIVE_PARTS = (  # other native families: each has parts that these do not have
     *("cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3", "glm", "glm4", "granite"),
     *EXPERTS,
@@ -307,7 +308,7 @@ def make_model(config: Any, seed: int = 0) -> Any:
                 if parameter.ndim == 1 or "norm" in name:
                     parameter.add_(0.2 * torch.randn_like(parameter))
             for name, buffer in model.named_buffers():
-                if name.endswith("bias"):  # of the choice of experts
+                if name.endswith(("bias", "layer_scalar")):  # of the choice of experts, of layers
                     buffer.add_(0.2 * torch.randn_like(buffer))
     return model.float()
 

@@ -27,6 +27,9 @@ from radixserve_kernels.decoder_layer import (
     NORM_TYPES,
     DecoderLayer,
     DecoderSizes,
+    ExpertsBeside,
+    LayerInput,
+    LayerInputs,
 )
 
 _NORMS = (
@@ -71,6 +74,32 @@ class _Layer(ctypes.Structure):
         ("features", FeaturesRecord),
         *((name, ctypes.c_int64) for name in ("rotary", "has_gate")),
         *((name, ctypes.c_void_p) for name in ("recurrence", "short_conv")),  # or null
+        *(
+            (name, ctypes.c_int64)
+            for name in ("num_kv_heads", "head_dim", "kv_layer", "stores_kv", "has_v_norm")
+        ),
+        *((name, ctypes.c_void_p) for name in ("experts_beside", "own_input")),  # or null
+        ("scale", ctypes.c_double),
+    )
+
+
+class _ExpertsBeside(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("experts", "router_norm", "pre_norm")),
+        *((name, ctypes.c_void_p) for name in ("post_mlp_norm", "post_norm")),
+    )
+
+
+class _LayerInput(ctypes.Structure):
+    _fields_ = (("gate", WeightRecord), ("up", WeightRecord), ("norm", ctypes.c_void_p))
+
+
+class _LayerInputs(ctypes.Structure):
+    _fields_ = (
+        *((name, WeightRecord) for name in ("rows", "projection")),
+        ("norm", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        *((name, ctypes.c_float) for name in ("rows_scale", "projection_scale", "scale")),
     )
 
 
@@ -95,7 +124,10 @@ class DecoderKV:
         decoder that reads them."""
         self._borrowed = layers
         records = [
-            LayerKVRecord(k.data_ptr(), v.data_ptr(), windowed, kv_type(k.dtype, dtype))
+            LayerKVRecord(
+                *(k.data_ptr(), v.data_ptr(), windowed, kv_type(k.dtype, dtype)),
+                k[0].numel() * k.element_size() if len(k) else 0,
+            )
             for k, v, windowed in layers
         ]
         self.records = (LayerKVRecord * len(records))(*records)
@@ -119,17 +151,26 @@ class FusedDecoder:
         norm: Tensor,  # [H] float32
         head: PackedWeight,  # H -> V
         dtype: torch.dtype,  # of activations
+        layer_inputs: LayerInputs[PackedWeight, PackedWeight | Tensor] | None = None,
     ) -> None:
         library = cpu_library(dtype)
         self._is_bf16, self._vocab_size = is_bf16(dtype), shape.vocab_size
-        self._borrowed: tuple[Any, ...] = (layers, embedding, norm, head)  # by C
         self._library = library
         self._step = _Step()  # C reads it during a call
         sizes = _shape_record(shape)
-        records = (_Layer * len(layers))(*map(_layer_record, layers))
+        borrowed: list[Any] = [layers, embedding, norm, head, layer_inputs]
+        records = (_Layer * len(layers))(
+            *(
+                _layer_record(shape, layer, kv_layer, borrowed)
+                for layer, kv_layer in zip(layers, _kv_layers(layers), strict=True)
+            )
+        )
+        inputs = None if layer_inputs is None else _inputs_record(layer_inputs)
+        self._borrowed = borrowed  # by C
         self._pointer = library.radixserve_decoder(
             *(self._is_bf16, ctypes.byref(sizes), records, ctypes.byref(_rows_record(embedding))),
             *(norm.data_ptr(), ctypes.byref(head.record)),
+            None if inputs is None else ctypes.byref(inputs),
         )
         finalize(self, library.radixserve_delete_decoder, self._pointer)
 
@@ -170,7 +211,26 @@ def _shape_record(shape: DecoderSizes) -> _Shape:
     return _Shape(*(numbers.get(name, getattr(shape, name)) for name in names))
 
 
-def _layer_record(layer: DecoderLayer[PackedWeight, PackedExperts]) -> _Layer:
+def _kv_layers(layers: Sequence[DecoderLayer[PackedWeight, PackedExperts]]) -> list[int]:
+    """Of each layer, where the K and V that it reads are among those of all layers."""
+    places: list[int] = []
+    count = 0
+    for layer in layers:
+        if layer.kv_source is not None:
+            places.append(places[layer.kv_source])
+            continue
+        places.append(count)
+        count += layer.attends
+    return places
+
+
+def _layer_record(
+    shape: DecoderSizes,
+    layer: DecoderLayer[PackedWeight, PackedExperts],
+    kv_layer: int,
+    borrowed: list[Any],
+) -> _Layer:
+    """`borrowed`: gets the records that this one refers to."""
     if isinstance(layer.mlp, PackedExperts):
         assert layer.post_mlp_norm is None, "experts are added to the residual as they are"
         mlp = _Mlp(experts=ctypes.addressof(layer.mlp.record))
@@ -185,6 +245,35 @@ def _layer_record(layer: DecoderLayer[PackedWeight, PackedExperts]) -> _Layer:
         layer.has_gate,
         None if layer.recurrence is None else ctypes.addressof(layer.recurrence.record),
         None if layer.short_conv is None else ctypes.addressof(layer.short_conv.record),
+        *(layer.num_kv_heads or shape.num_kv_heads, layer.head_dim or shape.head_dim),
+        *(kv_layer, layer.kv_source is None, layer.has_v_norm),
+        _beside_address(layer.experts_beside, borrowed),
+        _input_address(layer.own_input, borrowed),
+        layer.scale,
+    )
+
+
+def _beside_address(beside: ExpertsBeside[PackedExperts] | None, borrowed: list[Any]) -> int | None:
+    if beside is None:
+        return None
+    norms = (beside.router_norm, beside.pre_norm, beside.post_mlp_norm, beside.post_norm)
+    record = _ExpertsBeside(ctypes.addressof(beside.experts.record), *map(address, norms))
+    borrowed.append(record)
+    return ctypes.addressof(record)
+
+
+def _input_address(own: LayerInput[PackedWeight] | None, borrowed: list[Any]) -> int | None:
+    if own is None:
+        return None
+    record = _LayerInput(own.gate.record, own.up.record, address(own.norm))
+    borrowed.append(record)
+    return ctypes.addressof(record)
+
+
+def _inputs_record(inputs: LayerInputs[PackedWeight, PackedWeight | Tensor]) -> _LayerInputs:
+    return _LayerInputs(
+        *(_rows_record(inputs.rows), inputs.projection.record, address(inputs.norm)),
+        *(len(inputs.norm), inputs.rows_scale, inputs.projection_scale, inputs.scale),
     )
 
 

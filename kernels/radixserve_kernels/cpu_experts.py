@@ -28,6 +28,8 @@ class ExpertsRecord(ctypes.Structure):
         ),
         ("choice_bias", ctypes.c_void_p),
         *((name, ctypes.c_float) for name in ("alpha", "limit", "sum_eps", "scale")),
+        ("expert_scale", ctypes.c_void_p),
+        ("has_gelu", ctypes.c_int64),
     )
 
 
@@ -36,7 +38,7 @@ class PackedExperts:
 
     router: H -> E, and the shared expert's gate if it has one. gate_up: H -> 2 M, interleaved, see
     `interleave`, or up alone where experts have no gate; all in one form. down: M -> H, all in one
-    form. choice_bias: see `choose_experts`.
+    form. choice_bias: see `choose_experts`. expert_scale [E] float32: of the weights.
     """
 
     record: ExpertsRecord
@@ -50,6 +52,7 @@ class PackedExperts:
         down: Sequence[PackedWeight],
         routing: Routing,
         choice_bias: Tensor | None = None,
+        expert_scale: Tensor | None = None,
     ) -> None:
         count = routing.num_experts + routing.has_shared
         assert (len(gate_up), len(down)) == (count, count)
@@ -62,13 +65,14 @@ class PackedExperts:
             (WeightRecord * count)(*(weight.record for weight in some)) for some in (gate_up, down)
         ]
         bias = None if choice_bias is None else choice_bias.contiguous()
-        self._borrowed = (router, gate_up, down, records, bias)  # by C
+        self._borrowed = (router, gate_up, down, records, bias, expert_scale)  # by C
         self.record = ExpertsRecord(
             router.record,
             *map(ctypes.addressof, records),
             *(routing.num_experts, routing.top_k, routing.has_shared, routing.has_shared_gate),
             *(routing.renormalizes, routing.has_sigmoid, routing.is_gated, address(bias)),
             *(routing.swiglu_alpha, routing.swiglu_limit, routing.sum_eps, routing.scale),
+            *(address(expert_scale), routing.has_gelu),
         )
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -283,7 +283,7 @@ _INTERFACE: dict[str, tuple[Any, tuple[Any, ...]]] = {  # of cpu/library.cpp
         None,
         (_POINTER, _NUMBER, _NUMBER, _POINTER, _NUMBER, _POINTER, _POINTER),
     ),
-    "decoder": (_POINTER, (_FLAG, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER)),
+    "decoder": (_POINTER, (_FLAG, *[_POINTER] * 6)),
     "delete_decoder": (None, (_POINTER,)),
     "fail_allocation": (None, (_NUMBER,)),
     "run": (_check, (_POINTER, _POINTER, _POINTER, _POINTER)),

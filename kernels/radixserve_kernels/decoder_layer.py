@@ -20,6 +20,7 @@ from radixserve_kernels.attention_features import AttentionFeatures
 from radixserve_kernels.cpu_recurrent import PackedRecurrence, PackedShortConv
 
 Weight = TypeVar("Weight")  # a packed projection: `Linear`, `PackedWeight`
+Rows = TypeVar("Rows")  # of an embedding
 Experts = TypeVar("Experts")  # a mixture of them: `GroupedExperts`, `PackedExperts`
 
 NORM_TYPES = ("rms", "layer")  # as C numbers them
@@ -62,6 +63,46 @@ class Mlp(Generic[Weight]):
 
 
 @dataclass(frozen=True)
+class ExpertsBeside(Generic[Experts]):
+    """Experts beside a layer's MLP, by Gemma 4: both read the residual R, and
+
+    mlp(x) becomes norm(mlp(x), post_mlp_norm) + norm(experts(norm(R, pre_norm)), post_norm)
+
+    before the layer's own post_mlp_norm. The experts are chosen by norm(R, router_norm). Norms are
+    [H] float32.
+    """
+
+    experts: Experts
+    router_norm: Tensor
+    pre_norm: Tensor
+    post_mlp_norm: Tensor
+    post_norm: Tensor
+
+
+@dataclass(frozen=True)
+class LayerInput(Generic[Weight]):
+    """What a layer does with its own input of P features, at its end:
+    R += norm(up(gelu(gate(R)) * input))."""
+
+    gate: Weight  # H -> P
+    up: Weight  # P -> H
+    norm: Tensor  # [H] float32
+
+
+@dataclass(frozen=True)
+class LayerInputs(Generic[Weight, Rows]):
+    """The inputs of L layers from a token and its embedding e, each [P]:
+    scale * (rows[token] * rows_scale + norm(projection(e) * projection_scale))."""
+
+    rows: Rows  # [V, L * P]
+    projection: Weight  # H -> L * P
+    norm: Tensor  # [P] float32
+    rows_scale: float
+    projection_scale: float
+    scale: float
+
+
+@dataclass(frozen=True)
 class DecoderLayer(Generic[Weight, Experts]):
     """Q = Hq * D and KV = Hkv * D features, H hidden. Norms are [H] float32.
 
@@ -83,3 +124,20 @@ class DecoderLayer(Generic[Weight, Experts]):
     # it reads, after q, k and v
     short_conv: PackedShortConv | None = None  # instead of attention
     beside: Weight | None = None  # as o, of a recurrence beside attention
+    num_kv_heads: int = 0  # of attention, here and below; 0: as the decoder
+    head_dim: int = 0
+    kv_source: int | None = None  # layer whose K and V it reads; qkv gives q alone
+    has_v_norm: bool = False  # v is normed, too: qk_norm is [Hq + 2 Hkv, D]
+    experts_beside: ExpertsBeside[Experts] | None = None
+    own_input: LayerInput[Weight] | None = None
+    scale: float = 1.0  # of the residual after the layer
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has attention. Of compiled layers only."""
+        num_columns = getattr(self.qkv, "num_columns", 1)
+        return (
+            bool(num_columns)
+            and self.short_conv is None
+            and (self.recurrence is None or self.beside is not None)
+        )

@@ -27,6 +27,7 @@ class Routing:
     swiglu_alpha: float = 1.0
     swiglu_limit: float = 0.0  # of the clamped swiglu; 0: silu(gate) * up
     is_gated: bool = True  # else experts are down(relu(up)^2)
+    has_gelu: bool = False  # in its tanh form, in place of silu
 
     @property
     def num_logits(self) -> int:

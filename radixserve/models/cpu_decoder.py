@@ -6,6 +6,7 @@ itself, by the attention backend's `compiled_step`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -21,7 +22,7 @@ from radixserve_kernels.cpu_decoder import FusedDecoder
 from radixserve_kernels.cpu_experts import PackedExperts
 from radixserve_kernels.cpu_recurrent import CompiledStates, PackedRecurrence, PackedShortConv
 from radixserve_kernels.cpu_weights import PackedWeight, interleave, interleave_weights
-from radixserve_kernels.decoder_layer import DecoderLayer, Mlp
+from radixserve_kernels.decoder_layer import DecoderLayer, ExpertsBeside, LayerInput, Mlp
 from radixserve_kernels.quantized import AnyWeight
 
 
@@ -33,7 +34,7 @@ class CpuDecoder(LanguageModel):
         if activation_bits == 16:
             _round_finely(read)
         parts = (read.shape, read.layers, read.embedding, read.norm.contiguous(), read.lm_head)
-        self._decoder = FusedDecoder(*parts, read.info.dtype)
+        self._decoder = FusedDecoder(*parts, read.info.dtype, read.layer_inputs)
         self._rotaries = read.rotaries
         self._rotations: list[Tensor] = []  # of each rotary, of the positions seen so far
         self._num_positions = 0  # that all of them have
@@ -69,6 +70,9 @@ def _round_finely(read: DecoderTensors) -> None:
         layer.o.round_finely()
         if layer.beside is not None:
             layer.beside.round_finely()
+        if layer.own_input is not None:
+            layer.own_input.gate.round_finely()
+            layer.own_input.up.round_finely()
     for layer in (read.layers[0], read.layers[-1]):
         if isinstance(layer.mlp, Mlp):
             layer.mlp.gate_up.round_finely()
@@ -112,6 +116,10 @@ def load_cpu_decoder(
     ends = partial(_pack_ends, dtype)
     cpu = torch.device("cpu")
     read = read_decoder(source, dtype, cpu, _pack_layer, weight_dtype, ends)
+    if (inputs := read.layer_inputs) is not None:
+        rows, _ = _pack_ends(dtype, inputs.rows, inputs.projection[0])
+        packed = replace(inputs, rows=rows, projection=PackedWeight(*inputs.projection))
+        read = replace(read, layer_inputs=packed)
     return CpuDecoder(read, activation_bits)
 
 
@@ -131,10 +139,11 @@ def _pack_layer(tensors: LayerTensors) -> DecoderLayer[PackedWeight, PackedExper
     }
     mlp, net, beside = tensors.mlp, tensors.recurrence, tensors.beside
     attention = tensors.q, tensors.k, tensors.v
+    present = [both for both in attention if both[0].shape[0]]
     first = 0 if beside is None else sum(weight.shape[0] for weight, _ in attention)
     return DecoderLayer(
         **norms,
-        qkv=PackedWeight.of_parts((*attention, *tensors.more)),
+        qkv=PackedWeight.of_parts((*(present or attention), *tensors.more)),
         o=PackedWeight(*tensors.o),
         mlp=_pack_experts(mlp) if isinstance(mlp, ExpertTensors) else _pack_mlp(mlp),
         features=tensors.features,
@@ -143,7 +152,32 @@ def _pack_layer(tensors: LayerTensors) -> DecoderLayer[PackedWeight, PackedExper
         recurrence=None if net is None else PackedRecurrence(net, first),
         beside=None if beside is None else PackedWeight(*beside),
         short_conv=None if tensors.short_conv is None else PackedShortConv(tensors.short_conv),
+        num_kv_heads=tensors.num_kv_heads,
+        head_dim=tensors.head_dim,
+        kv_source=tensors.kv_source,
+        has_v_norm=tensors.has_v_norm,
+        experts_beside=_pack_beside(tensors.experts_beside),
+        own_input=_pack_own_input(tensors.own_input),
+        scale=tensors.scale,
     )
+
+
+def _pack_beside(
+    beside: ExpertsBeside[ExpertTensors] | None,
+) -> ExpertsBeside[PackedExperts] | None:
+    if beside is None:
+        return None
+    return ExpertsBeside(
+        _pack_experts(beside.experts),
+        *(beside.router_norm.contiguous(), beside.pre_norm.contiguous()),
+        *(beside.post_mlp_norm.contiguous(), beside.post_norm.contiguous()),
+    )
+
+
+def _pack_own_input(own: LayerInput[WeightAndBias] | None) -> LayerInput[PackedWeight] | None:
+    if own is None:
+        return None
+    return LayerInput(PackedWeight(*own.gate), PackedWeight(*own.up), own.norm.contiguous())
 
 
 def _pack_mlp(mlp: MlpTensors) -> Mlp[PackedWeight]:
@@ -155,7 +189,8 @@ def _pack_experts(mlp: ExpertTensors) -> PackedExperts:
     experts = [_pack_mlp(expert) for expert in mlp.experts]
     gate_up, down = [expert.gate_up for expert in experts], [expert.down for expert in experts]
     router = PackedWeight(*mlp.router)
-    return PackedExperts(router, gate_up, down, mlp.routing, mlp.choice_bias)
+    biases = mlp.choice_bias, mlp.expert_scale
+    return PackedExperts(router, gate_up, down, mlp.routing, *biases)
 
 
 def _interleaved(gate: WeightAndBias, up: WeightAndBias) -> PackedWeight:

@@ -202,8 +202,8 @@ def load_decoder(
     where the model cannot be split over so many ranks.
     """
     check_decoder(source.config)
-    if any(decoder_shape(source.config).mixers):
-        raise ModelNotSupported("recurrent layers run natively on the cpu attention backend only")
+    if parts := decoder_shape(source.config).compiled_parts:
+        raise ModelNotSupported(f"{parts} run natively on the cpu attention backend only")
     if group is not None and group.size == 1:
         group = None
     if group is None:
@@ -235,6 +235,13 @@ def _pack_layer(
         recurrence=None,
         short_conv=None,
         beside=None,
+        num_kv_heads=0,
+        head_dim=0,
+        kv_source=None,
+        has_v_norm=False,
+        experts_beside=None,
+        own_input=None,
+        scale=1.0,
     )
 
 

@@ -37,6 +37,21 @@ class DecoderShape(DecoderSizes):
     experts: tuple[ExpertParts | None, ...]  # of each layer; None: one MLP
     mixers: tuple[Mixer | None, ...]  # of each layer; None: it attends
     has_mlp: tuple[bool, ...]  # or experts, of each layer
+    heads: tuple[tuple[int, int], ...]  # of each layer, its K/V heads and their features
+    kv_sources: tuple[int | None, ...]  # of each layer, the one whose K and V it reads
+    intermediate_sizes: tuple[int, ...]  # of each layer's MLP
+    k_for_v: tuple[bool, ...]  # of each layer: v is k, as projected
+    experts_beside: ExpertParts | None  # of each layer
+    layer_input_size: int
+    num_input_rows: int  # of the embedding of the layers' own inputs
+
+    @property
+    def compiled_parts(self) -> str:
+        """What only the compiled kernels of the CPU have; "" without any."""
+        if any(self.mixers):
+            return "recurrent layers"
+        is_plain = len(set(self.heads)) == 1 and not any(self.kv_sources)
+        return "" if is_plain and not self.family.has_layer_scale else "layers of several shapes"
 
     @property
     def feature_names(self) -> frozenset[str]:
@@ -52,7 +67,7 @@ def not_native_reason(config: Any) -> str:
         return f"it is not one of {', '.join(FAMILIES)}"
     if config_scheme(config) is MXFP4 and not family.has_mxfp4:
         return "it has quantized weights in MXFP4"
-    if getattr(config, "use_bidirectional_attention", None):
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         return "its attention is not causal"
     activation, activations = family.activation(config), _activations(family)
     if activation not in activations:
@@ -72,7 +87,9 @@ def not_native_reason(config: Any) -> str:
         if kind not in ROPE_TYPES:
             return f"it has rope scaling {kind!r}; possible are {', '.join(ROPE_TYPES)}"
         share = rope.get("partial_rotary_factor", 1.0)
-        if kind != "default" and share != family.partial_rotary_factor(config):
+        if kind not in ("default", "proportional") and share != family.partial_rotary_factor(
+            config
+        ):
             return f"it has rope scaling {kind!r} of {share} of each head"
     return ""
 
@@ -94,14 +111,15 @@ def decoder_shape(config: Any) -> DecoderShape:
     """Sizes and parts of a checked config."""
     family = FAMILIES[architecture_of(config)]
     num_heads, num_layers = config.num_attention_heads, config.num_hidden_layers
-    head_dim = head_dim_of(config)
+    heads = _heads(config, family)
+    head_dim = max(size for _, size in heads)
     ropes = _ropes(config)
     scale = family.attention_scale(config)
     qk_norm = family.qk_norm(config)
     return DecoderShape(
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=config.num_key_value_heads or num_heads,
+        num_kv_heads=max(count for count, _ in heads),
         head_dim=head_dim,
         hidden_size=config.hidden_size,
         intermediate_size=family.intermediate_size(config),
@@ -137,7 +155,28 @@ def decoder_shape(config: Any) -> DecoderShape:
         experts=tuple(family.experts(config, layer) for layer in range(num_layers)),
         mixers=tuple(family.mixer(config, layer) for layer in range(num_layers)),
         has_mlp=tuple(family.has_mlp(config, layer) for layer in range(num_layers)),
+        heads=heads,
+        kv_sources=tuple(family.kv_source(config, layer) for layer in range(num_layers)),
+        intermediate_sizes=tuple(_intermediate_size(config, family, i) for i in range(num_layers)),
+        k_for_v=tuple(family.has_k_for_v(config, layer) for layer in range(num_layers)),
+        experts_beside=family.experts_beside(config),
+        layer_input_size=family.layer_input_size(config),
+        num_input_rows=getattr(config, "vocab_size_per_layer_input", 0),
     )
+
+
+def _heads(config: Any, family: Family) -> tuple[tuple[int, int], ...]:
+    if family.attention_heads is not None:
+        each = family.attention_heads
+        return tuple(each(config, layer) for layer in range(config.num_hidden_layers))
+    count = config.num_key_value_heads or config.num_attention_heads
+    return ((count, head_dim_of(config)),) * config.num_hidden_layers
+
+
+def _intermediate_size(config: Any, family: Family, layer: int) -> int:
+    if family.layer_intermediate_size is not None:
+        return family.layer_intermediate_size(config, layer)
+    return int(family.intermediate_size(config))
 
 
 def _features(config: Any, family: Family, layer: int) -> AttentionFeatures:

@@ -37,6 +37,7 @@ from radixserve.models.source import ModelSource, TensorSource
 from radixserve.models.weights import architecture_of
 from radixserve_kernels.attention_features import PLAIN, AttentionFeatures
 from radixserve_kernels.cpu_weights import return_freed_memory
+from radixserve_kernels.decoder_layer import ExpertsBeside, LayerInput, LayerInputs
 from radixserve_kernels.delta_net import DeltaNet
 from radixserve_kernels.quantized import (
     BITS,
@@ -79,6 +80,13 @@ class LayerTensors:
     recurrence: DeltaNet | StateSpace | None = None  # instead of attention or beside it
     beside: WeightAndBias | None = None  # as o, of a recurrence beside attention
     short_conv: Tensor | None = None  # [kernel, C] of one instead of attention; q, k, v: b, c, x
+    num_kv_heads: int = 0  # see DecoderLayer, here and below
+    head_dim: int = 0
+    kv_source: int | None = None
+    has_v_norm: bool = False
+    experts_beside: ExpertsBeside[ExpertTensors] | None = None
+    own_input: LayerInput[WeightAndBias] | None = None
+    scale: float = 1.0
 
     @property
     def norms(self) -> dict[str, Tensor | None]:
@@ -89,7 +97,12 @@ class LayerTensors:
     @property
     def projections(self) -> tuple[WeightAndBias, ...]:
         beside = () if self.beside is None else (self.beside,)
-        return self.q, self.k, self.v, *self.more, self.o, *beside, *self.mlp.projections
+        own = self.own_input
+        more: tuple[WeightAndBias, ...] = () if own is None else (own.gate, own.up)
+        if self.experts_beside is not None:
+            more += self.experts_beside.experts.projections
+        attention = self.q, self.k, self.v, *self.more, self.o, *beside
+        return *attention, *self.mlp.projections, *more
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +116,7 @@ class DecoderTensors:
     norm: Tensor  # [H] float32
     lm_head: Any  # [V, H], as the embedding; the embedding itself if tied
     rotaries: tuple[RotaryTable, ...]  # one for each of shape.ropes
+    layer_inputs: LayerInputs[Any, Any] | None = None
 
 
 def read_decoder(
@@ -126,6 +140,8 @@ def read_decoder(
     tensors = source.tensors(dtype, device, keeps_forms=weight_dtype is not None)
     reader = _FormReader(tensors, dtype, to_int8=weight_dtype == "int8")
     tensors.skip(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|mtp\..*")
+    if sharing := "|".join(str(i) for i, s in enumerate(shape.kv_sources) if s is not None):
+        tensors.skip(rf"model\.layers\.({sharing})\.self_attn\.([kv]_proj|k_norm)\.weight")
     embedding = reader.matrix("model.embed_tokens.weight", (shape.vocab_size, shape.hidden_size))
     embedding, lm_head = make_ends(embedding, _load_head(reader, shape, embedding))
     return_freed_memory()  # the largest matrices of most models, as they were read
@@ -134,7 +150,12 @@ def read_decoder(
     layers = tuple(
         make_layer(_LayerReader(reader, shape, number).read()) for number in range(shape.num_layers)
     )
+    layer_inputs = _read_layer_inputs(reader, shape)
     tensors.finish()
+    stores = [
+        attends(parts) and source is None
+        for parts, source in zip(shape.mixers, shape.kv_sources, strict=True)
+    ]
     info = ModelInfo(
         architecture=architecture_of(config),
         is_native=True,
@@ -151,15 +172,31 @@ def read_decoder(
         weight_forms=tuple(sorted(reader.forms.items())),
         attention_features=tuple(sorted(shape.feature_names)),
         attention_variants=distinct_variants(shape.features),
-        num_kv_layers=sum(map(attends, shape.mixers)) if any(shape.mixers) else None,
+        num_kv_layers=sum(stores) if not all(stores) else None,
         states=_state_shapes(shape),
         **layer_windows(
-            features
-            for features, parts in zip(shape.features, shape.mixers, strict=True)
-            if attends(parts)
+            features for features, has_kv in zip(shape.features, stores, strict=True) if has_kv
         ),
     )
-    return DecoderTensors(info, shape, embedding, layers, norm, lm_head, rotaries)
+    return DecoderTensors(info, shape, embedding, layers, norm, lm_head, rotaries, layer_inputs)
+
+
+def _read_layer_inputs(reader: _FormReader, shape: DecoderShape) -> LayerInputs[Any, Any] | None:
+    size = shape.layer_input_size
+    if not size:
+        return None
+    num_columns = shape.num_layers * size
+    name = "model.per_layer_model_projection.weight"
+    return LayerInputs(
+        rows=reader.matrix(
+            "model.embed_tokens_per_layer.weight", (shape.num_input_rows, num_columns)
+        ),
+        projection=(reader.matrix(name, (num_columns, shape.hidden_size)), None),
+        norm=reader.take("model.per_layer_projection_norm.weight", (size,)).float(),
+        rows_scale=reader.rounded(size**0.5),
+        projection_scale=shape.hidden_size**-0.5,
+        scale=2.0**-0.5,
+    )
 
 
 def _state_shapes(shape: DecoderShape) -> tuple[StateShape, ...]:
@@ -192,11 +229,13 @@ def _rotary_tables(
     source: ModelSource, shape: DecoderShape, device: torch.device
 ) -> tuple[RotaryTable, ...]:
     factors, tables = source.rope_factors(), []
-    for rope in shape.ropes:
-        inv_freq, scaling = rope_frequencies(source.config, shape.rotary_dim, rope)
-        if factors is not None:
+    for number, rope in enumerate(shape.ropes):
+        _, head_dim = shape.heads[shape.rotary.index(number)]
+        rotary_dim = shape.rotary_dim if head_dim == shape.head_dim else head_dim
+        inv_freq, scaling = rope_frequencies(source.config, rotary_dim, rope)
+        if factors is not None and rope.get("rope_type") != "proportional":
             inv_freq = inv_freq / factors
-        tables.append(RotaryTable(inv_freq.to(device), scaling, shape.head_dim))
+        tables.append(RotaryTable(inv_freq.to(device), scaling, head_dim))
     return tuple(tables)
 
 
@@ -208,10 +247,15 @@ class _FormReader:
         self.forms: Counter[str] = Counter()  # form, if not the dtype -> parameters
         self.num_twice = 0  # parameters of a head that is the embedding
         self._source, self._to_int8 = source, to_int8
+        self._torch_dtype = dtype
         self._dtype = str(dtype).removeprefix("torch.")
 
     def __contains__(self, name: str) -> bool:
         return name in self._source
+
+    def rounded(self, number: float) -> float:
+        """To the dtype of the weights."""
+        return float(torch.tensor(number, dtype=self._torch_dtype))
 
     def matrix(self, name: str, shape: tuple[int, ...]) -> AnyWeight:
         """In the form that it is computed with. Raises InvalidRequest where it has none."""
@@ -281,7 +325,56 @@ class _LayerReader:
             pre_mlp_norm=self._norm(names.pre_mlp),
             post_mlp_norm=self._norm(names.post_mlp),
             mlp=self._mlp(),
+            experts_beside=self._experts_beside(),
+            own_input=self._own_input(),
+            scale=self._scale(),
             **self._mixer(parts),
+        )
+
+    def _scale(self) -> float:
+        if not self._shape.family.has_layer_scale:
+            return 1.0
+        scale = self._reader.take(f"{self._prefix}layer_scalar", (1,))
+        return 1.0 if scale.is_meta else float(scale)
+
+    def _own_input(self) -> LayerInput[WeightAndBias] | None:
+        size, hidden = self._shape.layer_input_size, self._shape.hidden_size
+        if not size:
+            return None
+        return LayerInput(
+            gate=self._both("per_layer_input_gate", size, hidden, has_bias=False),
+            up=self._both("per_layer_projection", hidden, size, has_bias=False),
+            norm=self._weights("post_per_layer_input_norm", (hidden,)),
+        )
+
+    def _experts_beside(self) -> ExpertsBeside[ExpertTensors] | None:
+        parts, hidden = self._shape.experts_beside, self._shape.hidden_size
+        if parts is None:
+            return None
+        count, inner = parts.routing.num_experts, parts.intermediate_size
+        take, prefix = self._reader.take, self._prefix
+        sizes = (count, 2 * inner, hidden), (count, hidden, inner)
+        gate_up = self._reader.matrices(f"{prefix}experts.gate_up_proj", sizes[0])
+        down = self._reader.matrices(f"{prefix}experts.down_proj", sizes[1])
+        experts = tuple(
+            MlpTensors(
+                gate=(map_parts(both, lambda part: part[:inner]), None),
+                up=(map_parts(both, lambda part: part[inner:]), None),
+                down=(down_proj, None),
+            )
+            for both, down_proj in zip(gate_up, down, strict=True)
+        )
+        return ExpertsBeside(
+            ExpertTensors(
+                parts.routing,
+                (take(f"{prefix}router.proj.weight", (count, hidden)), None),
+                experts,
+                expert_scale=take(f"{prefix}router.per_expert_scale", (count,)).float(),
+            ),
+            router_norm=take(f"{prefix}router.scale", (hidden,)).float() * hidden**-0.5,
+            pre_norm=self._weights("pre_feedforward_layernorm_2", (hidden,)),
+            post_mlp_norm=self._weights("post_feedforward_layernorm_1", (hidden,)),
+            post_norm=self._weights("post_feedforward_layernorm_2", (hidden,)),
         )
 
     def _mixer(self, parts: Mixer | None) -> dict[str, Any]:
@@ -316,14 +409,20 @@ class _LayerReader:
     def _attention(self) -> dict[str, Any]:
         shape = self._shape
         hidden = shape.hidden_size
-        q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        kv_heads, head_dim = shape.heads[self._number]
+        source = shape.kv_sources[self._number]
+        q, kv = shape.num_heads * head_dim, kv_heads * head_dim
         module = shape.family.attention_module
         fused = f"{module}.qkv_proj" if shape.family.has_fused_qkv else None
         attention = [(f"{module}.{letter}_proj", q if letter == "q" else kv) for letter in "qkv"]
         more: tuple[WeightAndBias, ...] = ()
         if shape.family.has_output_gate:
             attention[0] = f"{module}.q_proj", 2 * q
-        q_proj, k_proj, v_proj = self._parts(attention, fused, hidden, has_bias=shape.qkv_bias)
+        letters = 1 if source is not None else 2 if shape.k_for_v[self._number] else 3
+        parts = self._parts(attention[:letters], fused, hidden, has_bias=shape.qkv_bias)
+        if letters == 1:
+            parts += [_NOTHING, _NOTHING]
+        q_proj, k_proj, v_proj = parts if letters != 2 else [*parts, parts[1]]
         if shape.family.has_output_gate:  # of each head first q, then the gate
             halves = torch.arange(2 * q).view(shape.num_heads, 2, shape.head_dim)
             q_proj, gate = (_rows_of(q_proj, halves[:, half].flatten()) for half in range(2))
@@ -331,12 +430,16 @@ class _LayerReader:
         return {
             "qk_norm": self._qk_norm(),
             "q": self._turned(q_proj),
-            "k": self._turned(k_proj),
+            "k": self._turned(k_proj) if source is None else k_proj,
             "v": v_proj,
             "more": more,
             "o": self._both(f"{module}.{shape.family.o_name}", hidden, q, has_bias=shape.o_bias),
             "features": self._features(),
             "rotary": shape.rotary[self._number],
+            "num_kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "kv_source": source,
+            "has_v_norm": shape.family.has_v_norm,
         }
 
     def _delta_net(self, parts: DeltaNetParts) -> dict[str, Any]:
@@ -439,7 +542,8 @@ class _LayerReader:
             return MlpTensors(None, _NOTHING, _NOTHING)
         if (experts := shape.experts[self._number]) is not None:
             return read_experts(self._reader, self._prefix, experts, shape.hidden_size)
-        size, names = (shape.intermediate_size, shape.hidden_size), shape.family.mlp_names
+        size = shape.intermediate_sizes[self._number], shape.hidden_size
+        names = shape.family.mlp_names
         return read_mlp(self._reader, self._prefix, names, size, has_biases=shape.mlp_bias)
 
     def _norm(self, name: str | None) -> Tensor | None:
@@ -455,15 +559,20 @@ class _LayerReader:
         if kind is None:
             return None
         rows = []
-        for name, heads in (("q", shape.num_heads), ("k", shape.num_kv_heads)):
+        kv_heads, head_dim = shape.heads[self._number]
+        has_kv = shape.kv_sources[self._number] is None
+        counts = (("q", shape.num_heads), ("k", kv_heads))
+        for name, heads in counts if has_kv else counts[:1]:
             sizes = {
-                "shared": (shape.head_dim,),
-                "head": (heads, shape.head_dim),
-                "whole": (heads * shape.head_dim,),
+                "shared": (head_dim,),
+                "head": (heads, head_dim),
+                "whole": (heads * head_dim,),
             }
             weights = self._weights(f"self_attn.{name}_{shape.family.qk_norm_name}", sizes[kind])
-            weights = self._order(weights.reshape(-1)).view(-1, shape.head_dim)
+            weights = self._order(weights.reshape(-1)).view(-1, head_dim)
             rows.append(weights.expand(heads, -1))
+        if shape.family.has_v_norm and has_kv:
+            rows.append(torch.ones_like(rows[0][:1]).expand(kv_heads, -1))
         return torch.cat(rows)
 
     def _order(self, rows: Tensor) -> Tensor:
@@ -472,7 +581,7 @@ class _LayerReader:
         if shape.family.has_interleaved_rope:
             return rows
         if shape.rotary_dim == shape.head_dim:
-            return pair_halves(rows, shape.head_dim)
+            return pair_halves(rows, shape.heads[self._number][1])
         heads = rows.view(-1, shape.head_dim, *rows.shape[1:])
         turned, rest = heads[:, : shape.rotary_dim], heads[:, shape.rotary_dim :]
         turned = pair_halves(turned.flatten(0, 1), shape.rotary_dim).view(turned.shape)

@@ -204,6 +204,18 @@ class Family:
     attention_out_scale: Read = lambda _: 1.0  # of what attention adds to the residual
     gate_scale: Read = lambda _: 1.0  # of the MLP's gate
     mlp_out_scale: Read = lambda _: 1.0  # of what the MLP adds to the residual
+    attention_heads: Callable[[Any, int], tuple[int, int]] | None = None  # of a layer, its K/V
+    # heads and their features; None: as the config says for all
+    kv_source: Callable[[Any, int], int | None] = lambda _config, _layer: None  # of a layer, the
+    # earlier one whose K and V it reads
+    layer_intermediate_size: Callable[[Any, int], int] | None = (
+        None  # of its MLP, where they differ
+    )
+    has_v_norm: bool = False  # without weights, where K and V are stored
+    has_k_for_v: Callable[[Any, int], bool] = lambda _config, _layer: False  # v is k, as projected
+    experts_beside: Callable[[Any], ExpertParts | None] = lambda _: None  # the MLP of each layer
+    layer_input_size: Read = lambda _: 0  # of each layer's own input of a token; 0: none has one
+    has_layer_scale: bool = False  # of the residual after a layer
 
 
 QK_NORMS = (
@@ -461,6 +473,39 @@ def _falcon_refuses(config: Any) -> str:
     return f"it has {', '.join(biases)}" if biases else ""
 
 
+def _gemma4_heads(config: Any, layer: int) -> tuple[int, int]:
+    own = config.per_layer_config[layer]
+    return own.num_key_value_heads, own.head_dim
+
+
+def _gemma4_kv_source(config: Any, layer: int) -> int | None:
+    """The last layer of the same type before those that share."""
+    first = config.num_hidden_layers - config.num_kv_shared_layers
+    if layer < first:
+        return None
+    types = config.layer_types
+    return max(before for before in range(first) if types[before] == types[layer])
+
+
+def _gemma4_intermediate_size(config: Any, layer: int) -> int:
+    is_wide = config.use_double_wide_mlp and _gemma4_kv_source(config, layer) is not None
+    return int(config.intermediate_size) * (2 if is_wide else 1)
+
+
+def _gemma4_experts(config: Any) -> ExpertParts | None:
+    if not config.enable_moe_block:
+        return None
+    routing = Routing(config.num_experts, config.top_k_experts, renormalizes=True, has_gelu=True)
+    return ExpertParts(routing, config.moe_intermediate_size)
+
+
+def _gemma4_refuses(config: Any) -> str:
+    first = config.num_hidden_layers - config.num_kv_shared_layers
+    if set(config.layer_types[first:]) - set(config.layer_types[:first]):
+        return "layers share K and V of a type that no other layer has"
+    return ""
+
+
 def _lfm2_intermediate_size(config: Any) -> int:
     size = int(config.intermediate_size)
     if not config.block_auto_adjust_ff_dim:
@@ -499,6 +544,28 @@ _GEMMA = Family(
     norm_offset=1.0,
     embedding_scale=lambda config: config.hidden_size**0.5,
     has_rounded_scale=True,
+)
+_GEMMA4 = replace(
+    _GEMMA,
+    norm_offset=0.0,
+    norms=_GEMMA_NORMS,
+    qk_norm=lambda _: "shared",
+    activation=lambda config: config.hidden_activation,
+    attention_scale=lambda _: 1.0,
+    window=_window_by_type,
+    final_logits_soft_cap=lambda config: config.final_logit_softcapping,
+    attention_heads=_gemma4_heads,
+    kv_source=_gemma4_kv_source,
+    intermediate_size=lambda config: max(
+        _gemma4_intermediate_size(config, layer) for layer in range(config.num_hidden_layers)
+    ),
+    layer_intermediate_size=_gemma4_intermediate_size,
+    has_v_norm=True,
+    has_k_for_v=lambda config, layer: config.attention_k_eq_v and not _is_sliding(config, layer),
+    experts_beside=_gemma4_experts,
+    layer_input_size=lambda config: config.hidden_size_per_layer_input or 0,
+    has_layer_scale=True,
+    refuses=_gemma4_refuses,
 )
 _LFM2 = Family(
     norms=NormNames("operator_norm", None, "ffn_norm"),
@@ -559,6 +626,7 @@ FAMILIES: dict[str, Family] = {  # by architecture
         window=_window_by_type,
         final_logits_soft_cap=lambda config: config.final_logit_softcapping,
     ),
+    "Gemma4ForCausalLM": _GEMMA4,
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": replace(_GLM, norms=_GLM4_NORMS),
     "GptOssForCausalLM": Family(

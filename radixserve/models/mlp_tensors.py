@@ -36,6 +36,7 @@ class ExpertTensors:
     router: WeightAndBias  # [E, H], the shared expert's gate included
     experts: tuple[MlpTensors, ...]
     choice_bias: Tensor | None = None  # [E] float32, see `choose_experts`
+    expert_scale: Tensor | None = None  # [E] float32, of the weights
 
     @property
     def projections(self) -> tuple[WeightAndBias, ...]:

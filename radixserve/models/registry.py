@@ -32,7 +32,7 @@ def load_model(
     if config.model_impl == "native":
         check_decoder(source.config)
     is_native = config.model_impl != "transformers" and not not_native_reason(source.config)
-    if is_native and any(decoder_shape(source.config).mixers):
+    if is_native and decoder_shape(source.config).compiled_parts:
         is_native = _has_cpu_kernels(source, config, dtype, device, ranks)
     asked = config.attention_backend
     packs = config.weight_dtype != "auto"
@@ -71,7 +71,7 @@ def _has_cpu_kernels(
     device: torch.device,
     ranks: TPGroup | None,
 ) -> bool:
-    """Whether a model with recurrent layers runs on the compiled kernels, which alone have them.
+    """Whether a model with layers that only the compiled kernels have runs on them.
     ModelNotSupported where it must."""
     shape = decoder_shape(source.config)
     asked = config.attention_backend
@@ -81,8 +81,8 @@ def _has_cpu_kernels(
     if config.model_impl == "native" or ranks is not None:
         where = "several ranks" if ranks is not None else f"the {name} attention backend"
         raise ModelNotSupported(
-            f"the native decoder has no recurrent layers on {where}, only on the cpu attention "
-            'backend; model_impl="transformers" runs them in transformers\' code'
+            f"the native decoder has no {shape.compiled_parts} on {where}, only on the cpu "
+            'attention backend; model_impl="transformers" runs them in transformers\' code'
         )
     return False
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from radixserve_kernels.torch_ops import rotations
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 FIRST_POSITIONS = 2_048  # whose rotations are made at load
 
 
@@ -60,6 +60,8 @@ def rope_frequencies(
     if (length := original_length(config, rope)) is not None:
         rope["original_max_position_embeddings"] = length
     kind = rope.get("rope_type", "default")
+    if kind == "proportional":
+        return _proportional(rope, rotary_dim), 1.0
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     powers = rope["rope_theta"] ** exponents
     if kind == "yarn":
@@ -72,6 +74,16 @@ def rope_frequencies(
     elif kind == "llama3":
         inv_freq = _llama3(inv_freq, rope)
     return inv_freq, 1.0
+
+
+def _proportional(rope: Mapping[str, Any], head_dim: int) -> Tensor:
+    """Gemma 4: the first pairs of a head turn as far as their place among all of it says, the
+    others not at all."""
+    num_turned = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
+    exponents = torch.arange(0, 2 * num_turned, 2, dtype=torch.float32) / head_dim
+    turned = 1.0 / rope["rope_theta"] ** exponents
+    inv_freq = torch.cat((turned, torch.zeros(head_dim // 2 - num_turned)))
+    return inv_freq / rope.get("factor", 1.0)
 
 
 def original_length(config: Any, rope: Mapping[str, Any]) -> int | None:

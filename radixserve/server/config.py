@@ -24,9 +24,10 @@ from radixserve.routing.autoscaling import Autoscaling
 LOOPBACK = ("localhost", "::1")
 TOOL_CALL_PARSERS = (
     *("auto", "none", "generic", "hermes", "llama3", "mistral", "mistral-args", "granite", "kimi"),
-    *("deepseek-v3", "deepseek-v3.1", "qwen3-coder", "glm", "gemma4", "function-gemma", "harmony"),
+    *("deepseek-v3", "deepseek-v3.1", "qwen3-coder", "glm", "gemma4", "function-gemma", "lfm2"),
+    "harmony",
 )
-REASONING_PARSERS = ("auto", "think", "none")
+REASONING_PARSERS = ("auto", "think", "mistral", "gemma4", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +72,11 @@ class ServerConfig(StrictFields):
     keep_billing_header  leave the changing header of coding agents in their system prompts
     tool_call_parser    style in which the model writes tool calls: hermes, llama3, mistral,
                         mistral-args, granite, kimi, deepseek-v3, deepseek-v3.1, qwen3-coder, glm,
-                        gemma4, function-gemma, harmony or generic, see docs/tools.md; none: calls
-                        stay text; auto: as its chat template shows
-    reasoning_parser    think: what stands in <think></think> is reasoning_content; none; auto:
-                        think where the chat template knows these tags
+                        gemma4, function-gemma, lfm2, harmony or generic, see docs/tools.md; none:
+                        calls stay text; auto: as its chat template shows
+    reasoning_parser    what becomes reasoning_content. think: what stands in <think></think>;
+                        mistral: in [THINK][/THINK]; gemma4: in the channel "thought"; none:
+                        nothing; auto: as the chat template shows
     replicas            engines, each in a process and with a cache of its own; 0: one in this
                         process. A request goes where it costs least, by what is cached there and
                         by load. Needs the extra [cluster]

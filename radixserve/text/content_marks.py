@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 MARK = "\ufdd0"
 _MARKS = re.compile(f"({MARK}{{1,2}})")
 # An assistant's message may bring its thoughts in these tags, which templates look for.
-REASONING_TAGS = frozenset(("<think>", "</think>", "[THINK]", "[/THINK]"))
+THINK_TAGS = ("[THINK]", "[/THINK]")  # of Mistral's models
+REASONING_TAGS = frozenset(("<think>", "</think>", *THINK_TAGS))
 
 
 class SpecialToken(NamedTuple):

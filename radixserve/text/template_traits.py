@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from radixserve.errors import InvalidRequest
-from radixserve.text.content_marks import unmarked
+from radixserve.text.content_marks import THINK_TAGS, unmarked
 
 Message = dict[str, Any]
 Render = Callable[..., str]  # (messages, *, tools=None); raises InvalidRequest
@@ -42,6 +42,8 @@ class TemplateTraits:
     has_user_runs        two user messages in a row
     has_calls            tool calls of the assistant, and their results
     has_tools            descriptions of tools, and calls
+    thought_tags         tags that the template knows in an assistant's content, where it has no
+                         place for reasoning_content; None: reasoning needs no tags
     """
 
     has_system: bool = True
@@ -52,6 +54,7 @@ class TemplateTraits:
     has_user_runs: bool = True
     has_calls: bool = True
     has_tools: bool = True
+    thought_tags: tuple[str, str] | None = None
 
     @classmethod
     def of(cls, template: str, render: Render) -> TemplateTraits:
@@ -80,6 +83,7 @@ class TemplateTraits:
             has_user_runs=shows([_said("user", first), user], (first, second)),
             has_calls=has_calls,
             has_tools=has_calls and _shows_tool(render, user, first),
+            thought_tags=_thought_tags(template, shows, user),
         )
 
 
@@ -96,8 +100,11 @@ def fit_messages(
     - Later ones become messages of the user where the template takes them at the beginning only.
     - `generic_tools`, functions as JSON, are described in the system message; then, and where the
       template does not render calls, calls and results are text.
+    - Reasoning begins the content, between tags, where the template knows it only there.
     """
     said = [dict(message) for message in messages]
+    if traits.thought_tags is not None:
+        said = [_with_thought_as_text(message, *traits.thought_tags) for message in said]
     if generic_tools is not None or not traits.has_calls:
         said = [_with_calls_as_text(message) for message in said]
     if not traits.has_developer:
@@ -180,6 +187,29 @@ def _shows_tool(render: Render, user: Message, name: str) -> bool:
         return name in render([user], tools=[{"type": "function", "function": function}])
     except InvalidRequest:
         return False
+
+
+def _thought_tags(
+    template: str, shows: Callable[..., bool], user: Message
+) -> tuple[str, str] | None:
+    """Mistral's tags, where the template shows reasoning in the content alone."""
+    thought, question, answer = _WORDS
+    opening, closing = THINK_TAGS
+    words = (question, thought, answer)
+    if opening not in template or shows(
+        [user, {**_said("assistant", answer), "reasoning_content": thought}], words
+    ):
+        return None
+    in_content = _said("assistant", f"{opening}{thought}{closing}{answer}")
+    return THINK_TAGS if shows([user, in_content], words) else None
+
+
+def _with_thought_as_text(message: Message, opening: str, closing: str) -> Message:
+    thought = message.get("reasoning_content")
+    if message["role"] != "assistant" or not thought:
+        return message
+    rest = {name: value for name, value in message.items() if name != "reasoning_content"}
+    return {**rest, "content": f"{opening}{thought}{closing}{_text_of(message)}"}
 
 
 def _is_system(message: Mapping[str, Any]) -> bool:

@@ -23,6 +23,7 @@ from tests.checkpoints import (
     NATIVE,
     NATIVE_PARTS,
     RECURRENT,
+    SHAPED,
     make_checkpoint,
     make_model,
 )
@@ -32,7 +33,7 @@ from tests.models.causal_models import tiny_config
 
 __all__ = ["cpu_level", "num_threads"]
 HYBRID = ("qwen3_next", "lfm2", "granitemoehybrid", "falcon_h1")  # one of each kind
-FAMILIES = ("llama", "qwen3", "gemma3", "qwen3_moe", "gpt_oss", *HYBRID)
+FAMILIES = ("llama", "qwen3", "gemma3", "qwen3_moe", "gpt_oss", *HYBRID, *SHAPED)
 FORMS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},

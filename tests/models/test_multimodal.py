@@ -112,7 +112,6 @@ CASES = {
         "gemma4",
         {"model_type": "gemma4_vision", **VISION},
         {"pad_token_id": 0},
-        is_native=False,
     ),
     "lighton_ocr": Case("LightOnOcr", "qwen3", {"model_type": "pixtral", **VISION}),
     "exaone4_5": Case("Exaone4_5_", "exaone4", QWEN_VISION),

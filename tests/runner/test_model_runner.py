@@ -29,6 +29,7 @@ from tests.checkpoints import (
     NATIVE,
     NATIVE_PARTS,
     RECURRENT,
+    SHAPED,
     VOCAB_SIZE,
     all_logprobs,
     greedy,
@@ -103,7 +104,9 @@ def test_native_families_on_torch(
 
 # RECURRENT: tests/models/test_recurrent_layers.py; in transformers' code they need states, which
 # the driver does not hand out.
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {*NATIVE, *NATIVE_PARTS, *RECURRENT}))
+@pytest.mark.parametrize(
+    "family", sorted(set(FAMILIES) - {*NATIVE, *NATIVE_PARTS, *RECURRENT, *SHAPED})
+)
 def test_transformers_families(tmp_path: Path, family: str) -> None:
     folder = make_checkpoint(tmp_path, family, seed=1)
     backend = "torch" if family in ("starcoder2", "gpt2") else "auto"

@@ -44,9 +44,18 @@ TEMPLATE = """\
 _START, _END = "<|im_start|>", "<|im_end|>"
 
 
-def make_scripted(folder: Path, answer: Sequence[str] = CALL, *, positions: int = 8_192) -> Path:
-    """Write it. After the line break of the assistant's header comes the answer, then the end."""
-    tokenizer = _tokenizer(answer)
+def make_scripted(
+    folder: Path,
+    answer: Sequence[str] = CALL,
+    *,
+    positions: int = 8_192,
+    template: str = TEMPLATE,
+    special: Sequence[str] = (),
+) -> Path:
+    """Write it. After the line break of the assistant's header comes the answer, then the end.
+
+    `special`: pieces of the answer that are special tokens."""
+    tokenizer = _tokenizer(answer, template, special)
     tokenizer.save_pretrained(folder)
     vocab = tokenizer.get_vocab()
     ids = [vocab[_as_bytes("\n")], *(vocab[_as_bytes(piece)] for piece in answer)]
@@ -76,7 +85,7 @@ def make_scripted(folder: Path, answer: Sequence[str] = CALL, *, positions: int 
     return folder
 
 
-def _tokenizer(answer: Sequence[str]) -> Any:
+def _tokenizer(answer: Sequence[str], template: str, special: Sequence[str]) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map(_as_bytes, answer)]
@@ -85,9 +94,9 @@ def _tokenizer(answer: Sequence[str]) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     wrapped = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=_END, additional_special_tokens=[_START]
+        tokenizer_object=tokenizer, eos_token=_END, additional_special_tokens=[_START, *special]
     )
-    wrapped.chat_template = TEMPLATE
+    wrapped.chat_template = template
     return wrapped
 
 

@@ -13,13 +13,14 @@ pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 
 from radixserve.server.answer.content_blocks import ContentBlocks, content_blocks_of
 from radixserve.server.answer.output_parser import OutputParser, OutputParserConfig, ParsedAnswer
+from radixserve.server.answer.reasoning import THINK, THOUGHTS, shown_thoughts
 from radixserve.server.answer.tool_parsers.json_calls import (
     HermesParser,
     Llama3Parser,
     MistralParser,
 )
 from radixserve.server.answer.tool_styles import STYLES, shown_style
-from radixserve.server.config import TOOL_CALL_PARSERS
+from radixserve.server.config import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 TYPED = [
     {"name": "f", "parameters": {"type": "object", "properties": {
@@ -37,8 +38,13 @@ FORMS = {
         calls=MistralParser, hidden=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), max_calls=None
     ),
     "one": OutputParserConfig(calls=HermesParser, max_calls=1),
-    "think": OutputParserConfig(calls=HermesParser, reasoning=True),
-    "thinking": OutputParserConfig(calls=HermesParser, reasoning=True, is_thinking=True),
+    "think": OutputParserConfig(calls=HermesParser, thoughts=THINK),
+    "thinking": OutputParserConfig(calls=HermesParser, thoughts=THINK, is_thinking=True),
+    "think-mistral": OutputParserConfig(calls=MistralParser, thoughts=THOUGHTS["mistral"]),
+    "think-gemma4": OutputParserConfig(
+        calls=partial(STYLES["gemma4"].make, TYPED), thoughts=THOUGHTS["gemma4"]
+    ),
+    "thinking-gemma4": OutputParserConfig(thoughts=THOUGHTS["gemma4"], is_thinking=True),
     "plain": OutputParserConfig(),
     **{
         name: OutputParserConfig(calls=partial(style.make, TYPED), hidden=style.around)
@@ -81,6 +87,10 @@ def coder(name: str, **arguments: str) -> str:
 
 def gemma4(call: str) -> str:
     return "<|tool_call>call:" + call.replace('"', '<|"|>') + "<tool_call|>"
+
+
+def lfm2(calls: str) -> str:
+    return f"<|tool_call_start|>[{calls}]<|tool_call_end|>"
 
 
 LLAMA_F = '{"name": "f", "parameters": {"a": 1}}'
@@ -147,6 +157,19 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, Any]], str | None]] = [
     ("thinking", "why</think>so", "so", [], "why"),
     ("thinking", "<think>why\nnot </think> so ", "so ", [], "why\nnot"),
     ("thinking", "why", None, [], "why"),
+    ("think-mistral", "[THINK]why [x] not[/THINK]so", "so", [], "why [x] not"),
+    ("think-mistral", '[THINK]hm[/THINK][TOOL_CALLS]f[ARGS]{"a": 1}', None, [F], "hm"),
+    ("think-mistral", "<think>so</think>", "=", [], None),
+    ("think-gemma4", "<|channel>thought\nIt is\nlate.\n<channel|>So.", "So.", [],
+     "It is\nlate."),
+    ("think-gemma4", "<|channel>thought\n<channel|>So.", "So.", [], None),
+    ("think-gemma4", "<|channel>thought\nA call<channel|>" + gemma4("f{a:1}"), None, [F], "A call"),
+    ("think-gemma4", "<|channel>thought\nA call\n" + gemma4("f{a:1}") + "so", "so", [F], "A call"),
+    ("think-gemma4", "<|channel>thought\nno end <|tool", None, [], "no end <|tool"),
+    ("think-gemma4", "<|channel>final\nso", "=", [], None),
+    ("think-gemma4", "it is <|channel>thought", "=", [], None),
+    ("thinking-gemma4", "why<channel|>so", "so", [], "why"),
+    ("thinking-gemma4", "<|channel>thought\nwhy<channel|>so", "so", [], "why"),
     ("granite", f"Well:\n<|tool_call|>[{ONE_F}, {ONE_G}]", "Well:", [F, G], None),
     ("granite", "<|tool_call|>[5]", "=", [], None),
     ("granite", "<|tool_call|>{}", "=", [], None),
@@ -179,6 +202,30 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, Any]], str | None]] = [
     ("gemma4", gemma4("f{a 1}"), "=", [], None),
     ("function-gemma", "<start_function_call>call:f{a:1,s:<escape>é<escape>}<end_function_call>",
      None, [("f", {"a": 1, "s": "é"})], None),
+    ("lfm2", f"So.{lfm2('f(a=1), g()')} it is", "So.it is", [F, G], None),
+    ("lfm2", lfm2('f(a = 1,), g( )'), None, [F, G], None),
+    ("lfm2", lfm2(f'{ONE_F}, {ONE_G}'), None, [F, G], None),
+    ("lfm2", lfm2(f"f(a=1), {ONE_G}"), None, [F, G], None),
+    ("lfm2", lfm2("f(s='it\\'s \\\\ a\\nb', o=\"x'y]\", b=True, "
+                  "l=[1, None, {'k': \"v\", \"w\": false}])"),
+     None, [("f", {"s": "it's \\ a\nb", "o": "x'y]", "b": True,
+                   "l": [1, None, {"k": "v", "w": False}]})], None),
+    ("lfm2", lfm2('f(s="""a "b"\nc""", o="\\u00e9\\x41\\q\\ud83d\\ude00")'), None,
+     [("f", {"s": 'a "b"\nc', "o": "éA\\q😀"})], None),
+    ("lfm2", lfm2("f(s='<|tool_call_end|>')"), None, [("f", {"s": "<|tool_call_end|>"})], None),
+    ("lfm2", lfm2("a.b:c-d(max-results=-1.5e3)"), None,
+     [("a.b:c-d", {"max-results": -1500.0})], None),
+    ("lfm2", lfm2("f(a=1)").removesuffix("<|tool_call_end|>"), None, [F], None),
+    ("lfm2", lfm2("f(a=1)").removesuffix("_end|>"), "=", [], None),
+    ("lfm2", lfm2("f(1)"), "=", [], None),
+    ("lfm2", lfm2("f(a=1, a=2)"), "=", [], None),
+    ("lfm2", lfm2("f(a=b)"), "=", [], None),
+    ("lfm2", lfm2("f(a=1) g()"), "=", [], None),
+    ("lfm2", lfm2("f(a=1e999)"), "=", [], None),
+    ("lfm2", lfm2("f(a=" + "[" * 5_000 + "]" * 5_000 + ")"), "=", [], None),
+    ("lfm2", "<|tool_call_start|>f(a=1)<|tool_call_end|>", "=", [], None),
+    ("lfm2", "<|tool_call_start|>[f(a=1", "=", [], None),
+    ("lfm2", "f(a=1) <|tool_call", "=", [], None),
     ("harmony", "<|channel|>analysis<|message|>I think.<|end|><|start|>assistant<|channel|>final"
      "<|message|>So.", "So.", [], "I think."),
     ("harmony", "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>commentary "
@@ -277,7 +324,8 @@ def test_random_texts_lose_nothing(form: str) -> None:
              '{"name": "f"}', "<", "[", *STYLES["harmony"].marks,
              *(STYLES[form].marks * 2 if form in STYLES else ()),
              "<function=f>", "</function>", "<parameter=a>", "</parameter>", "call:f", "to=",
-             "functions.f", "json"]  # fmt: skip
+             "functions.f", "json", *THOUGHTS["mistral"][:2], *THOUGHTS["gemma4"][:2], "thought",
+             "(", ")", "a=", "'", "f()"]  # fmt: skip
     for _ in range(300):
         text = "".join(rng.choices(words, k=rng.randint(1, 12)))
         whole, _ = parse(form, [text])
@@ -304,6 +352,7 @@ def test_random_texts_lose_nothing(form: str) -> None:
         ("<|tool_call|>[", "granite"),
         ("<|tool_call>call:<tool_call|>", "gemma4"),
         ("<start_function_call>call:", "function-gemma"),
+        ("<|tool_call_start|>[ ]<|tool_call_end|>", "lfm2"),
         ("<|channel|>final<|message|>", "harmony"),
         ("[TOOL_CALLS] [ARGS]", "mistral-args"),
         ('{{ \'<|start_header_id|>\' }} {"name": , "parameters": }', "llama3"),
@@ -318,3 +367,18 @@ def test_the_parser_that_a_template_shows(text: str, name: str) -> None:
 
 def test_the_styles_of_calls_are_the_settings_choices() -> None:
     assert {*STYLES, "auto", "none"} == set(TOOL_CALL_PARSERS)
+    assert {*THOUGHTS, "auto", "none"} == set(REASONING_PARSERS)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("{{ '<|channel>thought\\n' + text + '\\n<channel|>' }}", "gemma4"),
+        ("{{ '[THINK]' + block['thinking'] + '[/THINK]' }}", "mistral"),
+        ("{{ content.split('</think>')[-1] }}", "think"),
+        ("<|channel|>analysis<|message|>", "none"),
+        ("{{ message.content }}", "none"),
+    ],
+)
+def test_the_reasoning_that_a_template_shows(text: str, name: str) -> None:
+    assert shown_thoughts(text) == name

@@ -115,3 +115,44 @@ def test_a_thought_that_the_prompt_opens(tmp_path_factory: Any) -> None:
         forced = ask(served, [USER], max_tokens=6, tool_choice="required", temperature=0,
                      ignore_eos=True)  # fmt: skip
         assert said(forced) == said(answer)
+
+
+GEMMA4_CALL = '"<|tool_call>call:now{}<tool_call|>"'
+FORMS = {  # a thought as a grammar, and a call after it
+    "gemma4-thinking": ('<[0]> "thought\\nLet me  see.\\n" <[3]>', GEMMA4_CALL),
+    "ministral": ('<[0]> "Let me  see." <[3]>', '"[TOOL_CALLS]now[ARGS]{ }"'),
+}
+
+
+@pytest.mark.parametrize("family", sorted(FORMS))
+def test_thoughts_between_other_marks(tmp_path_factory: Any, family: str) -> None:
+    """They go out as reasoning and come back into the prompt; a forced call comes after one."""
+    folder = make_model(tmp_path_factory.mktemp(family), family)
+    thought, call = FORMS[family]
+    with Runtime(str(folder), num_pages=512) as runtime, LocalServer(runtime) as served:
+        form = {"structured_outputs": {"grammar": f"start: {thought} {call}"}}
+        answer = ask(served, [USER], **form)
+        message = said(answer)
+        assert (message["reasoning_content"], message["content"]) == ("Let me  see.", None)
+        (made,) = message["tool_calls"]
+        result = {"role": "tool", "tool_call_id": made["id"], "content": "5"}
+        follow = ask(served, [USER, message, result], max_tokens=1)
+        ids = answer["choices"][0]["token_ids"]
+        cached = follow["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached == len(answer["prompt_token_ids"]) + len(ids) - 1
+        # Rendered by the template, too, the thought stands between its marks.
+        other = ask(served, [USER, message, result], max_tokens=1, cache_salt="another")
+        assert runtime.tokenizer is not None
+        text = runtime.tokenizer.decode(other["prompt_token_ids"], keep_special=True)
+        marks = ("<|channel>thought", "<channel|>") if "gemma" in family else ("[THINK]",)
+        assert all(mark in text for mark in marks)
+        assert {0, 3} <= set(other["prompt_token_ids"])
+        forced = ask(served, [USER], tool_choice="required", parallel_tool_calls=False, seed=1,
+                     logit_bias={"0": 100, "3": 5}, max_tokens=500)  # fmt: skip
+        assert said(forced)["tool_calls"][0]["function"]["name"] == "now"
+        assert said(forced)["reasoning_content"]
+        schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 1}}}
+        held = ask(served, [USER], response_format=schema, tools=None, seed=1,
+                   logit_bias={"0": 100, "3": 5}, max_tokens=500)  # fmt: skip
+        assert said(held)["content"].strip() == "1"
+        assert held["choices"][0]["token_ids"][0] == 0

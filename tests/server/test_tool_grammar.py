@@ -10,6 +10,8 @@ import pytest
 pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 llguidance = pytest.importorskip("llguidance", reason="calls are forced by the extra [grammar]")
 
+from radixserve.errors import InvalidRequest  # noqa: E402
+from radixserve.server.answer.reasoning import THOUGHTS  # noqa: E402
 from radixserve.server.answer.tool_grammar import annotated_schema, tool_grammar  # noqa: E402
 from radixserve.server.answer.tool_parsers.base import Call  # noqa: E402
 from radixserve.server.answer.tool_styles import STYLES  # noqa: E402
@@ -70,6 +72,20 @@ CASES: list[tuple[str, dict[str, int], bool, str, list[str], list[str]]] = [
      ["<tool_call>f\n</tool_call>"]),
     ("gemma4", {}, True, "none", ["<|tool_call>call:f{a:1}<tool_call|>"],
      ["<|tool_call>call:f{}<tool_call|>", "<|tool_call>call:f{a:x}<tool_call|>"]),
+    ("gemma4", {"<|channel>": 3, "<channel|>": 4}, False, "may",
+     ["<|tool_call>call:f{a:1}<tool_call|>",
+      "<|system|>thought\nso<|user|><|tool_call>call:f{a:1}<tool_call|>"],
+     ["<|system|>so<|user|><|tool_call>call:f{a:1}<tool_call|>", "<|system|>thought\nso"]),
+    ("gemma4", {}, False, "open", ["so\n<channel|><|tool_call>call:f{a:1}<tool_call|>"], ["so"]),
+    ("mistral-args", {"[THINK]": 3, "[/THINK]": 4}, False, "may",
+     ['<|system|>so<|user|>[TOOL_CALLS]f[ARGS]{"a": 1}', "[TOOL_CALLS]g.h-1[ARGS]{}"],
+     ['<think>so</think>[TOOL_CALLS]f[ARGS]{"a": 1}']),
+    ("lfm2", {"<|tool_call_start|>": 3, "<|tool_call_end|>": 4}, True, "none",
+     ["<|system|>[f(a=1), g.h-1()]<|user|>", "<|system|>[g.h-1()]<|user|>"],
+     ["<|system|>[]<|user|>", "<|system|>[f()]<|user|>", "<|system|>[f(a='1')]<|user|>",
+      "<|system|>[f(a=1),g.h-1()]<|user|>", "[f(a=1)]"]),
+    ("lfm2", {}, False, "none", ["<|tool_call_start|>[f(a=1)]<|tool_call_end|>"],
+     ["<|tool_call_start|>[f(a=1), g.h-1()]<|tool_call_end|>"]),
     ("harmony", {"<|message|>": 3, "<|end|>": 6}, True, "may",
      ['<|channel|>commentary to=functions.f <|constrain|>json<|system|>{"a": 1}',
       "<|channel|>analysis<|system|>so<|end|><|start|>assistant<|channel|>commentary "
@@ -85,7 +101,10 @@ def tokens() -> Any:
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
 def test_a_grammar(tokens: Any, case: Any) -> None:
     form, special, parallel, thinking, allowed, forbidden = case
-    lark = tool_grammar(form, [F, G], special, parallel=parallel, thinking=thinking)
+    thoughts = THOUGHTS.get(form.removesuffix("-args"))
+    lark = tool_grammar(
+        form, [F, G], special, parallel=parallel, thinking=thinking, thoughts=thoughts
+    )
     check(tokens, lark, allowed, forbidden)
 
 
@@ -166,19 +185,23 @@ def call_in(style: str, **members: str) -> str:
             for name, text in members.items()
         )
         return f"<tool_call>f\n{''.join(each)}</tool_call>"
+    if style == "lfm2":
+        pairs = ", ".join(f"{name}={text}" for name, text in members.items())
+        return f"<|tool_call_start|>[f({pairs})]<|tool_call_end|>"
     pairs = ",".join(f"{name}:{text}" for name, text in sorted(members.items()))
     return "<|tool_call>call:f{" + pairs.replace("'", '<|"|>') + "}<tool_call|>"
 
 
-@pytest.mark.parametrize("style", ["qwen3-coder", "glm", "gemma4"])
+@pytest.mark.parametrize("style", ["qwen3-coder", "glm", "gemma4", "lfm2"])
 def test_arguments_that_are_no_json(tokens: Any, style: str) -> None:
     """What the grammar allows is read by the parser, as the schema has it."""
-    quote = "'" if style == "gemma4" else ""
+    quote = "'" if style in ("gemma4", "lfm2") else ""
+    line = "\\n" if style == "lfm2" else "\n"
     in_list = "['x','y']" if style == "gemma4" else '["x", "y"]'
     inner = "{x:true}" if style == "gemma4" else '{"x": true}'
     members = {
-        "text": f"{quote}1 <b> {{\n{quote}", "kind": f"{quote}a b{quote}",
-        "code": f"{quote}ab{quote}", "short": f"{quote}x\ny{quote}", "list": in_list,
+        "text": f"{quote}1 <b> {{{line}{quote}", "kind": f"{quote}a b{quote}",
+        "code": f"{quote}ab{quote}", "short": f"{quote}x{line}y{quote}", "list": in_list,
         "inner": inner,
     }  # fmt: skip
     allowed = [members, {"text": members["text"]}, {"text": members["text"], "kind": "3"},
@@ -208,3 +231,23 @@ def test_a_generic_call_is_held_once_it_has_begun(tokens: Any) -> None:
         check(tokens, lark, ["", "just text < and <tool", *calls],
               [f"so {mark}", f"so {mark}no", calls[0] + " more",
                calls[0].replace('"f"', '"h"')])  # fmt: skip
+
+
+def test_literals_of_python(tokens: Any) -> None:
+    """Constants as Python writes them, strings with escapes; others as JSON."""
+    members = {
+        "flag": {"type": "boolean"}, "maybe": {"type": ["integer", "null"]},
+        "choice": {"enum": ["it's", True, None, 2]}, "const": {"const": "a\nb"},
+    }  # fmt: skip
+    function = {"name": "f", "parameters": {"type": "object", "properties": members}}
+    lark = tool_grammar("lfm2", [function], {}, parallel=True, thinking="none")
+    allowed = [{"flag": "True"}, {"maybe": "None"}, {"maybe": "3"}, {"choice": "'it\\'s'"},
+               {"choice": "True"}, {"choice": "None"}, {"const": "'a\\nb'"}, {},
+               {"flag": "False", "const": "'a\\nb'"}]  # fmt: skip
+    forbidden = [{"flag": "1"}, {"maybe": "x"}, {"choice": "its"}, {"other": "1"},
+                 {"const": "'b'", "flag": "True"}]  # fmt: skip
+    check(tokens, lark, [call_in("lfm2", **each) for each in allowed],
+          [call_in("lfm2", **each) for each in forbidden])  # fmt: skip
+    odd = {"type": "object", "properties": {"a b": {"type": "integer"}}}
+    with pytest.raises(InvalidRequest, match="cannot be written"):
+        tool_grammar("lfm2", [{"name": "f", "parameters": odd}], {}, parallel=True, thinking="none")

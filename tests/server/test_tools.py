@@ -35,7 +35,7 @@ ENDS = (2, 6)  # tokens
 BIAS: dict[str, float] = {}  # of the style that is tested
 ONE_CALL = ("llama3", "harmony")  # styles whose turns hold one call
 STYLES = ["hermes", "llama3", "mistral", "mistral-args", "granite", "deepseek-v3", "deepseek-v3.1",
-          "kimi", "qwen3-coder", "glm", "gemma4", "function-gemma", "harmony",
+          "kimi", "qwen3-coder", "glm", "gemma4", "function-gemma", "lfm2", "harmony",
           "generic"]  # fmt: skip
 
 
@@ -178,6 +178,7 @@ AUTO = {  # an answer as a grammar, in ways that the templates would not write
         "So:<start_function_call>call:get_weather{days: 1, city:<escape>Rome<escape>}"
         "<end_function_call>"
     ),
+    "lfm2": '"So:" <[0]> ' + json.dumps('[ get_weather(days = 1,city="Rome") ]') + " <[3]>",
     "harmony": '<[3]> "analysis" <[4]> "So it is" <[5]> <[0]> "assistant" <[3]> '
     '"commentary to=functions.get_weather <|constrain|>json" <[4]> '
     + json.dumps('{"city":"Rome",  "days":1}'),
@@ -251,7 +252,7 @@ def test_a_call_or_an_answer_of_a_schema(served: LocalServer, style: str) -> Non
               "additionalProperties": False}  # fmt: skip
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     reasons = set()
-    bias = {"0": 100} if "mistral" in style or style == "kimi" else BIAS  # its mark
+    bias = {"0": 100} if "mistral" in style or style in ("kimi", "lfm2") else BIAS  # its mark
     for seed in range(8):
         answer = ask(served, [USER], response_format=form, seed=seed, temperature=1.5,
                      parallel_tool_calls=False, logit_bias=bias if seed % 2 else BIAS)  # fmt: skip

@@ -211,6 +211,52 @@ def _gemma(opening: str, closing: str, quote: str) -> str:
     return value + _family(_each(call), "response:")
 
 
+# Calls as a list of Python's.
+LFM2 = """{%- macro literal(value) -%}
+{%- if value is string -%}
+{{- "'" + value.replace('\\\\', '\\\\\\\\').replace("'", "\\\\'").replace('\\n', '\\\\n') + "'" -}}
+{%- elif value is boolean or value is none or value is number -%}{{ value }}
+{%- else -%}{{ value | tojson }}
+{%- endif -%}
+{%- endmacro -%}
+""" + _family(
+    "<|tool_call_start|>[" + _each(
+        _NAME + "({%- for key, value in call.function.arguments.items() -%}{{ key }}="
+        "{{ literal(value) }}{{ '' if loop.last else ', ' }}{%- endfor -%})"
+        "{{ '' if loop.last else ', ' }}"
+    ) + "]<|tool_call_end|>",
+    "",
+).replace("<|system|>", "<|user|>")  # fmt: skip
+# What was thought before a call stays in the turn, until the next question.
+GEMMA4_THINKING = _gemma("<|tool_call>", "<tool_call|>", '<|"|>')
+_BEFORE = "{{- '<|assistant|>' + message.content -}}"
+assert _BEFORE in GEMMA4_THINKING
+GEMMA4_THINKING = GEMMA4_THINKING.replace("<|system|>", "<|user|>").replace(
+    _BEFORE,
+    """{{- '<|assistant|>' -}}
+{%- set later = messages[loop.index0:] | selectattr('role', 'equalto', 'user') | list -%}
+{%- if message.reasoning_content and message.tool_calls and not later -%}
+{{- '<|channel>thought\\n' + message.reasoning_content + '\\n<channel|>' -}}
+{%- endif -%}
+{{- message.content -}}""",
+)
+# Thoughts are blocks of the content.
+MINISTRAL = MISTRAL_ARGS
+for _text in ("'<|assistant|>' + message.content -}}", "'<|assistant|>' + message.content + "):
+    assert _text in MINISTRAL
+    MINISTRAL = MINISTRAL.replace(_text, _text.replace("message.content", "said(message.content)"))
+MINISTRAL = (
+    """{%- macro said(content) -%}
+{%- if content is string -%}{{ content }}
+{%- else -%}
+{%- for block in content -%}
+{{- '[THINK]' + block.thinking + '[/THINK]' if block.type == 'thinking' else block.text -}}
+{%- endfor -%}
+{%- endif -%}
+{%- endmacro -%}
+"""
+    + MINISTRAL
+)
 # Channels; thoughts stay between a call and its results.
 HARMONY = """{{- bos_token -}}
 {%- macro turn(role, text) -%}
@@ -257,6 +303,9 @@ TEMPLATES = {
     "granite": GRANITE,
     "gemma4": _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
     "function-gemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
+    "lfm2": LFM2,
+    "gemma4-thinking": GEMMA4_THINKING,
+    "ministral": MINISTRAL,
     "harmony": HARMONY,
     "generic": PLAIN,
     "hermes": HERMES,
@@ -274,6 +323,9 @@ _MARKS = {
     "deepseek-v3.1": {"<|pad|>": "<｜tool▁call▁begin｜>"},
     "kimi": {"<|pad|>": "<|tool_calls_section_begin|>"},
     "gemma4": {"<|pad|>": '<|\\"|>'},
+    "lfm2": {"<|pad|>": "<|tool_call_start|>", "<|system|>": "<|tool_call_end|>"},
+    "gemma4-thinking": {"<|pad|>": "<|channel>", "<|system|>": "<channel|>"},
+    "ministral": {"<|pad|>": "[THINK]", "<|system|>": "[/THINK]"},
     "harmony": {"<|end|>": "<|call|>", "<|endoftext|>": "<|return|>", "<|assistant|>": "<|end|>",
                 "<|pad|>": "<|start|>", "<|system|>": "<|channel|>", "<|user|>": "<|message|>"},
 }  # fmt: skip

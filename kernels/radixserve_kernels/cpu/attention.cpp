@@ -135,12 +135,13 @@ template <class T, class A> template <class Call> int64_t Attention<T, A>::for_s
 }
 
 template <class T, class A>
-void Attention<T, A>::prepare(std::vector<ThreadScratch> &scratches, Scratch &state_scratch) {
+void Attention<T, A>::prepare(std::vector<ThreadScratch> &scratches, Scratch &state_scratch,
+                              Scratch &split_scratch) {
     if (scratches.size() < size_t(max_threads)) scratches.resize(max_threads);
     this->scratches = scratches.data();
     splits = !plan.splits.empty() && work() > 2 * MIN_PHASE_NS;
     if (splits) {
-        split_buffer = scratches[0].split.get<float>(for_splits([](const Split &, const SplitBuffers &) {}));
+        split_buffer = split_scratch.get<float>(for_splits([](const Split &, const SplitBuffers &) {}));
         for_splits([](const Split &, const SplitBuffers &buffers) { new (buffers.num_done) std::atomic<int64_t>(0); });
     }
     if (plan.has_state) partial_state = state_scratch.get<float>(jobs.num_tokens * heads.num_heads * partial_size());

@@ -14,7 +14,7 @@ template <class T, class A> class Attention {
     double work() const { return price(4.0 * plan.key_rows * heads.dim, 0); }
 
     // Called once before any thread runs.
-    void prepare(std::vector<ThreadScratch> &scratches, Scratch &state_scratch);
+    void prepare(std::vector<ThreadScratch> &scratches, Scratch &state_scratch, Scratch &split_scratch);
 
     // q, out: [tokens, heads, dim] with a stride between tokens. page_ids: window pages in the places of the plan's
     // pages, or null.

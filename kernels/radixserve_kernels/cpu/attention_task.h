@@ -24,7 +24,7 @@ inline int64_t job_grid() { return has_amx ? 32 : 16; }
 // Buffers of one thread.
 struct ThreadScratch {
     Scratch queries, keys, values, scores, weights, acc, row_max, sums, zeros, pairs, untransposed;
-    Scratch merged, merged_max, merged_sums, first_seen, split;
+    Scratch merged, merged_max, merged_sums, first_seen;
     Scratch key_rows, value_rows, key_scales, value_scales;  // of a block, widened: see stored_kv.h
     Scratch query_parts, query_starts, query_scales, key_numbers;  // see attention_int8.h
 };
@@ -129,7 +129,7 @@ template <class T> struct PagedKv {
     const Features &features;
     const KvType type;           // of what is stored
     const char *k, *v;           // [slots, kv_heads, head_bytes]
-    const int64_t head_bytes;
+    const int64_t head_bytes, slot_bytes;
     const int32_t *page_ids;     // of the layer, where the plan has its own
     const float exponent_scale;  // of scores, for exponents to the base 2
 
@@ -137,6 +137,7 @@ template <class T> struct PagedKv {
             const int32_t *page_ids)
         : plan(plan), heads(heads), features(features), type(KvType(kv.type)), k((const char *)kv.k),
           v((const char *)kv.v), head_bytes(stored_bytes<T>(type, heads.dim)),
+          slot_bytes(kv.slot_bytes ? kv.slot_bytes : heads.num_kv_heads * head_bytes),
           page_ids(page_ids ? page_ids : plan.jobs.page_ids), exponent_scale(heads.scale * LOG2_E) {}
 
     // Scales of blocks of the task, if what is stored has some.
@@ -151,13 +152,13 @@ template <class T> struct PagedKv {
         const int32_t *pages = page_ids + plan.jobs.first_page[task.job];
         const int64_t size = plan.jobs.page_size;
         const int64_t slot = size == 1 ? pages[key] : pages[key / size] * size + key % size;
-        return (slot * heads.num_kv_heads + task.first_head) * head_bytes;
+        return slot * slot_bytes + task.first_head * head_bytes;
     }
 
     // key_offset of the keys [first, end), at most KEYS. Returns their number.
     int64_t key_offsets(const Task &task, int64_t first, int64_t end, int64_t *offsets) const {
         const int32_t *pages = page_ids + plan.jobs.first_page[task.job];
-        const int64_t size = plan.jobs.page_size, step = heads.num_kv_heads * head_bytes;
+        const int64_t size = plan.jobs.page_size, step = slot_bytes;
         const int64_t count = min<int64_t>(end - first, KEYS), head = task.first_head * head_bytes;
         int64_t page = first / size, offset = first % size;
         for (int64_t j = 0; j < count; page++, offset = 0)

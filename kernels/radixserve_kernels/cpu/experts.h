@@ -16,6 +16,8 @@ template <class T> struct Experts {
     const float *choice_bias;          // [num_experts] is added to sigmoids where experts are chosen; or null
     float alpha, limit;                // swiglu_alpha and swiglu_limit of the clamped swiglu; limit 0: silu
     float sum_eps, scale;              // of weights
+    const float *expert_scale;         // [num_experts] of weights, or null
+    int64_t has_gelu;                  // in its tanh form, in place of silu
     int64_t num_slots() const { return top_k + has_shared; }  // experts of a token
     int64_t num_all() const { return num_experts + has_shared; }
     int64_t num_logits() const { return num_experts + (has_shared && has_shared_gate); }
@@ -65,12 +67,12 @@ template <class T, class A> class ExpertMlp {
         row_blocks = block_scratch.template get<RowBlock>(blocks);
     }
 
-    // out += scale * what the experts make of x [tokens][stride].
+    // out += scale * what the experts make of x [tokens][stride]. router_x: what they are chosen by, where it is not x.
     void run(const TeamThread &thread, const Experts<T> &experts, const A *x, int64_t stride, int64_t tokens,
-             float *out, int64_t out_stride, float scale) {
+             float *out, int64_t out_stride, float scale, const A *router_x = nullptr) {
         if (!tokens) return;
         const int64_t slots = experts.num_slots(), rows = tokens * slots, hidden = experts.hidden();
-        linear<A>(thread, x, stride, tokens, experts.router, nullptr, logits, experts.num_logits());
+        linear<A>(thread, router_x ? router_x : x, stride, tokens, experts.router, nullptr, logits, experts.num_logits());
         thread.share(tokens, price(40.0 * tokens * experts.num_all(), 0), [&](int64_t first, int64_t last) {
             for (int64_t token = first; token < last; token++)
                 choose(experts, logits + token * experts.num_logits(), ids + token * slots, weights + token * slots);
@@ -134,6 +136,7 @@ template <class T, class A> class ExpertMlp {
         else
             weigh_softmax(experts, logits, weights);
         for (int64_t i = 0; i < experts.top_k && experts.scale != 1; i++) weights[i] *= experts.scale;
+        for (int64_t i = 0; i < experts.top_k && experts.expert_scale; i++) weights[i] *= experts.expert_scale[ids[i]];
         if (experts.has_shared) {
             ids[experts.top_k] = int32_t(experts.num_experts);
             weights[experts.top_k] =
@@ -275,7 +278,9 @@ template <class T, class A> class ExpertMlp {
                          gate += load_tail(w.bias, column, w.columns);
                          up += load_tail(w.bias, column + LANES, w.columns);
                      }
-                     const vec product = experts.limit ? clamped_swiglu(experts, gate, up) : swish(gate, 1) * up;
+                     const vec product = experts.limit      ? clamped_swiglu(experts, gate, up)
+                                         : experts.has_gelu ? activate<A>(GELU_TANH, gate) * up
+                                                            : swish(gate, 1) * up;
                      store_tail(out + row * out_size, column / 2, out_size, product);
                  });
     }

@@ -39,6 +39,31 @@ template <class T> struct Mlp {
     const Experts<T> *experts;  // instead, or null
 };
 
+// Experts beside the MLP, as Python passes them: both read the residual, each with a norm of its own, and what they give
+// is normed and added before post_mlp_norm.
+template <class T> struct ExpertsBeside {
+    const Experts<T> *experts;
+    // [hidden]: of the router's input and the experts', of what the MLP gives and of what the experts give.
+    const float *router_norm, *pre_norm, *post_mlp_norm, *post_norm;
+};
+
+// Of a layer with an input of its own for each token, as Python passes it: the layer ends with
+// residual += norm(up(gelu(gate(residual)) * input)).
+template <class T> struct LayerInput {
+    Weight<T> gate, up;
+    const float *norm;  // [hidden]
+};
+
+// The inputs of all layers, as Python passes them: [token][layer][size], scale * (rows of the token * rows_scale +
+// norm(projection(embedded token) * projection_scale)).
+template <class T> struct LayerInputs {
+    Weight<T> rows;  // as the embedding
+    Weight<T> projection;
+    const float *norm;  // [size]
+    int64_t size;
+    float rows_scale, projection_scale, scale;
+};
+
 struct Recurrence;
 struct ShortConv;
 struct StepStates;
@@ -56,6 +81,14 @@ template <class T> struct Layer {
     int64_t has_gate;  // the columns of qkv after v are logits of factors of what attention gives
     const Recurrence *recurrence;  // instead of attention or beside it, or null
     const ShortConv *short_conv;   // instead of attention, or null
+    int64_t num_kv_heads, head_dim;  // of attention
+    int64_t kv_layer;   // index of its K and V in memory
+    int64_t stores_kv;  // else an earlier layer does: qkv gives q alone
+    int64_t has_v_norm;  // qk_norm goes on with [num_kv_heads, head_dim] of v
+    const ExpertsBeside<T> *experts_beside;  // or null
+    const LayerInput<T> *own_input;          // or null
+    double scale;  // of the residual after the layer
+    int64_t num_stored() const { return stores_kv ? num_kv_heads : 0; }
     bool mixes() const { return qkv.columns; }
     bool attends() const { return mixes() && !short_conv && (!recurrence || beside.columns); }
     bool has_mlp() const { return mlp.experts || mlp.gate_up.columns; }

@@ -48,6 +48,7 @@ template <class Make> static void *make_or_null(Make &&make) {
 // Attention over a plan's jobs, with its memory.
 struct AttentionRunner {
     std::vector<ThreadScratch> scratches;
+    Scratch split;
     Scratch state;
 };
 
@@ -158,7 +159,7 @@ int radixserve_attend(int is_bf16, void *attention, void *plan, const void *q, i
         step.heads.scale = scale;
         Attention<T, T> attention(step.plan, step.heads);
         const Features needs = features ? *features : Features();
-        attention.prepare(runner->scratches, runner->state);
+        attention.prepare(runner->scratches, runner->state, runner->split);
         this_team().run(num_threads_for(attention.work()), [&](const TeamThread &thread) {
             attention.run(thread, (const T *)q, q_stride, *kv, (T *)out, out_stride, needs, page_ids);
         });
@@ -225,13 +226,14 @@ void radixserve_copy_allowed(const float *x, int64_t rows, int64_t columns, cons
             copy_allowed(x, columns, masks + mask_of[row] * stride, to);
 }
 
-// layers: Layer<T> [num_layers]; embedding, head: Weight<T>; norm: float32.
+// layers: Layer<T> [num_layers]; embedding, head: Weight<T>; norm: float32; layer_inputs: LayerInputs<T> or null.
 void *radixserve_decoder(int is_bf16, const DecoderShape *shape, const void *layers, const void *embedding,
-                         const void *norm, const void *head) {
+                         const void *norm, const void *head, const void *layer_inputs) {
     return make_or_null([&] { return with_type(is_bf16, [&](auto zero) -> AnyDecoder * {
         using T = decltype(zero);
         const DecoderWeights<T> weights(*shape, (const Layer<T> *)layers, *(const Weight<T> *)embedding,
-                                        (const float *)norm, *(const Weight<T> *)head);
+                                        (const float *)norm, *(const Weight<T> *)head,
+                                        (const LayerInputs<T> *)layer_inputs);
         if (weights.is_quantized) return new FusedDecoder<T, float>(*shape, weights);  // rounded to 8 bits, once
         return new FusedDecoder<T, T>(*shape, weights);
     }); });

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from radixserve.server.answer.reasoning import ReasoningParser
+from radixserve.server.answer.reasoning import ReasoningParser, ThoughtMarks
 from radixserve.server.answer.tool_parsers.base import (
     Call,
     MarkFilter,
@@ -78,7 +78,8 @@ class OutputParserConfig:
 
     calls       makes the parser of one answer; None: calls are content
     grammar     of answers that must call; None: any text is allowed
-    reasoning   whether `<think>...</think>` is reasoning; `is_thinking`: it begins so
+    thoughts    what stands around reasoning; None: there is none to be found. `is_thinking`: the
+                answer begins with reasoning, which the prompt has opened
     keep_special_ids  special tokens that the parsers read; `hidden`: their texts, left out of the
                 answer
     max_calls   calls after so many are left out
@@ -87,7 +88,7 @@ class OutputParserConfig:
 
     calls: Callable[[], ToolParser] | None = None
     grammar: str | None = None
-    reasoning: bool = False
+    thoughts: ThoughtMarks | None = None
     is_thinking: bool = False
     keep_special_ids: tuple[int, ...] = ()
     hidden: tuple[str, ...] = ()
@@ -96,7 +97,7 @@ class OutputParserConfig:
 
     @property
     def is_plain(self) -> bool:
-        return self.calls is None and not self.reasoning
+        return self.calls is None and self.thoughts is None
 
 
 PLAIN = OutputParserConfig()
@@ -111,7 +112,9 @@ class OutputParser:
 
     def __init__(self, config: OutputParserConfig = PLAIN) -> None:
         self._config = config
-        self._think = ReasoningParser(config.is_thinking) if config.reasoning else None
+        self._think = None
+        if config.thoughts is not None:
+            self._think = ReasoningParser(config.is_thinking, config.thoughts)
         self._calls = config.calls() if config.calls is not None else None
         self._content_filter = MarkFilter(config.hidden)
         self._reasoning_filter = MarkFilter(config.hidden)

@@ -7,8 +7,8 @@ import string
 from functools import partial
 
 from radixserve.errors import InvalidRequest
-from radixserve.server.answer import reasoning
 from radixserve.server.answer.output_parser import OutputParserConfig, new_call_id
+from radixserve.server.answer.reasoning import THOUGHTS, shown_thoughts
 from radixserve.server.answer.tool_choice import ChatTools
 from radixserve.server.answer.tool_grammar import annotated_schema, tool_grammar
 from radixserve.server.answer.tool_parsers.json_calls import ARGS
@@ -17,7 +17,6 @@ from radixserve.server.wire.errors import ApiError, invalid
 from radixserve.structured_outputs import StructuredOutput
 from radixserve.text.tokenizer import Tokenizer
 
-_THINKING = (reasoning.OPEN, reasoning.CLOSE)
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
@@ -36,8 +35,9 @@ class OutputParserConfigs:
         elif tool_parser == "mistral" and ARGS in template:
             self.tool_parser = "mistral-args"
         self._is_harmony = self.tool_parser == "harmony" or shown_style(template) == "harmony"
-        knows_think = any(tag in template for tag in _THINKING) and not self._is_harmony
-        self.has_reasoning = knows_think if reasoning == "auto" else reasoning == "think"
+        if reasoning == "auto":
+            reasoning = "none" if self._is_harmony else shown_thoughts(template)
+        self.thoughts = THOUGHTS.get(reasoning)  # None: no parser of its own
         self._special = {} if tokenizer is None else _special_marks(tokenizer)
 
     def config(
@@ -71,12 +71,12 @@ class OutputParserConfigs:
             parser = "harmony"  # its channels exist without tools, too
         style = STYLES.get(parser)
         marks = () if style is None else (*style.marks, *style.around)
-        marks += _THINKING if self.has_reasoning else ()
+        marks += () if self.thoughts is None else self.thoughts[:2]
         special = {mark: self._special[mark] for mark in marks if mark in self._special}
         schema = None if structured_outputs is None else annotated_schema(structured_outputs)
-        is_thinking = prompt.rstrip().endswith(reasoning.OPEN)
+        is_thinking = self.thoughts is not None and prompt.rstrip().endswith(self.thoughts.head)
         is_thinking = is_thinking and (structured_outputs is None or schema is not None)
-        thinks = self.has_reasoning or parser == "harmony"
+        thinks = self.thoughts is not None or parser == "harmony"
         is_held = parser == "generic" and tools.choice == "auto" and structured_outputs is None
         grammar = None
         if tools.must_call or is_held or (schema is not None and (tools.may_call or thinks)):
@@ -89,6 +89,7 @@ class OutputParserConfigs:
                     special,
                     parallel=tools.parallel and tools.choice != "named",
                     thinking=opened if thinks else "none",
+                    thoughts=self.thoughts,
                     schema=schema,
                     may_speak=is_held,
                 )
@@ -98,7 +99,7 @@ class OutputParserConfigs:
         return OutputParserConfig(
             calls=None if style is None else partial(style.make, tools.functions),
             grammar=grammar,
-            reasoning=self.has_reasoning,
+            thoughts=self.thoughts,
             is_thinking=is_thinking,
             keep_special_ids=tuple(special.values()),
             hidden=() if keeps_special else tuple(dict.fromkeys((*special, *hidden))),
@@ -110,8 +111,9 @@ class OutputParserConfigs:
 def _special_marks(tokenizer: Tokenizer) -> dict[str, int]:
     """The marks that are special tokens, with their ids."""
     known = {mark for style in STYLES.values() for mark in (*style.marks, *style.around)}
+    known.update(mark for thoughts in THOUGHTS.values() for mark in thoughts[:2])
     texts = {tokenizer.decode([token], keep_special=True): token for token in tokenizer.special_ids}
-    return {text: token for text, token in texts.items() if text in known or text in _THINKING}
+    return {text: token for text, token in texts.items() if text in known}
 
 
 def _nine_characters() -> str:

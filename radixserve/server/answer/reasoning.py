@@ -3,20 +3,62 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from radixserve.output import Completion
 from radixserve.server.answer.tool_parsers.base import held_len
 from radixserve.text.tokenizer import Tokenizer
 
-OPEN, CLOSE = "<think>", "</think>"
+
+class ThoughtMarks(NamedTuple):
+    """The texts around a model's reasoning.
+
+    opening, closing  tags, special tokens of most models
+    label   what follows the opening tag, before the reasoning
+    call    mark of a tool call that ends reasoning without its closing tag; "": none does
+    """
+
+    opening: str
+    closing: str
+    label: str = ""
+    call: str = ""
+
+    @property
+    def head(self) -> str:
+        """What reasoning begins with, without the white space after it."""
+        return self.opening + self.label.rstrip()
+
+
+THINK = ThoughtMarks("<think>", "</think>")
+THOUGHTS: Mapping[str, ThoughtMarks] = {  # by the names of the reasoning parsers
+    "think": THINK,
+    "mistral": ThoughtMarks("[THINK]", "[/THINK]"),
+    "gemma4": ThoughtMarks("<|channel>", "<channel|>", "thought\n", "<|tool_call>"),
+}
+# Texts of a chat template, one of which shows a reasoning parser; the first that fits counts.
+_SHOWN_BY: Sequence[tuple[str, tuple[str, ...]]] = (
+    ("gemma4", ("<|channel>", "<channel|>")),
+    ("mistral", ("[THINK]", "[/THINK]")),
+    ("think", ("<think>", "</think>")),
+)
+
+
+def shown_thoughts(template: str) -> str:
+    """The reasoning parser for a chat template; "none" where the template shows no reasoning."""
+    for name, texts in _SHOWN_BY:
+        if any(text in template for text in texts):
+            return name
+    return "none"
 
 
 class ReasoningParser:
     """Reasoning is at the start of an answer only. White space around it is left out; without the
     closing tag all of the answer is reasoning."""
 
-    def __init__(self, is_thinking: bool) -> None:
-        """`is_thinking`: the prompt ends with the opening tag."""
+    def __init__(self, is_thinking: bool, marks: ThoughtMarks = THINK) -> None:
+        """`is_thinking`: the prompt ends with the opening tag and its label."""
+        self._head, self._marks = marks.head, marks
         self._text = ""  # not returned yet
         self._state = "thinking" if is_thinking else "start"
         self._has_begun = False  # the reasoning, or the content after it
@@ -41,26 +83,31 @@ class ReasoningParser:
 
     def _start(self) -> None:
         begun = self._text.lstrip()
-        if begun.startswith(OPEN):
-            self._state, self._text = "thinking", begun[len(OPEN) :]
-        elif begun and not OPEN.startswith(begun):
+        if begun.startswith(self._head):
+            self._state, self._text = "thinking", begun[len(self._head) :]
+        elif begun and not self._head.startswith(begun):
             self._state = "content"
 
     def _think(self) -> str:
         """The new part of the reasoning."""
         if not self._has_begun:
             self._text = self._text.lstrip()
-            while self._text.startswith(OPEN):  # once more, after that of the prompt
-                self._text = self._text[len(OPEN) :].lstrip()
-        position = self._text.find(CLOSE)
+            while self._text.startswith(self._head):  # once more, after that of the prompt
+                self._text = self._text[len(self._head) :].lstrip()
+        closing, call = self._marks.closing, self._marks.call
+        position = self._text.find(closing)
+        call_position = self._text.find(call, 0, position if position >= 0 else None)
+        if call and call_position >= 0:
+            position, closing = call_position, ""
         if position >= 0:
             reasoning, self._text = (
                 self._text[:position].rstrip(),
-                self._text[position + len(CLOSE) :],
+                self._text[position + len(closing) :],
             )
             self._state = "after"
             return reasoning
-        size = len(self._text) - held_len(self._text, (CLOSE, OPEN))
+        marks = (closing, self._head, call) if call else (closing, self._head)
+        size = len(self._text) - held_len(self._text, marks)
         reasoning = self._text[:size].rstrip()
         self._text = self._text[len(reasoning) :]
         self._has_begun = self._has_begun or bool(reasoning)

@@ -11,7 +11,8 @@ from typing import Any
 from radixserve.errors import InvalidRequest
 from radixserve.grammar.backend import whitespace_options
 from radixserve.grammar.json_schemas import narrowed, narrowed_pattern
-from radixserve.server.answer import reasoning
+from radixserve.server.answer.reasoning import THINK, ThoughtMarks
+from radixserve.server.answer.tool_parsers.pythonic_calls import KEY, as_pythonic
 from radixserve.server.answer.tool_parsers.tagged_calls import (
     allowed_types,
     as_bare,
@@ -52,6 +53,7 @@ def tool_grammar(
     *,
     parallel: bool,
     thinking: str,
+    thoughts: ThoughtMarks | None = None,
     schema: Mapping[str, Any] | None = None,
     may_speak: bool = False,
 ) -> str:
@@ -62,6 +64,8 @@ def tool_grammar(
     special   the marks that are special tokens, with their ids
     schema    a JSON schema, with its options: see `annotated_schema`
     thinking  "open": reasoning has begun in the prompt; "may": it may come first; "none"
+    thoughts  what stands around reasoning, where the style has no form of its own for it;
+              default: THINK
     may_speak  any text may precede or replace the calls; a call that has begun is held
               to the grammar
     """
@@ -88,7 +92,11 @@ def tool_grammar(
     thought = {"open": "thought", "may": "(thought)?", "none": ""}[thinking]
     rules.append(f"start: {thought} ({' | '.join(answers)})")
     if thinking != "none":
-        opening, closing = pieces.thought or ((reasoning.OPEN,), (reasoning.CLOSE,))
+        own_marks = thoughts or THINK
+        opening, closing = pieces.thought or (
+            (own_marks.opening, own_marks.label),
+            (own_marks.closing,),
+        )
         begin = _sequence(opening, special) if thinking == "may" else ""
         rules += _thought(begin, closing, special)
     return "\n".join(rules) + "\n"
@@ -169,6 +177,8 @@ def _arguments(
         return [f"{rule}: %json {json.dumps({**narrowed(schema), 'x-guidance': _JSON})}"]
     if notation in GEMMA_QUOTES:
         return _GemmaRules(schema, GEMMA_QUOTES[notation], special).rules(rule)
+    if notation == "pythonic":
+        return _pythonic_rules(schema, rule)
     opening, middle, closing = _TAGS[notation]
     required = schema.get("required", ())
     parts, rules = [], []
@@ -247,6 +257,63 @@ def _marked(text: str, special: Mapping[str, int]) -> str:
     return _sequence(pieces, special)
 
 
+def _list_rules(rule: str, items: Sequence[tuple[str, bool]], comma: str) -> list[str]:
+    """Rules of items in their order with commas between them, each with whether it must be there;
+    the whole list is the rule with "s0" at its end."""
+    rules = []
+    for index, (item, is_required) in enumerate(items):
+        first, later = f"{rule}s{index + 1}", f"{rule}r{index + 1}"
+        skips = ("", "") if is_required else (f" | {first}", f" | {later}")
+        rules.append(f"{rule}s{index}: {item} {later}{skips[0]}")
+        rules.append(f"{rule}r{index}: {json.dumps(comma)} {item} {later}{skips[1]}")
+    end = len(items)
+    return [*rules, f'{rule}s{end}: ""', f'{rule}r{end}: ""']
+
+
+def _pythonic_rules(root: Mapping[str, Any], rule: str) -> list[str]:
+    """Rules of keyword arguments, in the order of the schema."""
+    required = root.get("required", ())
+    items, rules = [], []
+    for index, (name, schema) in enumerate(root.get("properties", {}).items()):
+        if KEY.fullmatch(name) is None:
+            raise InvalidRequest(
+                f"tools: an argument's name cannot be written in this model's form: {name!r}",
+                param="tools",
+            )
+        value = f"{rule}v{index}"
+        items.append((f"{json.dumps(name + '=')} {value}", name in required))
+        rules += _pythonic_value(value, resolved(schema, root), root)
+    return [*rules, *_list_rules(rule, items, ", "), f"{rule}: {rule}s0"]
+
+
+_PLAIN = r"[^'\\\n\r]"  # characters of a string in single quotes that need no escape
+_ANY_CHARACTER = rf"({_PLAIN}|\\[\\'nr])"
+
+
+def _pythonic_value(rule: str, schema: Any, root: Mapping[str, Any]) -> list[str]:
+    """Rules of an argument: a string in single quotes where the schema allows one."""
+    if isinstance(schema, Mapping) and ("enum" in schema or "const" in schema):
+        choices = schema["enum"] if "enum" in schema else [schema["const"]]
+        return [f"{rule}: {' | '.join(json.dumps(as_pythonic(choice)) for choice in choices)}"]
+    kinds = allowed_types(schema, root)
+    if "string" in kinds:
+        expression = _text_expression(schema)
+        name = rule.upper()
+        if expression is None:
+            text = f"{name}: /{_ANY_CHARACTER}*/"
+        elif "pattern" in schema:  # only characters that are written as they are
+            text = f"{name}: /{expression}/ & /{_PLAIN}*/"
+        else:
+            limits = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
+            text = f"{name}: /{_ANY_CHARACTER}{limits}/"
+        return [f'{rule}: "\'" {name} "\'"', text]
+    constants = {"boolean": '"True" | "False"', "null": '"None"'}
+    choices = [constants[kind] for kind in sorted(kinds) if kind in constants]
+    if kinds - set(constants):
+        choices.append(_json(schema, root))
+    return [f"{rule}: {' | '.join(choices)}"]
+
+
 class _GemmaRules:
     """Rules of an object in Gemma's notation."""
 
@@ -264,18 +331,11 @@ class _GemmaRules:
         """Members in the order of their names, as templates write them."""
         properties = sorted(schema.get("properties", {}).items())
         required = schema.get("required", ())
-        first, later = '""', '""'
-        for index, (name, member) in reversed(list(enumerate(properties))):
-            value = f"{rule}x{index}"
-            self._value(value, member)
-            pair = f"{json.dumps(name + ':')} {value}"
-            optional_first, optional_later = "", ""
-            if name not in required:
-                optional_first, optional_later = f" | {rule}s{index + 1}", f" | {rule}r{index + 1}"
-            self._rules.append(f"{rule}s{index}: {pair} {rule}r{index + 1}{optional_first}")
-            self._rules.append(f'{rule}r{index}: "," {pair} {rule}r{index + 1}{optional_later}')
-        end = len(properties)
-        self._rules += [f"{rule}s{end}: {first}", f"{rule}r{end}: {later}"]
+        pairs = []
+        for index, (name, member) in enumerate(properties):
+            self._value(f"{rule}x{index}", member)
+            pairs.append((f"{json.dumps(name + ':')} {rule}x{index}", name in required))
+        self._rules += _list_rules(rule, pairs, ",")
         self._rules.append(f'{rule}: "{{" {rule}s0 "}}"')
 
     def _value(self, rule: str, schema: Any) -> None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from radixserve.server.answer.tool_parsers import harmony, json_calls, tagged_calls
+from radixserve.server.answer.tool_parsers import (
+    harmony,
+    json_calls,
+    pythonic_calls,
+    tagged_calls,
+)
 from radixserve.server.answer.tool_parsers.base import ToolParser
 
 Functions = Sequence[Mapping[str, Any]]
@@ -27,8 +32,8 @@ class ToolStyle(NamedTuple):
     around     texts around all calls, which are not part of an answer
     call, between, head, tail   pieces of a grammar: of a call, between two, around all; NAME,
                JSON_NAME, ARGUMENTS and INDEX are replaced by a call's own
-    notation   of the arguments: "json", "function", "glm", "gemma4" or "function-gemma"
-    thought    opening and closing of reasoning before a call, where it is not <think>
+    notation   of the arguments: "json", "function", "glm", "gemma4", "function-gemma" or "pythonic"
+    thought    opening and closing of reasoning before a call, where the style has its own
     answer     what JSON of the client's own schema begins with
     """
 
@@ -139,6 +144,15 @@ STYLES: dict[str, ToolStyle] = {
     ),
     "gemma4": _gemma(tagged_calls.GEMMA4, "gemma4"),
     "function-gemma": _gemma(tagged_calls.FUNCTION_GEMMA, "function-gemma"),
+    "lfm2": ToolStyle(
+        lambda _: pythonic_calls.PythonicParser(),
+        (pythonic_calls.OPEN, pythonic_calls.CLOSE),
+        (NAME, "(", ARGUMENTS, ")"),
+        (", ",),
+        (pythonic_calls.OPEN, "["),
+        ("]", pythonic_calls.CLOSE),
+        notation="pythonic",
+    ),
     "harmony": ToolStyle(
         lambda _: harmony.HarmonyParser(),
         harmony.MARKS,
@@ -163,6 +177,7 @@ _SHOWN_BY: Sequence[tuple[str, tuple[str, ...]]] = (
     ("deepseek-v3.1", (_BEGIN,)),
     ("gemma4", (tagged_calls.GEMMA4.opening, tagged_calls.GEMMA4.closing)),
     ("function-gemma", (tagged_calls.FUNCTION_GEMMA.opening,)),
+    ("lfm2", (pythonic_calls.OPEN, pythonic_calls.CLOSE)),
     ("glm", ("<arg_key>",)),
     ("qwen3-coder", ("<function=", "<parameter=")),
     ("granite", (json_calls.GRANITE_OPEN,)),

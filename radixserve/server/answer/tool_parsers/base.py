@@ -10,9 +10,6 @@ from typing import Any, NamedTuple, Protocol
 
 from radixserve.text.tool_functions import is_deep
 
-_STEPS = re.compile(r'[][{}"]')
-_STRING_STEPS = re.compile(r'["\\]')
-
 
 class Call(NamedTuple):
     """What the model wants to call."""
@@ -48,16 +45,20 @@ class ToolParser(Protocol):
 class JsonEnd:
     """Finds where the JSON object or array ends that begins at `start` of a growing text."""
 
-    def __init__(self, start: int) -> None:
+    def __init__(self, start: int, quotes: str = '"') -> None:
+        """`quotes`: characters, each of which begins a string that the same one ends."""
         self._at = start
         self._depth = 0
-        self._is_in_string = False
+        self._steps = re.compile(f"[][{{}}{quotes}]")
+        self._string_steps = {quote: re.compile(f"[{quote}\\\\]") for quote in quotes}
+        self._quote = ""  # of the string that the position is in
 
     def find(self, text: str) -> int | None:
         """The position after its last bracket; None if it is missing. `text` may be longer than
         at the last call, and is else the same."""
         while True:
-            step = (_STRING_STEPS if self._is_in_string else _STEPS).search(text, self._at)
+            steps = self._string_steps[self._quote] if self._quote else self._steps
+            step = steps.search(text, self._at)
             if step is None:
                 self._at = len(text)
                 return None
@@ -68,8 +69,8 @@ class JsonEnd:
                 self._at = step.end() + 1
                 continue
             self._at = step.end()
-            if step[0] == '"':
-                self._is_in_string = not self._is_in_string
+            if step[0] in self._string_steps:
+                self._quote = "" if self._quote else step[0]
             else:
                 self._depth += 1 if step[0] in "{[" else -1
                 if self._depth <= 0:
@@ -183,6 +184,7 @@ class MarkedParser(ABC):
 
     mark: str
     is_optional = False  # calls may come without it: at the start, and after a call
+    quotes = '"'  # characters around strings in a call
 
     def __init__(self) -> None:
         self._text = ""  # not returned yet
@@ -208,7 +210,7 @@ class MarkedParser(ABC):
     def _find_end(self, inner: str, start: int) -> int | None:
         """The end of the JSON object or array at `start`; None if it is incomplete."""
         if self._json is None:
-            self._json = JsonEnd(start)
+            self._json = JsonEnd(start, self.quotes)
         if self._json_end is None:
             self._json_end = self._json.find(inner)
         return self._json_end

@@ -1,0 +1,202 @@
+"""Gemma 4 on the compiled kernels: layers of several head sizes, shared K and V, inputs of each
+layer, experts beside the MLP. Parity with transformers, and bits that do not depend on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from radixserve import Runtime, SamplingParams
+from radixserve.errors import ModelNotSupported
+from radixserve.models.decoder_shape import decoder_shape, not_native_reason
+from radixserve.models.decoder_tensors import describe
+from radixserve.models.rope import rope_frequencies
+from radixserve.models.source import checkpoint
+from radixserve_kernels.cpu_ops import unsupported_reason
+from tests.checkpoints import (
+    SHAPED,
+    all_logprobs,
+    greedy,
+    load_reference,
+    make_checkpoint,
+    make_config,
+)
+from tests.cpu_kernels import cpu_level
+
+__all__ = ["cpu_level"]
+needs_kernels = pytest.mark.skipif(
+    bool(unsupported_reason(torch.float32)), reason="there are no CPU kernels here"
+)
+RNG = np.random.default_rng(8)
+PROMPT = RNG.integers(3, 250, 90).tolist()
+OTHERS = [RNG.integers(3, 250, 60).tolist() for _ in range(5)]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, digest=True, logprobs=0)
+Find = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def find(tmp_path_factory: pytest.TempPathFactory) -> Find:
+    made: dict[str, Path] = {}
+
+    def find_folder(family: str, **fields: Any) -> Path:
+        key = f"{family} {fields}"
+        if key not in made:
+            made[key] = make_checkpoint(tmp_path_factory.mktemp(family), family, **fields)
+        return made[key]
+
+    return find_folder
+
+
+def start(folder: Path, **settings: Any) -> Runtime:
+    return Runtime(str(folder), **{"num_pages": 4_000, "dtype": "float32", **settings})
+
+
+def ask(rt: Runtime, prompt: list[int]) -> Any:
+    return rt.generate([prompt], PARAMS)[0]
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", SHAPED)
+def test_parity_and_equal_bits(family: str, find: Find) -> None:
+    """Cold, warm, off, at three page sizes and five chunk sizes, preempted and evicted; windows
+    of 21 tokens are dropped."""
+    folder = find(family)
+    model = load_reference(folder)
+    expected = greedy(model, PROMPT, 10)
+    table = all_logprobs(model, expected)[len(PROMPT) - 1 : -1]
+    digests = set()
+    for page_size, chunk in ((1, 512), (4, 7), (16, 33), (1, 1), (16, 64)):
+        with start(folder, page_size=page_size, chunked_prefill_size=chunk) as rt:
+            assert rt.model.is_native
+            assert not rt.resolved_config.inexact
+            cold, warm = ask(rt, PROMPT), ask(rt, PROMPT)
+            digests |= {cold.digest, warm.digest}
+            assert [*PROMPT, *cold.token_ids] == expected
+            own = table.gather(1, torch.tensor(cold.token_ids)[:, None])[:, 0]
+            assert torch.allclose(own, torch.tensor(cold.logprobs), atol=2e-5)
+            assert warm.usage.cached_tokens >= len(PROMPT) - 32
+    with start(folder, cache="off") as rt:
+        digests |= {ask(rt, PROMPT).digest, rt.generate([*OTHERS, PROMPT], PARAMS)[-1].digest}
+    with start(folder, num_pages=230, max_running_requests=4) as rt:
+        for _ in range(2):
+            digests |= {rt.generate([*OTHERS, PROMPT], PARAMS)[-1].digest}
+        assert rt.cache_stats()["evicted_tokens"] > 0
+        rt.check()
+    assert len(digests) == 1
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", SHAPED)
+def test_branches_beams_and_scores(family: str, find: Find) -> None:
+    model = load_reference(find(family))
+    with start(find(family)) as rt:
+        with rt.branch(PROMPT) as root:
+            root.generate(PARAMS)
+            for kid, more in zip(root.fork(2), ([9, 10], [11]), strict=True):
+                kid.extend(more)
+                tokens = [int(token) for token in kid.tokens]
+                assert [*tokens, *kid.generate(PARAMS).token_ids] == greedy(model, tokens, 10)
+                kid.release()
+        score = rt.score(PROMPT, [PROMPT[:12]])[0]
+        table = all_logprobs(model, [*PROMPT, *PROMPT[:12]])[len(PROMPT) - 1 : -1]
+        own = table.gather(1, torch.tensor(PROMPT[:12])[:, None])[:, 0]
+        assert torch.allclose(own, torch.tensor(score.logprobs), atol=2e-5)
+        for beam in rt.beam_search(PROMPT, beam_width=3, max_tokens=6):
+            steps = all_logprobs(model, [*PROMPT, *beam.token_ids])[len(PROMPT) - 1 : -1]
+            own = steps.gather(1, torch.tensor(beam.token_ids)[:, None])[:, 0]
+            assert beam.cumulative_logprob == pytest.approx(float(own.sum()), abs=1e-4)
+        rt.check()
+
+
+@needs_kernels
+@pytest.mark.usefixtures("cpu_level")
+def test_every_level_agrees(find: Find) -> None:
+    for family in SHAPED:
+        model = load_reference(find(family))
+        with start(find(family), chunked_prefill_size=30) as rt:
+            assert [*PROMPT, *ask(rt, PROMPT).token_ids] == greedy(model, PROMPT, 10)
+
+
+SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    ("gemma4", {"use_double_wide_mlp": True, "intermediate_size": 48}),
+    ("gemma4", {"num_kv_shared_layers": 0, "final_logit_softcapping": 3.0}),
+    ("gemma4", {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}),
+    ("gemma4_moe", {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 300}),
+    ("gemma4_moe", {"use_bidirectional_attention": "vision"}),
+]
+
+
+@needs_kernels
+@pytest.mark.parametrize(("family", "fields"), SETTINGS, ids=str)
+def test_settings(family: str, fields: dict[str, Any], find: Find) -> None:
+    folder = find(family, **fields)
+    table = all_logprobs(load_reference(folder), PROMPT)[30:-1]
+    expected = table.gather(1, torch.tensor(PROMPT[31:])[:, None])[:, 0]
+    with start(folder, chunked_prefill_size=17) as rt:
+        assert rt.model.is_native
+        score = rt.score(PROMPT[:31], [PROMPT[31:]])[0]
+    assert torch.allclose(expected, torch.tensor(score.logprobs), atol=2e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "settings", [{"dtype": "bfloat16"}, {"weight_dtype": "int8"}, {"kv_dtype": "int8"}]
+)
+@pytest.mark.parametrize("family", SHAPED)
+def test_other_forms(family: str, settings: dict[str, Any], find: Find) -> None:
+    """Close to float32; equal bits cold and warm, in chunks and whole."""
+    folder = find(family)
+    table = all_logprobs(load_reference(folder), PROMPT)[30:-1]
+    exact = table.gather(1, torch.tensor(PROMPT[31:])[:, None])[:, 0]
+    digests = []
+    for chunk in (17, 512):
+        with start(folder, chunked_prefill_size=chunk, **settings) as rt:
+            score = rt.score(PROMPT[:31], [PROMPT[31:]])[0]
+            digests += [ask(rt, PROMPT).digest, ask(rt, PROMPT).digest]
+        assert float((exact - torch.tensor(score.logprobs)).abs().mean()) < 0.12
+    assert len(set(digests)) == 1
+
+
+@needs_kernels
+def test_tensors_of_sharing_layers_are_skipped(tmp_path: Path) -> None:
+    """Published checkpoints have K and V projections in layers that use those of others."""
+    folder = make_checkpoint(tmp_path, "gemma4")
+    file = folder / "model.safetensors"
+    with start(folder) as rt:
+        expected = ask(rt, PROMPT).digest
+    tensors = load_file(file)
+    for letter in "kv":
+        tensors[f"model.layers.3.self_attn.{letter}_proj.weight"] = torch.ones(64, 64)
+    tensors["model.layers.3.self_attn.k_norm.weight"] = torch.ones(32)
+    save_file(tensors, file, {"format": "pt"})
+    with start(folder) as rt:
+        assert ask(rt, PROMPT).digest == expected
+
+
+def test_only_layers_that_store_have_kv(find: Find) -> None:
+    info = describe(checkpoint(find("gemma4")), torch.float32)
+    assert (info.num_layers, info.kv_layers, info.window_layers) == (4, 2, (0,))
+    assert (info.head_dim, info.num_kv_heads) == (32, 2)
+
+
+def test_proportional_rope() -> None:
+    rope = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    inv_freq, scaling = rope_frequencies(make_config("gemma4"), 32, rope)
+    assert scaling == 1.0
+    assert inv_freq.tolist()[4:] == [0.0] * 12
+    assert torch.allclose(inv_freq[:4], 1e4 ** (-torch.arange(0, 8, 2) / 32))
+
+
+def test_what_it_does_not_run(find: Find) -> None:
+    config = checkpoint(find("gemma4")).config
+    assert decoder_shape(config).compiled_parts == "layers of several shapes"
+    config.use_bidirectional_attention = "all"
+    assert not_native_reason(config) == "its attention is not causal"
+    with pytest.raises(ModelNotSupported, match="no layers of several shapes on the torch"):
+        start(find("gemma4"), attention_backend="torch", model_impl="native")
