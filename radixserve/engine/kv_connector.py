@@ -314,13 +314,14 @@ class KVConnector:
 
     def _install(self, load: Load, run: StoredRun, read: Future[BufferedRun | None]) -> bool:
         """Put a run's K/V into pages and commit it. False: what follows cannot be loaded."""
-        buffered = None
         try:
             buffered = read.result()
+            reason = f"{run.name} is gone, or has other tokens by now"
         except (BadRun, OSError) as error:
-            self._warn(f"a stored run cannot be read, its tokens are computed: {error}")
+            buffered, reason = None, str(error)
         if buffered is None:
             self._counts.failed_reads += 1
+            self._warn(f"a stored run cannot be read, its tokens are computed: {reason}")
             return False
         self._read_next(load)
         request = load.held.request
