@@ -14,7 +14,6 @@ evict it otherwise, or if it has waited for long.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from radixserve.arrays import IntArray
-from radixserve.cache import CacheSequence, PrefixCache
+from radixserve.cache import CacheSequence, PrefixCache, RadixCache
 from radixserve.config import EngineConfig, parse_bytes
 from radixserve.errors import InvalidRequest, OutOfPages
 from radixserve.request import Request
@@ -150,7 +149,7 @@ class KVConnector:
         self,
         prefixes: StoredPrefixes,
         pool: KVPool,
-        cache: PrefixCache,
+        cache: RadixCache,
         *,
         writes_reused_only: bool = False,
         step_tokens: int = 0,
@@ -354,7 +353,7 @@ class KVConnector:
             sequence.extend(tokens[begin:end])
         except OutOfPages:
             return 0
-        slots = slots_of(sequence, begin, end, self._cache.page_size)
+        slots = slots_of(sequence.pages, begin, end, self._cache.page_size)
         self._pool.write(slots, kv[:, :, begin - run.start :])
         sequence.commit(end)
         return end - begin
@@ -380,8 +379,7 @@ class KVConnector:
         tokens = sequence.tokens[:length].copy()
         self._unsaved.append(Unsaved(tokens, sequence.namespace, time.monotonic()))
         while self._unsaved and self._is_short_of_pages():
-            is_own = len(self._unsaved) == 1
-            self._copy_or_warn(self._unsaved[0], sequence if is_own else None)
+            self._copy_or_warn(self._unsaved[0])
 
     def copy_unsaved(self, *, is_idle: bool) -> None:
         """Copy one run of K/V out of the pool, if that is due; see the module. Raises nothing."""
@@ -400,10 +398,10 @@ class KVConnector:
         wanted = sum(len(unsaved.tokens) for unsaved in self._unsaved) + self._step_tokens
         return 2 * wanted > self._cache.num_available * self._cache.page_size
 
-    def _copy_or_warn(self, unsaved: Unsaved, sequence: CacheSequence | None = None) -> None:
+    def _copy_or_warn(self, unsaved: Unsaved) -> None:
         """Copy a run; whatever happens, `unsaved` leaves the queue in the end."""
         try:
-            if self._copy_run(unsaved, sequence):
+            if self._copy_run(unsaved):
                 return
         except Exception as error:  # of a device, or of memory
             self._counts.failed_writes += 1
@@ -420,11 +418,8 @@ class KVConnector:
             self._writes[stored.next_name] = unsaved
             self._writer.submit(self._write, unsaved)
 
-    def _copy_run(self, unsaved: Unsaved, sequence: CacheSequence | None) -> bool:
-        """Copy the next run. False: no more of it is to be copied.
-
-        sequence  of its tokens, where it is open; else what is cached of them is copied
-        """
+    def _copy_run(self, unsaved: Unsaved) -> bool:
+        """Copy the next run of what is cached. False: no more of it is to be copied."""
         tokens, namespace = unsaved.tokens, unsaved.namespace
         if unsaved.stored is None:
             writing = self._writes.copy()  # before the match: what is written by then is matched
@@ -435,23 +430,18 @@ class KVConnector:
             if stored.next_name in writing:
                 return False
         begin = unsaved.stored.length + sum(run.kv.shape[2] for run in unsaved.runs)
-        end = min(len(tokens), begin + MAX_RUN_TOKENS)
-        token_bytes = self._prefixes.layout.token_bytes
-        if begin == end or self._backlog + (end - begin) * token_bytes > _BACKLOG_BYTES:
+        cached_len, pages = self._cache.cached_pages(tokens[: begin + MAX_RUN_TOKENS], namespace)
+        num_bytes = (cached_len - begin) * self._prefixes.layout.token_bytes
+        if cached_len <= begin or self._backlog + num_bytes > _BACKLOG_BYTES:
             return False
-        own = contextlib.nullcontext(sequence) if sequence else None
-        with own or self._lock(tokens[:end], namespace) as source:
-            end = min(end, source.length)
-            if end - begin < min(MIN_TOKENS, len(tokens) - begin):
-                return False  # evicted meanwhile
-            unsaved.runs.append(self._copy(source, begin, end))
-        return end - begin == MAX_RUN_TOKENS
+        unsaved.runs.append(self._copy(pages, begin, cached_len))
+        return cached_len - begin == MAX_RUN_TOKENS
 
-    def _copy(self, sequence: CacheSequence, begin: int, end: int) -> BufferedRun:
-        """The K/V of at most MAX_RUN_TOKENS of a sequence's positions, in a buffer."""
+    def _copy(self, pages: IntArray, begin: int, end: int) -> BufferedRun:
+        """The K/V of at most MAX_RUN_TOKENS positions of a sequence's pages, in a buffer."""
         buffer = self._buffers.take()
-        slots = slots_of(sequence, begin, end, self._cache.page_size)
         try:
+            slots = slots_of(pages, begin, end, self._cache.page_size)
             return BufferedRun(self._pool.read(slots, buffer), buffer)
         except BaseException:
             self._buffers.give_back(buffer)
@@ -499,17 +489,17 @@ class KVConnector:
         """Write the K/V of the cached part of `tokens` that is not stored. Returns the tokens
         written. Raises OSError."""
         num_written = 0
-        with self._lock(tokens, namespace) as sequence:
-            while True:
-                stored = self._prefixes.match(tokens[: sequence.length], namespace)
-                end = min(sequence.length, stored.length + MAX_RUN_TOKENS)
-                if stored.length == end:
-                    return num_written
-                run = self._copy(sequence, stored.length, end)
-                try:
-                    num_written += sum(self._put(tokens[:end], namespace, stored, [run]))
-                finally:
-                    self._buffers.give_back(run.buffer)
+        while True:
+            cached_len, pages = self._cache.cached_pages(tokens, namespace)
+            stored = self._prefixes.match(tokens[:cached_len], namespace)
+            end = min(cached_len, stored.length + MAX_RUN_TOKENS)
+            if stored.length == end:
+                return num_written
+            run = self._copy(pages, stored.length, end)
+            try:
+                num_written += sum(self._put(tokens[:end], namespace, stored, [run]))
+            finally:
+                self._buffers.give_back(run.buffer)
 
     def load_now(self, tokens: IntArray, namespace: str) -> int | None:
         """Put the stored part of `tokens` into free pages. Returns the tokens loaded, None where
@@ -616,11 +606,10 @@ class KVConnector:
             _log.warning("kv_store: %s", message)
 
 
-def slots_of(sequence: CacheSequence, begin: int, end: int, page_size: int) -> IntArray:
-    """[end - begin] int64 slots of its positions: page * page_size + offset."""
+def slots_of(pages: IntArray, begin: int, end: int, page_size: int) -> IntArray:
+    """[end - begin] int64 slots of positions in a sequence's pages: page * page_size + offset."""
     positions = np.arange(begin, end)
-    pages = sequence.pages[positions // page_size].astype(np.int64)
-    return pages * page_size + positions % page_size
+    return pages[positions // page_size].astype(np.int64) * page_size + positions % page_size
 
 
 def _reusable_tokens(request: Request) -> IntArray:
@@ -638,6 +627,7 @@ def open_connector(
     """The tier that `config.kv_store` names. Raises InvalidRequest where K/V cannot be stored, or
     where the folder cannot be made."""
     assert config.kv_store is not None
+    assert isinstance(cache, RadixCache)
     pool, layout, settings = runner.storable_pool()
     folder = Path(config.kv_store).expanduser()
     try:
