@@ -316,8 +316,8 @@ class KVConnector:
         try:
             buffered = read.result()
             reason = f"{run.name} is gone, or has other tokens by now"
-        except (BadRun, OSError) as error:
-            buffered, reason = None, str(error)
+        except Exception as error:  # BadRun, OSError, or whatever a disk can make of it
+            buffered, reason = None, str(error) or repr(error)
         if buffered is None:
             self._counts.failed_reads += 1
             self._warn(f"a stored run cannot be read, its tokens are computed: {reason}")

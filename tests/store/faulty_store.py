@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from radixserve.store import FolderStore, KVLayout, decode_run, encode_run
-from radixserve.store.run_file import Buffer, checksum_of, decode_head
+from radixserve.store import BadRun, FolderStore, KVLayout, decode_run, encode_run
+from radixserve.store.run_file import Buffer, ShortHead, checksum_of, decode_head
 
 _SLOW_S = 0.02
 _HANG_S = 60.0  # a hang ends then, should a test forget to end it
@@ -88,7 +88,7 @@ class FaultyStore(FolderStore):
             return data
         if fault == "failing":
             raise OSError(errno.EIO, "Input/output error")
-        return None if fault == "gone" else memoryview(DAMAGES[fault](bytes(data)))
+        return None if fault == "gone" else memoryview(_damaged(bytes(data), fault))
 
     def put(self, name: str, parts: Iterable[Buffer]) -> int:
         fault = self.faults.write
@@ -109,6 +109,13 @@ class FaultyStore(FolderStore):
         elif fault == "stalled":
             self.faults.let_go.wait(_HANG_S)
         return fault in ("slow", "stalled")
+
+
+def _damaged(data: bytes, fault: str) -> bytes:
+    try:
+        return DAMAGES[fault](data)
+    except (BadRun, ShortHead):  # it is damaged already
+        return data
 
 
 def _interrupted(data: bytes, fault: str) -> Iterator[bytes]:
