@@ -104,7 +104,7 @@ class BufferedRun(NamedTuple):
     buffer: ByteArray
 
 
-@dataclass
+@dataclass(eq=False)
 class Load:
     """The request whose runs are being loaded. Between steps it holds no page."""
 
@@ -116,7 +116,7 @@ class Load:
     num_loaded: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Unsaved:
     """A sequence whose K/V is to be copied out of the pool, a run at a time."""
 
@@ -569,8 +569,8 @@ class KVConnector:
             assert runs, "a load without a run to read is kept"
             assert [run.start for run in runs[1:]] == ends[:-1], "runs of a load are not in a row"
             assert not runs or ends[-1] == load.stored.length, "a load ends before its prefix"
-        num_lent = self._buffers.num_lent
         is_reading = num_reads > 0 or self._reader_is_busy
+        num_lent = self._buffers.num_lent  # afterwards: a read may have ended meanwhile
         assert num_lent >= num_copied, "a buffer with copied K/V was given back"
         assert is_reading or num_lent == num_copied, "a buffer was not given back"
         self._prefixes.store.check()

@@ -44,7 +44,7 @@ def _of_other_tokens(data: bytes) -> bytes:
     run, head = decode_run(data), decode_head(data)
     layers, _, heads, head_dim, dtype = head.layout
     layout = KVLayout(layers, heads, head_dim, dtype, 4)
-    return b"".join(encode_run(replace(run, tokens=run.tokens[::-1]), layout))
+    return b"".join(encode_run(replace(run, tokens=run.tokens + 1), layout))
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {

@@ -323,6 +323,7 @@ def test_a_killed_writer_leaves_whole_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_500_killed_writers_leave_whole_files(tmp_path: Path) -> None:
     kill_writers(tmp_path, 500)
 
