@@ -590,6 +590,7 @@ class KVConnector:
             **vars(self._counts),
             "loading_requests": len(self),
             "unsaved_requests": len(self._unsaved),
+            "read_bytes_per_s": round(self._bandwidth),
             "store_bytes": self._prefixes.store.num_bytes,
             "store_dropped_files": self._prefixes.store.num_dropped,
         }
