@@ -20,11 +20,13 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
+from radixserve.store.run_file import CHUNK_BYTES
 
 _SUFFIX = ".kv"
 _ROOM_AFTER = 0.9  # of max_bytes: the fill after files were removed
@@ -66,7 +68,7 @@ class FolderStore:
         temporary = path.with_name(f".{os.getpid()}-{next(_numbers)}.tmp")
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
-            with open(temporary, "wb") as file:
+            with open(temporary, "wb") as file:  # buffered: it writes large parts at once
                 for part in parts:
                     file.write(part)
                 num_bytes = file.tell()
@@ -85,12 +87,17 @@ class FolderStore:
         return num_bytes
 
     def get(
-        self, name: str, num_bytes: int | None = None, into: memoryview | None = None
+        self,
+        name: str,
+        num_bytes: int | None = None,
+        into: memoryview | None = None,
+        on_read: Callable[[memoryview, int], None] | None = None,
     ) -> memoryview | None:
         """A file's content, or its first bytes; None where there is no such file.
 
         `into`: memory to read into, where it is large enough. Memory that was used before is read
-        into several times as fast as new memory, whose pages the system has to map.
+        into several times as fast as new memory, whose pages the system has to map. `on_read` is
+        called after each part with memory of the file's size and the bytes read so far.
         """
         try:
             with open(self._path(name), "rb", buffering=0) as file:
@@ -99,9 +106,14 @@ class FolderStore:
                 data = np.empty(size, np.uint8).data if into is None else into
                 if len(data) < size:
                     data = np.empty(size, np.uint8).data
-                count = 0
-                while count < size and (num_read := file.readinto(data[count:size])):
+                data, count = data[:size], 0
+                while count < size:
+                    num_read = file.readinto(data[count : count + CHUNK_BYTES])
+                    if not num_read:
+                        break
                     count += num_read
+                    if on_read is not None:
+                        on_read(data, count)
                 return data[:count]
         except FileNotFoundError:
             return None

@@ -21,6 +21,7 @@ from radixserve.store.folder_store import FolderStore
 from radixserve.store.run_file import (
     BadRun,
     ByteArray,
+    FileChecksum,
     KVLayout,
     KVRun,
     RunHead,
@@ -119,12 +120,13 @@ class StoredPrefixes:
         None if it is gone or has other tokens by now. Raises BadRun, and drops the file, if it is
         damaged; OSError.
         """
-        data = self.store.get(run.name, into=into)
+        checksum = FileChecksum()
+        data = self.store.get(run.name, into=into, on_read=checksum.add)
         if data is None:
             self._tokens.pop(run.name, None)
             return None
         try:
-            stored = decode_run(data, self.layout)
+            stored = decode_run(data, self.layout, checksum)
         except BadRun as error:
             self._tokens.pop(run.name, None)
             self.store.drop(run.name)

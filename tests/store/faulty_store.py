@@ -29,7 +29,7 @@ def _flipped(data: bytes) -> bytes:
 def _of_tomorrow(data: bytes) -> bytes:
     """A later version, with the right checksum."""
     later = data[:-8].replace(b'"version": 2', b'"version": 3', 1)
-    return later + checksum_of([later], decode_head(data).checksum).to_bytes(8, "little")
+    return later + checksum_of(later, decode_head(data).checksum).to_bytes(8, "little")
 
 
 def _of_another_model(data: bytes) -> bytes:
@@ -78,10 +78,17 @@ class FaultyStore(FolderStore):
         self.faults = faults
 
     def get(
-        self, name: str, num_bytes: int | None = None, into: memoryview | None = None
+        self,
+        name: str,
+        num_bytes: int | None = None,
+        into: memoryview | None = None,
+        on_read: Callable[[memoryview, int], None] | None = None,
     ) -> memoryview | None:
-        data, fault = super().get(name, num_bytes, into), self.faults.read
-        if not fault or num_bytes is not None or data is None:
+        fault = self.faults.read
+        if not fault:
+            return super().get(name, num_bytes, into, on_read)
+        data = super().get(name, num_bytes, into)
+        if num_bytes is not None or data is None:
             return data
         self.faults.num_calls += 1
         if self._waits(fault):

@@ -21,9 +21,18 @@ from radixserve.store import (
     StoredPrefixes,
     decode_run,
     encode_run,
+    folder_store,
+    run_file,
 )
 from radixserve.store.fingerprint import model_fingerprint
-from radixserve.store.run_file import CRC32, XXH3, checksum_of, decode_head, default_checksum
+from radixserve.store.run_file import (
+    CRC32,
+    XXH3,
+    FileChecksum,
+    checksum_of,
+    decode_head,
+    default_checksum,
+)
 
 LAYOUT = KVLayout(2, 2, 4, "float32", 4)
 MODEL = "0" * 32
@@ -85,7 +94,7 @@ class TestRunFile:
             (b"xxh3_64", b"xxh9_64", "checksum is 'xxh9_64'"),
         ):
             later = data[:-8].replace(text, other)
-            checksum = checksum_of([later], "xxh3_64").to_bytes(8, "little")
+            checksum = checksum_of(later, "xxh3_64").to_bytes(8, "little")
             with pytest.raises(BadRun, match=match):
                 decode_run(later + checksum, LAYOUT)
 
@@ -102,6 +111,31 @@ class TestRunFile:
         assert np.array_equal(decode_run(plain, LAYOUT).kv, kv_of(tokens))
         with pytest.raises(BadRun, match="needs the package xxhash"):
             decode_run(fast, LAYOUT)
+
+    def test_a_checksum_made_while_reading_is_that_of_the_file(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """In parts of any size, and of a file that has shrunk, grown or changed it is not taken."""
+        tokens = random_tokens(2, 30)
+        for size in (1, 7, 100, 1000, 1 << 20):
+            monkeypatch.setattr(folder_store, "CHUNK_BYTES", size)
+            monkeypatch.setattr(run_file, "CHUNK_BYTES", size)
+            data = encoded(tokens)
+            store = FolderStore(tmp_path / str(size), 1 << 20)
+            store.put(A, [data])
+            checksum = FileChecksum()
+            read = store.get(A, on_read=checksum.add)
+            assert read == data
+            assert checksum.value(len(data)) == int.from_bytes(data[-8:], "little")
+            assert np.array_equal(decode_run(read, LAYOUT, checksum).kv, kv_of(tokens))
+            assert checksum.value(len(data) - 1) is None
+            damaged = bytearray(data)
+            damaged[-20] ^= 1
+            store.put(A, [bytes(damaged)])
+            checksum = FileChecksum()
+            read = store.get(A, on_read=checksum.add)
+            with pytest.raises(BadRun, match="checksum is wrong"):
+                decode_run(read or b"", LAYOUT, checksum)
 
     def test_kv_is_aligned_and_a_part_of_an_array_is_encoded_as_its_copy(self) -> None:
         tokens = random_tokens(2, 30)
