@@ -23,6 +23,7 @@ The store's folder is a temporary one. Engines take turns; medians of the repeat
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import tempfile
 import time
@@ -215,18 +216,18 @@ def _files_of(bench: Bench, num_tokens: int) -> list[Cell]:
             with open(folder / f"plain-{index}", "rb", buffering=0) as file:
                 file.readinto(used.data[: len(data)])
 
-    works = (write_runs, write_files, read_runs, read_files)
-    rates: list[list[float]] = [[] for _ in works]
-    for _ in range(1 if bench.args.quick else 9):
-        for work, samples in zip(works, rates, strict=True):
-            samples.append(len(data) * count / _seconds(work))
+    num_bytes, ours, ratios = len(data) * count, [], []
+    for pair in ((write_runs, write_files), (read_runs, read_files)):
+        samples: dict[Callable[[], None], list[float]] = {work: [] for work in pair}
+        for number in range(1 if bench.args.quick else 10):
+            for work in pair[:: 1 if number % 2 else -1]:
+                samples[work].append(num_bytes / _seconds(work))
+        os.sync()  # else what was written is still written to the disk beside the reads
+        rates = [samples[work] for work in pair]
+        ours.append(round(median(rates[0]) / 1e9, 2))
+        ratios.append(round(median(a / b for a, b in zip(*rates, strict=True)), 2))
     on_disk = sum(file.num_bytes for file in prefixes.store.list()) / (count * num_tokens)
     shutil.rmtree(folder)
-    ratios = [
-        round(median(ours / plain for ours, plain in zip(*pair, strict=True)), 2)
-        for pair in (rates[:2], rates[2:])
-    ]
-    ours = [round(median(rates[index]) / 1e9, 2) for index in (0, 2)]
     return [num_tokens, round(on_disk), round(on_disk / layout.token_bytes, 3), *ours, *ratios]
 
 
