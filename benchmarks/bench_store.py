@@ -1,13 +1,21 @@
 """What a kv_store is worth and what it costs, engine beside engine in one run.
 
     python benchmarks/bench_store.py [--model tiny|small] [--dtype float32|bfloat16] [--tokens 4000]
-        [--threads N] [--repeats N] [--quick] [--json] [--save DIR]
+        [--only NAMES] [--trace FILE] [--requests N] [--threads N] [--repeats N] [--quick]
+        [--json] [--save DIR]
 
 restart   first token of a prompt of so many tokens in a new process: cold, and from the store
-nothing   requests that share nothing and find nothing stored, with a store and without: seconds,
-          and CPU seconds of the process, its writer's included
+workloads W1 to W5 of bench_engine.py with a store and without, in bursts: with room for everything,
+          and with a pool of half of it. Pairs take turns; the median of their ratios
 thrash    closed rounds over more prompts than the pool holds, with a store and without
-files     reading and writing runs of 32, 256 and 512 tokens beside plain files of the same size
+files     writing and reading runs of 32, 256 and 512 tokens beside plain files of the same size,
+          read into memory that was used before
+agents    with --trace FILE, a text trace of `radixserve replay`: its first --requests prompts, one
+          after the other, through a tiny model: hit rates of a pool that holds everything, of one
+          of two prompts, and of that with a store of 20 times its size
+break-even  from how many tokens on a load is faster than computing, by what the engine measured
+
+--only chooses sections, between commas.
 
 The store's folder is a temporary one. Engines take turns; medians of the repeats.
 """
@@ -15,28 +23,32 @@ The store's folder is a temporary one. Engines take turns; medians of the repeat
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-from harness.arguments import RUN, parse
+from harness.arguments import RUN, Names, parse
 from harness.report import Cell, Report, Section, Table
 from harness.shapes import DTYPES, SHAPES, save_checkpoint
-from harness.workloads import random_prompts
+from harness.workloads import FULL, QUICK, Workload, make_workload, random_prompts
 
 from radixserve import Runtime, SamplingParams
+from radixserve.replay.reader import read_trace
 from radixserve.store import FolderStore, KVLayout, StoredPrefix, StoredPrefixes
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 NOTES = (
-    "Medians of the repeats; engines take turns. restart: wall seconds until the first token, K/V"
-    " read from files that the system has in memory. nothing: CPU seconds of all threads."
-    " files: bytes a second beside plain files of the same bytes, of read() and of write()."
+    "Medians of the repeats; engines take turns. Files are in the system's memory. restart: wall"
+    " seconds until the first token. workloads: wall seconds until the last answer; x: without a"
+    " store / with one, the median of pairs. x K/V: bytes written for each byte of K/V."
+    " x write, x read: beside plain files, the median of pairs."
 )
 
 
@@ -49,6 +61,16 @@ class Bench:
         self.checkpoint = folder / "model"
         self.checkpoint.mkdir()
         save_checkpoint(SHAPES[args.model], args.dtype, self.checkpoint)
+
+    @property
+    def layout(self) -> KVLayout:
+        shape, dtype = SHAPES[self.args.model], self.args.dtype
+        sizes = shape.num_layers, shape.num_kv_heads, shape.head_dim
+        return KVLayout(*sizes, dtype, 4 if dtype == "float32" else 2)
+
+    @property
+    def token_bytes(self) -> int:
+        return self.layout.token_bytes
 
     def engine(self, store: Path | None, num_pages: int = 65_536, **settings: Any) -> Runtime:
         name = None if store is None else str(store)
@@ -81,31 +103,57 @@ def restart(bench: Bench) -> Section:
     return Section(title, Table(["prompt", "ms", "x cold"], rows))
 
 
-def nothing_shared(bench: Bench) -> Section:
-    names = ("without", "with a store", 'with kv_store_write="reuse"')
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    params = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
-    for number in range(bench.args.repeats):
-        prompts = bench.prompts(32, 200, number)
-        for name in names:
-            store = None if name == "without" else bench.folder / f"nothing-{number}-{name}"
-            write = "reuse" if "reuse" in name else "finish"
-            with bench.engine(store, kv_store_write=write) as runtime:
-                runtime.generate(bench.prompts(1, 8, 2), GREEDY)
-                began, cpu = time.perf_counter(), time.process_time()
-                runtime.generate(prompts, params)
-                wall_s = time.perf_counter() - began
-            seconds[name].append((wall_s, time.process_time() - cpu))
-            if store is not None:
-                shutil.rmtree(store)
-    rows: list[list[Cell]] = []
-    bases = [median(samples) for samples in zip(*seconds["without"], strict=True)]
-    for name in names:
-        medians = [median(samples) for samples in zip(*seconds[name], strict=True)]
-        ratios = [round(value / base, 3) for value, base in zip(medians, bases, strict=True)]
-        rows.append([name, round(medians[0], 3), ratios[0], round(medians[1], 3), ratios[1]])
-    title = "32 requests of 200 tokens and 32 more, nothing shared"
-    return Section(title, Table(["engine", "s", "x without", "CPU s", "x without"], rows))
+def workloads(bench: Bench) -> Section:
+    sizes, rows = QUICK if bench.args.quick else FULL, []
+    for name, size in sizes.items():
+        workload = make_workload(name, size, bench.vocab, 0)
+        longest = size.shared + size.rounds * (size.own + size.new)
+        pools = {"all": 65_536, "half": max(workload.num_tokens // 2, longest + 8)}
+        for pool, num_pages in pools.items():
+            seconds: dict[str, list[float]] = {"without": [], "finish": [], "reuse": []}
+            stats: dict[str, int] = {}
+            for _ in range(bench.args.repeats):
+                for kind, samples in seconds.items():
+                    spent, found = _run_workload(bench, workload, num_pages, kind)
+                    samples.append(spent)
+                    stats = found if kind == "finish" else stats
+            plain = seconds["without"]
+            ratios = [
+                round(median(a / b for a, b in zip(plain, seconds[kind], strict=True)), 3)
+                for kind in ("finish", "reuse")
+            ]
+            counts = [stats["loaded_tokens"], stats["written_tokens"]]
+            rows.append([name, pool, round(median(plain), 3), *ratios, *counts])
+    columns = ["workload", "pool", "s without", "x with", 'x "reuse"', "loaded", "written"]
+    return Section("throughput with a store", Table(columns, rows))
+
+
+def _run_workload(
+    bench: Bench, workload: Workload, num_pages: int, kind: str
+) -> tuple[float, dict[str, int]]:
+    """Seconds of all rounds, and the store's counters."""
+    store = None if kind == "without" else bench.folder / "workload"
+    write = "finish" if kind == "without" else kind
+    params = SamplingParams(max_tokens=workload.num_new, temperature=0.0, ignore_eos=True)
+    with bench.engine(store, num_pages=num_pages, kv_store_write=write) as runtime:
+        runtime.generate(bench.prompts(1, 8, 2), GREEDY)
+        histories: list[list[int]] = [[] for _ in workload.rounds[0]]
+        began = time.perf_counter()
+        for additions in workload.rounds:
+            prompts = [[*old, *new] for old, new in zip(histories, additions, strict=True)]
+            completions = runtime.generate(prompts, params)
+            if len(workload.rounds) > 1:
+                histories = [
+                    prompt + completion.token_ids
+                    for prompt, completion in zip(prompts, completions, strict=True)
+                ]
+        seconds = time.perf_counter() - began
+        if store is None:
+            return seconds, {}
+        runtime._core._engine._connector.flush()  # type: ignore[attr-defined]
+        stats = runtime._core._engine._connector.stats()  # type: ignore[attr-defined]
+    shutil.rmtree(store)
+    return seconds, stats
 
 
 def thrash(bench: Bench) -> Section:
@@ -138,65 +186,131 @@ def files(bench: Bench) -> Section:
 
 def _files_of(bench: Bench, num_tokens: int) -> list[Cell]:
     """A row of `files`: runs of so many tokens."""
-    shape = SHAPES[bench.args.model]
-    itemsize = 4 if bench.args.dtype == "float32" else 2
-    sizes = shape.num_layers, shape.num_kv_heads, shape.head_dim
-    layout = KVLayout(*sizes, bench.args.dtype, itemsize)
+    layout = bench.layout
     folder = bench.folder / f"files-{num_tokens}"
     prefixes = StoredPrefixes(FolderStore(folder, 1 << 40), "0" * 32, layout)
     kv_shape = layout.num_layers, 2, num_tokens, layout.row_bytes
     kv = np.random.default_rng(0).integers(0, 255, kv_shape, np.uint8)
-    count, data = min(200, max(20, (64 << 20) // kv.nbytes)), kv.tobytes()
+    count, data = min(200, max(8, (64 << 20) // kv.nbytes)), kv.tobytes()
     prompts = bench.prompts(count, num_tokens - 1, 5)
     sequences = [np.array([first, *prompt], np.int32) for first, prompt in enumerate(prompts)]
 
     def write_runs() -> None:
         for tokens in sequences:
-            list(prefixes.put(tokens, "", StoredPrefix(0, [], ""), kv))
+            list(prefixes.put(tokens, "", StoredPrefix(0, [], ""), [kv]))
+
+    used = np.zeros(prefixes.max_file_bytes, np.uint8)  # memory that the system has mapped
 
     def read_runs() -> None:
         for tokens in sequences:
             (run,) = prefixes.match(tokens).runs
-            assert prefixes.read(run, tokens) is not None
+            assert prefixes.read(run, tokens, used.data) is not None
 
     def write_files() -> None:
         for index in range(count):
-            (folder / f"plain-{index}").write_bytes(data)
+            (folder / "new").write_bytes(data)
+            (folder / "new").replace(folder / f"plain-{index}")
 
     def read_files() -> None:
         for index in range(count):
-            (folder / f"plain-{index}").read_bytes()
+            with open(folder / f"plain-{index}", "rb", buffering=0) as file:
+                file.readinto(used.data[: len(data)])
 
-    num_bytes = len(data) * count
-    ours = [_rate(num_bytes, work) for work in (write_runs, read_runs)]
-    plain = [_rate(num_bytes, work) for work in (write_files, read_files)]
+    num_bytes, ours, ratios = len(data) * count, [], []
+    for pair in ((write_runs, write_files), (read_runs, read_files)):
+        samples: dict[Callable[[], None], list[float]] = {work: [] for work in pair}
+        for number in range(1 if bench.args.quick else 10):
+            for work in pair[:: 1 if number % 2 else -1]:
+                samples[work].append(num_bytes / _seconds(work))
+        os.sync()  # else what was written is still written to the disk beside the reads
+        rates = [samples[work] for work in pair]
+        ours.append(round(median(rates[0]) / 1e9, 2))
+        ratios.append(round(median(a / b for a, b in zip(*rates, strict=True)), 2))
     on_disk = sum(file.num_bytes for file in prefixes.store.list()) / (count * num_tokens)
     shutil.rmtree(folder)
-    ratios = [round(rate / other, 2) for rate, other in zip(ours, plain, strict=True)]
-    rates = [round(rate / 1e9, 2) for rate in ours]
-    return [num_tokens, round(on_disk), round(on_disk / layout.token_bytes, 3), *rates, *ratios]
+    return [num_tokens, round(on_disk), round(on_disk / layout.token_bytes, 3), *ours, *ratios]
 
 
-def _rate(num_bytes: int, work: Callable[[], None]) -> float:
-    """Bytes a second, the best of three."""
-    seconds = []
-    for _ in range(3):
-        began = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - began)
-    return num_bytes / min(seconds)
+def _seconds(work: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def agents(bench: Bench) -> Section:
+    trace = read_trace(bench.args.trace)
+    count = min(bench.args.requests, len(trace))
+    prompts = [trace.request(index).prompt % (bench.vocab - 8) + 8 for index in range(count)]
+    longest = max(map(len, prompts)) + 8
+    folder = bench.folder / "agents"
+    folder.mkdir()
+    save_checkpoint(replace(SHAPES["tiny"], max_positions=longest), bench.args.dtype, folder)
+    pool, total = 2 * longest, sum(map(len, prompts))
+    rows: list[list[Cell]] = []
+    rates: list[float] = []
+    for name in ("everything", "two prompts", "two prompts and a store of 20 times that"):
+        settings: dict[str, Any] = {"num_pages": total if name == "everything" else pool}
+        if "store" in name:
+            settings["kv_store"] = str(bench.folder / "agents-kv")
+            token_bytes = 4 * 2 * 2 * 64 * (4 if bench.args.dtype == "float32" else 2)
+            settings["kv_store_size"] = 20 * pool * token_bytes
+        with Runtime(str(folder), **settings) as runtime:
+            began = time.perf_counter()
+            for prompt in prompts:
+                runtime.generate(prompt.tolist(), GREEDY)
+            seconds = time.perf_counter() - began
+            stats = runtime.cache_stats()
+        rates.append(stats["hit_rate"])
+        loaded = stats.get("kv_store", {}).get("loaded_tokens", 0)
+        ratio = round(rates[-1] / rates[0], 4)
+        rows.append([name, round(rates[-1], 4), ratio, loaded, round(seconds, 1)])
+    title = f"{count} prompts of {bench.args.trace}, {total} tokens, the longest of {longest - 8}"
+    columns = ["pool", "hit rate", "x everything", "loaded", "s"]
+    return Section(title, Table(columns, rows))
+
+
+def break_even(bench: Bench) -> Section:
+    """By what an engine has measured after a prompt was computed and loaded."""
+    (prompt,) = bench.prompts(1, bench.args.tokens, 6)
+    store = bench.folder / "break-even"
+    with bench.engine(store) as runtime:
+        runtime.generate(prompt, GREEDY)
+    with bench.engine(store) as runtime:
+        runtime.generate(prompt, GREEDY)  # loads
+        runtime.generate(bench.prompts(1, bench.args.tokens, 7), GREEDY)  # computes
+        stats = runtime.cache_stats()
+    bandwidth = stats["kv_store"]["read_bytes_per_s"]
+    compute_us = 1e6 * stats["prefill_s"] / stats["prefilled_tokens"]
+    load_us = 1e6 * bench.token_bytes / bandwidth
+    tokens = 500 / (compute_us - load_us) if compute_us > load_us else float("inf")
+    row = [round(bandwidth / 1e9, 2), round(load_us, 2), round(compute_us, 1), round(tokens, 1)]
+    columns = ["read GB/s", "us a token, loaded", "us a token, computed", "break-even, tokens"]
+    return Section("when a load pays", Table(columns, [row]))
+
+
+SECTIONS = {
+    "restart": restart,
+    "workloads": workloads,
+    "thrash": thrash,
+    "files": files,
+    "break-even": break_even,
+    "agents": agents,
+}
 
 
 def main() -> None:
     models = tuple(name for name in SHAPES if name in ("tiny", "small"))
-    args = parse(__doc__, model=models, dtype=DTYPES, tokens=4000, **RUN)
+    only = Names("section", SECTIONS)
+    options = {"model": models, "dtype": DTYPES, "tokens": 4000, "only": only, **RUN}
+    args = parse(__doc__, trace=str, requests=600, **options)
     if args.quick:
         args.tokens = 400
     report = Report(f"K/V on disk, {args.model} model, {args.dtype}, CPU", NOTES, args)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(args, Path(folder))
-        for measure in (restart, nothing_shared, thrash, files):
-            report.add(measure(bench))
+        for name in args.only:
+            if name != "agents" or args.trace is not None:
+                report.add(SECTIONS[name](bench))
     tables = {section.title: section.table.rows for section in report.sections}
     report.finish(f"store-cpu-{args.model}-{args.dtype}", {"tables": tables})
 

@@ -167,7 +167,7 @@ class Engine:
         """Whether requests or prefetches are left, or a step is in flight."""
         if self._scheduler.has_work or self._in_flight or len(self._prefetches) > 0:
             return True
-        return self._connector is not None and len(self._connector) > 0
+        return self._connector is not None and self._connector.has_work
 
     def step(self) -> list[RequestOutput]:
         """Launch a step, and collect the oldest one beyond the overlap depth.
@@ -194,6 +194,9 @@ class Engine:
     def end_step(self) -> list[RequestOutput]:
         """The second half of `step`: collect the oldest launched step and publish its tokens."""
         outputs: list[RequestOutput] = []
+        if self._connector is not None:
+            is_idle = not self._in_flight and not self._scheduler.has_work
+            self._connector.copy_unsaved(is_idle=is_idle)
         if self._must_collect:
             outputs = self._collect()
             if self._overlap_depth and not self._in_flight:
@@ -326,9 +329,11 @@ class Engine:
         return {**snapshot, "engine_s": time.thread_time() - start}
 
     def check(self) -> None:
-        """Audit cache and scheduler; AssertionError names the first broken invariant."""
+        """Audit cache, scheduler and kv_store; AssertionError names the first broken invariant."""
         self._cache.check()
         self._scheduler.check()
+        if self._connector is not None:
+            self._connector.check()
 
     # -- one step -----------------------------------------------------------------------------
 

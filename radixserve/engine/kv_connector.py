@@ -1,12 +1,15 @@
 """`KVConnector`: writes the pool's K/V to disk when requests end, reads it when they return.
 
     add(request) -> hold -> [ reads in a thread ] -> pages filled between steps -> Scheduler.add
-    end of a request -> K/V copied -> [ written in a thread ]
+    end of a request -> K/V copied between steps -> [ written in a thread ]
 
 A request whose prefix is stored and not cached is held back until its runs are loaded, one request
 at a time in order of arrival; all others pass. Loaded tokens are committed to the cache run by run,
 by the same calls as computed tokens. If a read fails, is late or does not verify, the request
 continues with the runs loaded so far and computes the rest.
+
+K/V is copied out of the pool when the engine has nothing to run; before that only if the pool may
+evict it otherwise, or if it has waited for long.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from radixserve.arrays import IntArray
-from radixserve.cache import CacheSequence, PrefixCache
+from radixserve.cache import CacheSequence, PrefixCache, RadixCache
 from radixserve.config import EngineConfig, parse_bytes
 from radixserve.errors import InvalidRequest, OutOfPages
 from radixserve.request import Request
@@ -52,7 +55,11 @@ _PATIENCE_S = 2.0  # a read is given up after so long and four times what is exp
 _FIRST_BANDWIDTH = 1e9  # bytes/s, until reads were timed
 _LATENCY_S = 0.5e-3  # fixed cost of a load
 _STEP_S = 0.005  # of a step's time for loads
+_MAX_FREE_BUFFERS = 8
+_CHECK_S = 60.0  # `check` waits at most so long for writes
+_MAX_UNSAVED_S = 5.0  # K/V is copied after so long even while the engine is busy
 _LOG_EVERY_S = 60.0
+_MAX_FREE_BUFFERS = 8
 
 
 class HeldRequest(NamedTuple):
@@ -63,16 +70,65 @@ class HeldRequest(NamedTuple):
     finish: Callable[[int], None]
 
 
-@dataclass
+class BufferPool:
+    """Memory for the K/V of runs, used again and again: new memory is several times as slow to
+    fill, since the system maps each of its pages first. Any thread may call."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """`num_bytes`: of a buffer."""
+        self._num_bytes = num_bytes
+        self._free: list[ByteArray] = []
+        self._lock = threading.Lock()
+        self.num_lent = 0
+
+    def take(self) -> ByteArray:
+        """[num_bytes] uint8 of any content."""
+        with self._lock:
+            self.num_lent += 1
+            if self._free:
+                return self._free.pop()
+        return np.empty(self._num_bytes, np.uint8)
+
+    def give_back(self, buffer: ByteArray) -> None:
+        """It is not used any more."""
+        with self._lock:
+            self.num_lent -= 1
+            if len(self._free) < _MAX_FREE_BUFFERS:
+                self._free.append(buffer)
+
+
+class BufferedRun(NamedTuple):
+    """K/V [layers, 2, tokens, row bytes] that lies in a buffer of the `BufferPool`."""
+
+    kv: ByteArray
+    buffer: ByteArray
+
+
+@dataclass(eq=False)
 class Load:
     """The request whose runs are being loaded. Between steps it holds no page."""
 
     held: HeldRequest
     stored: StoredPrefix
     runs: deque[StoredRun]  # not yet read
-    reads: deque[tuple[StoredRun, Future[ByteArray | None]]] = field(default_factory=deque)
+    reads: deque[tuple[StoredRun, Future[BufferedRun | None]]] = field(default_factory=deque)
     deadline: float = 0.0  # of the first read: time.monotonic()
     num_loaded: int = 0
+
+
+@dataclass(eq=False)
+class Unsaved:
+    """A sequence whose K/V is to be copied out of the pool, a run at a time."""
+
+    tokens: IntArray
+    namespace: str
+    since: float  # time.monotonic()
+    stored: StoredPrefix | None = None  # of `tokens`; None until the first run is copied
+    runs: list[BufferedRun] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(run.kv.nbytes for run in self.runs)
 
 
 @dataclass
@@ -93,12 +149,14 @@ class KVConnector:
         self,
         prefixes: StoredPrefixes,
         pool: KVPool,
-        cache: PrefixCache,
+        cache: RadixCache,
         *,
         writes_reused_only: bool = False,
+        step_tokens: int = 0,
         token_cost: Callable[[], tuple[float, int]] = lambda: (0.0, 0),
     ) -> None:
-        """`token_cost`: seconds spent on computing prompts, and their tokens, so far."""
+        """`step_tokens`: of the pool, that a step may take. `token_cost`: seconds spent on
+        computing prompts, and their tokens, so far."""
         self._prefixes = prefixes
         self._pool = pool
         self._cache = cache
@@ -108,10 +166,11 @@ class KVConnector:
         self._load: Load | None = None
         self._reader = ThreadPoolExecutor(1, "radixserve-store-reader")
         self._writer = ThreadPoolExecutor(1, "radixserve-store-writer")
-        self._late_read: Future[ByteArray | None] | None = None  # its thread may hang
-        self._backlog = 0  # bytes
-        self._lock_backlog = threading.Lock()
-        self._writing: set[str] = set()  # names of first runs
+        self._late_read: Future[BufferedRun | None] | None = None  # its thread may hang
+        self._step_tokens = step_tokens
+        self._buffers = BufferPool(prefixes.max_file_bytes)
+        self._unsaved: deque[Unsaved] = deque()
+        self._writes: dict[str, Unsaved] = {}  # under way, by the names of their first runs
         self._bandwidth = _FIRST_BANDWIDTH
         self._counts = TierStats()
         self._logged_at = -_LOG_EVERY_S
@@ -152,6 +211,11 @@ class KVConnector:
             if request_id in (None, held.request.request_id):
                 self._held.remove(held)
                 held.finish(0)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a load is under way or K/V is to be copied."""
+        return len(self) > 0 or len(self._unsaved) > 0
 
     def step(self, *, may_wait: bool) -> None:
         """Put the runs that have been read into pages, for some milliseconds. `may_wait`: that long
@@ -222,30 +286,50 @@ class KVConnector:
             run = load.runs.popleft()
             load.reads.append((run, self._reader.submit(self._read, run, load.held.request)))
 
-    def _read(self, run: StoredRun, request: Request) -> ByteArray | None:
+    def _read(self, run: StoredRun, request: Request) -> BufferedRun | None:
         """In the reader's thread."""
-        began = time.perf_counter()
-        kv = self._prefixes.read(run, request.token_ids)
-        if kv is not None:
+        buffer, kv = self._buffers.take(), None
+        try:
+            began = time.perf_counter()
+            kv = self._prefixes.read(run, request.token_ids, buffer.data)
+            if kv is None:
+                return None
             seconds = max(1e-9, time.perf_counter() - began)
             self._bandwidth += 0.2 * (kv.nbytes / seconds - self._bandwidth)
-        return kv
+            return BufferedRun(kv, buffer)
+        finally:
+            if kv is None:
+                self._buffers.give_back(buffer)
 
-    def _install(self, load: Load, run: StoredRun, read: Future[ByteArray | None]) -> bool:
+    def _discard(self, read: Future[BufferedRun | None]) -> None:
+        """Give back the buffer of a read that nobody waits for, once it ends."""
+
+        def give_back(read: Future[BufferedRun | None]) -> None:
+            if not read.cancelled() and read.exception() is None and (run := read.result()):
+                self._buffers.give_back(run.buffer)
+
+        read.cancel()
+        read.add_done_callback(give_back)
+
+    def _install(self, load: Load, run: StoredRun, read: Future[BufferedRun | None]) -> bool:
         """Put a run's K/V into pages and commit it. False: what follows cannot be loaded."""
         try:
-            kv = read.result()
-        except (BadRun, OSError) as error:
-            self._warn(f"a stored run cannot be read, its tokens are computed: {error}")
-            kv = None
-        if kv is None:
+            buffered = read.result()
+            reason = f"{run.name} is gone, or has other tokens by now"
+        except Exception as error:  # BadRun, OSError, or whatever a disk can make of it
+            buffered, reason = None, str(error) or repr(error)
+        if buffered is None:
             self._counts.failed_reads += 1
+            self._warn(f"a stored run cannot be read, its tokens are computed: {reason}")
             return False
         self._read_next(load)
         request = load.held.request
         end, namespace = run.start + run.num_tokens, request.params.namespace
-        with self._lock(request.token_ids[:end], namespace) as sequence:
-            count = self._fill(sequence, run, request.token_ids, kv)
+        try:
+            with self._lock(request.token_ids[:end], namespace) as sequence:
+                count = self._fill(sequence, run, request.token_ids, buffered.kv)
+        finally:
+            self._buffers.give_back(buffered.buffer)
         load.num_loaded += count
         self._counts.loaded_tokens += count
         return count > 0
@@ -269,7 +353,7 @@ class KVConnector:
             sequence.extend(tokens[begin:end])
         except OutOfPages:
             return 0
-        slots = slots_of(sequence, begin, end, self._cache.page_size)
+        slots = slots_of(sequence.pages, begin, end, self._cache.page_size)
         self._pool.write(slots, kv[:, :, begin - run.start :])
         sequence.commit(end)
         return end - begin
@@ -277,64 +361,127 @@ class KVConnector:
     def _end_load(self, load: Load) -> None:
         self._load = None
         for _, read in load.reads:
-            read.cancel()
+            self._discard(read)
         self._writer.submit(self._prefixes.touch, load.stored)
         load.held.finish(load.num_loaded)
 
     # -- writing ------------------------------------------------------------------------------
 
     def save(self, sequence: CacheSequence, num_reused: int) -> None:
-        """A request ends: copy the K/V of its tokens that are not stored, to be written soon.
-        `num_reused`: leading tokens that it did not compute. Raises nothing."""
-        try:
-            self._save(sequence, num_reused)
-        except Exception as error:  # of a device, or of memory: the request has ended all the same
-            self._counts.failed_writes += 1
-            self._warn(f"K/V cannot be copied: {error!r}")
-
-    def _save(self, sequence: CacheSequence, num_reused: int) -> None:
+        """A request ends: its K/V that is not stored is to be written. It is copied now only if the
+        pool may soon evict it. `num_reused`: leading tokens that it did not compute. Raises
+        nothing."""
         length = sequence.committed_len
         if self._writes_reused_only:
             length = min(length, num_reused)
         if length < MIN_TOKENS or sequence.is_stale:
             return
         tokens = sequence.tokens[:length].copy()
-        writing = self._writing.copy()  # before the match: what is written by then is matched
-        stored = self._prefixes.match(tokens, sequence.namespace)
-        if length - stored.length < MIN_TOKENS:
-            return
-        token_bytes = self._prefixes.layout.token_bytes
-        room = max(0, _BACKLOG_BYTES - self._backlog) // token_bytes
-        if stored.next_name in writing or room < MIN_TOKENS:
-            self._counts.unwritten_tokens += length - stored.length
-            return
-        end = min(length, stored.length + room)
-        self._counts.unwritten_tokens += length - end
-        kv = self._pool.read(slots_of(sequence, stored.length, end, self._cache.page_size))
-        with self._lock_backlog:
-            self._backlog += kv.nbytes
-        self._writing.add(stored.next_name)
-        self._writer.submit(self._write, tokens[:end], sequence.namespace, stored, kv)
+        self._unsaved.append(Unsaved(tokens, sequence.namespace, time.monotonic()))
+        while self._unsaved and self._is_short_of_pages():
+            self._copy_or_warn(self._unsaved[0])
 
-    def _write(self, tokens: IntArray, namespace: str, stored: StoredPrefix, kv: ByteArray) -> None:
-        """In the writer's thread."""
+    def copy_unsaved(self, *, is_idle: bool) -> None:
+        """Copy one run of K/V out of the pool, if that is due; see the module. Raises nothing."""
+        while self._unsaved:
+            is_short = self._is_short_of_pages()
+            waited_s = time.monotonic() - self._unsaved[0].since
+            if not (is_idle or is_short or waited_s > _MAX_UNSAVED_S):
+                return
+            self._copy_or_warn(self._unsaved[0])
+            if not is_short:
+                return
+
+    def _is_short_of_pages(self) -> bool:
+        """Whether the pool may soon evict K/V that is to be copied: it evicts what was used last
+        after all else, but by no policy's promise."""
+        wanted = sum(len(unsaved.tokens) for unsaved in self._unsaved) + self._step_tokens
+        return 2 * wanted > self._cache.num_available * self._cache.page_size
+
+    def _copy_or_warn(self, unsaved: Unsaved) -> None:
+        """Copy a run; whatever happens, `unsaved` leaves the queue in the end."""
         try:
-            self._counts.written_tokens += self._put(tokens, namespace, stored, kv)
+            if self._copy_run(unsaved):
+                return
+        except Exception as error:  # of a device, or of memory
+            self._counts.failed_writes += 1
+            self._warn(f"K/V cannot be copied: {error!r}")
+        self._unsaved.remove(unsaved)
+        stored = unsaved.stored
+        if stored is None:
+            return
+        num_copied = sum(run.kv.shape[2] for run in unsaved.runs)
+        end = stored.length + num_copied
+        self._counts.unwritten_tokens += len(unsaved.tokens) - end
+        if num_copied:
+            unsaved.tokens = unsaved.tokens[:end]
+            self._writes[stored.next_name] = unsaved
+            self._writer.submit(self._write, unsaved)
+
+    def _copy_run(self, unsaved: Unsaved) -> bool:
+        """Copy the next run of what is cached. False: no more of it is to be copied."""
+        tokens, namespace = unsaved.tokens, unsaved.namespace
+        if unsaved.stored is None:
+            writing = self._writes.copy()  # before the match: what is written by then is matched
+            stored = self._prefixes.match(tokens, namespace)
+            if len(tokens) - stored.length < MIN_TOKENS:
+                return False
+            unsaved.stored = stored
+            if stored.next_name in writing:
+                return False
+        begin = unsaved.stored.length + sum(run.kv.shape[2] for run in unsaved.runs)
+        cached_len, pages = self._cache.cached_pages(tokens[: begin + MAX_RUN_TOKENS], namespace)
+        num_bytes = (cached_len - begin) * self._prefixes.layout.token_bytes
+        if cached_len <= begin or self._backlog + num_bytes > _BACKLOG_BYTES:
+            return False
+        unsaved.runs.append(self._copy(pages, begin, cached_len))
+        return cached_len - begin == MAX_RUN_TOKENS
+
+    def _copy(self, pages: IntArray, begin: int, end: int) -> BufferedRun:
+        """The K/V of at most MAX_RUN_TOKENS positions of a sequence's pages, in a buffer."""
+        buffer = self._buffers.take()
+        try:
+            slots = slots_of(pages, begin, end, self._cache.page_size)
+            return BufferedRun(self._pool.read(slots, buffer), buffer)
+        except BaseException:
+            self._buffers.give_back(buffer)
+            raise
+
+    @property
+    def _backlog(self) -> int:
+        """Bytes of K/V that was copied and is not written."""
+        jobs = [*self._unsaved, *list(self._writes.values())]
+        return sum(unsaved.num_bytes for unsaved in jobs)
+
+    def _write(self, unsaved: Unsaved) -> None:
+        """In the writer's thread."""
+        stored = unsaved.stored
+        assert stored is not None
+        num_left = len(unsaved.tokens) - stored.length
+        try:
+            for num_tokens in self._put(unsaved.tokens, unsaved.namespace, stored, unsaved.runs):
+                self._counts.written_tokens += num_tokens
+                num_left -= num_tokens
         except Exception as error:
             self._counts.failed_writes += 1
-            self._counts.unwritten_tokens += len(tokens) - stored.length
             self._warn(f"K/V cannot be stored: {error}")
         finally:
-            with self._lock_backlog:
-                self._backlog -= kv.nbytes
-            self._writing.discard(stored.next_name)
+            self._counts.unwritten_tokens += num_left
+            del self._writes[stored.next_name]
+            for run in unsaved.runs:
+                self._buffers.give_back(run.buffer)
 
-    def _put(self, tokens: IntArray, namespace: str, stored: StoredPrefix, kv: ByteArray) -> int:
-        """Write what follows the stored prefix; returns its tokens. The first runs count as used
-        last: none of them is removed before those that follow it."""
-        runs = list(self._prefixes.put(tokens, namespace, stored, kv))
-        self._prefixes.touch(StoredPrefix(len(tokens), [*stored.runs, *runs], ""))
-        return sum(run.num_tokens for run in runs)
+    def _put(
+        self, tokens: IntArray, namespace: str, stored: StoredPrefix, runs: list[BufferedRun]
+    ) -> Iterator[int]:
+        """Write what follows the stored prefix, and yield the tokens of each run once it is
+        written. The first runs count as used last: none of them is removed before those that
+        follow it."""
+        written = list(stored.runs)
+        for run in self._prefixes.put(tokens, namespace, stored, [run.kv for run in runs]):
+            written.append(run)
+            yield run.num_tokens
+        self._prefixes.touch(StoredPrefix(len(tokens), written, ""))
 
     # -- synchronous, in the engine's thread ---------------------------------------------------
 
@@ -342,15 +489,17 @@ class KVConnector:
         """Write the K/V of the cached part of `tokens` that is not stored. Returns the tokens
         written. Raises OSError."""
         num_written = 0
-        with self._lock(tokens, namespace) as sequence:
-            while True:
-                stored = self._prefixes.match(tokens[: sequence.length], namespace)
-                end = min(sequence.length, stored.length + MAX_RUN_TOKENS)
-                if stored.length == end:
-                    return num_written
-                slots = slots_of(sequence, stored.length, end, self._cache.page_size)
-                kv = self._pool.read(slots)
-                num_written += self._put(tokens[:end], namespace, stored, kv)
+        while True:
+            cached_len, pages = self._cache.cached_pages(tokens, namespace)
+            stored = self._prefixes.match(tokens[:cached_len], namespace)
+            end = min(cached_len, stored.length + MAX_RUN_TOKENS)
+            if stored.length == end:
+                return num_written
+            run = self._copy(pages, stored.length, end)
+            try:
+                num_written += sum(self._put(tokens[:end], namespace, stored, [run]))
+            finally:
+                self._buffers.give_back(run.buffer)
 
     def load_now(self, tokens: IntArray, namespace: str) -> int | None:
         """Put the stored part of `tokens` into free pages. Returns the tokens loaded, None where
@@ -380,24 +529,68 @@ class KVConnector:
         for held in self._all_held():
             if namespace in (None, held.request.params.namespace):
                 self.release(held.request.request_id)
+        for unsaved in list(self._unsaved):
+            if namespace in (None, unsaved.namespace):
+                self._unsaved.remove(unsaved)
+                for run in unsaved.runs:
+                    self._buffers.give_back(run.buffer)
         self._writer.submit(self._prefixes.forget, namespace)
 
     # -- the whole ----------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Wait until all that was to be written has been."""
+        """Wait until all that was to be written has been. For other threads than the engine's."""
+        while self._unsaved:
+            time.sleep(0.001)
         self._writer.submit(lambda: None).result()
 
     def close(self) -> None:
         """Write what is left and end the threads."""
+        while self._unsaved:
+            self._copy_or_warn(self._unsaved[0])
         self._reader.shutdown(wait=False, cancel_futures=True)
         self._writer.shutdown()
+
+    def check(self) -> None:
+        """Audit the books: held requests, loads under way, buffers, and, where no other process
+        uses the store, its bytes on disk. Waits for writes. Raises AssertionError."""
+        self._writer.submit(lambda: None).result(_CHECK_S)
+        ids = [held.request.request_id for held in self._all_held()]
+        assert len(ids) == len(set(ids)), "a request is held twice"
+        num_copied = sum(len(unsaved.runs) for unsaved in self._unsaved)
+        assert not self._writes, "a write has ended and is kept"
+        assert 0 <= self._backlog <= _BACKLOG_BYTES, "more K/V waits than may"
+        load, num_reads = self._load, 0
+        if load is not None:
+            num_reads = len(load.reads)
+            assert load.num_loaded <= load.stored.length, "more was loaded than is stored"
+            runs = [*(run for run, _ in load.reads), *load.runs]
+            ends = [run.start + run.num_tokens for run in runs]
+            assert runs, "a load without a run to read is kept"
+            assert [run.start for run in runs[1:]] == ends[:-1], "runs of a load are not in a row"
+            assert not runs or ends[-1] == load.stored.length, "a load ends before its prefix"
+        is_reading = num_reads > 0 or self._reader_is_busy
+        num_lent = self._buffers.num_lent  # afterwards: a read may have ended meanwhile
+        assert num_lent >= num_copied, "a buffer with copied K/V was given back"
+        assert is_reading or num_lent == num_copied, "a buffer was not given back"
+        self._prefixes.store.check()
+
+    @property
+    def _reader_is_busy(self) -> bool:
+        """Whether reads that were given up, or are waited for, may hold buffers."""
+        try:
+            self._reader.submit(lambda: None).result(0.05)
+        except TimeoutError:
+            return True
+        return False
 
     def stats(self) -> dict[str, int]:
         """The counters of `TierStats`, the requests that wait for a load, and the store's size."""
         return {
             **vars(self._counts),
             "loading_requests": len(self),
+            "unsaved_requests": len(self._unsaved),
+            "read_bytes_per_s": round(self._bandwidth),
             "store_bytes": self._prefixes.store.num_bytes,
             "store_dropped_files": self._prefixes.store.num_dropped,
         }
@@ -414,11 +607,10 @@ class KVConnector:
             _log.warning("kv_store: %s", message)
 
 
-def slots_of(sequence: CacheSequence, begin: int, end: int, page_size: int) -> IntArray:
-    """[end - begin] int64 slots of its positions: page * page_size + offset."""
+def slots_of(pages: IntArray, begin: int, end: int, page_size: int) -> IntArray:
+    """[end - begin] int64 slots of positions in a sequence's pages: page * page_size + offset."""
     positions = np.arange(begin, end)
-    pages = sequence.pages[positions // page_size].astype(np.int64)
-    return pages * page_size + positions % page_size
+    return pages[positions // page_size].astype(np.int64) * page_size + positions % page_size
 
 
 def _reusable_tokens(request: Request) -> IntArray:
@@ -436,6 +628,7 @@ def open_connector(
     """The tier that `config.kv_store` names. Raises InvalidRequest where K/V cannot be stored, or
     where the folder cannot be made."""
     assert config.kv_store is not None
+    assert isinstance(cache, RadixCache)
     pool, layout, settings = runner.storable_pool()
     folder = Path(config.kv_store).expanduser()
     try:
@@ -451,5 +644,6 @@ def open_connector(
         pool,
         cache,
         writes_reused_only=config.kv_store_write == "reuse",
+        step_tokens=config.chunked_prefill_size,
         token_cost=token_cost,
     )

@@ -73,12 +73,19 @@ class KVPool:
         itemsize, scale = self.kv.element_size(), width - self._head_dim
         return KVLayout(num_layers, num_kv_heads, self._head_dim, name, itemsize, scale * itemsize)
 
-    def read(self, slots: IntArray) -> ByteArray:
-        """A copy of the K/V in some slots of `kv`: [layers, 2, slots, bytes of a row]."""
-        rows = self.kv.flatten(2, 3).index_select(2, torch.from_numpy(slots).to(self.kv.device))
-        num_layers, _, count = rows.shape[:3]
-        flat = rows.cpu().view(num_layers, 2, count, -1).view(torch.uint8)
-        return np.asarray(flat.numpy())
+    def read(self, slots: IntArray, into: ByteArray) -> ByteArray:
+        """A copy of the K/V in some slots of `kv`: [layers, 2, slots, bytes of a row], at the
+        beginning of `into`, which is at least as large."""
+        pool = self.kv.flatten(2, 3)  # [L, 2, num_slots, Hkv, W]
+        index = torch.from_numpy(slots).to(self.kv.device)
+        shape = (*pool.shape[:2], len(slots), *pool.shape[3:])
+        num_bytes = math.prod(shape) * pool.element_size()
+        copy = torch.from_numpy(into[:num_bytes]).view(pool.dtype).view(shape)
+        if pool.device.type == "cpu":
+            torch.index_select(pool, 2, index, out=copy)
+        else:
+            copy.copy_(pool.index_select(2, index))
+        return into[:num_bytes].reshape(*shape[:3], -1)
 
     def write(self, slots: IntArray, kv: ByteArray) -> None:
         """Set the K/V in some slots of `kv`; shape as of `read`."""

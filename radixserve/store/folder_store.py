@@ -13,14 +13,20 @@ end the process.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
+
+from radixserve.store.run_file import CHUNK_BYTES
 
 _SUFFIX = ".kv"
 _ROOM_AFTER = 0.9  # of max_bytes: the fill after files were removed
@@ -51,42 +57,64 @@ class FolderStore:
         self.max_bytes = max_bytes
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = threading.Lock()
+        self._users = self._lock_shared()
         self.num_bytes = sum(file.num_bytes for file in self.list())
         self.num_dropped = 0  # files removed because the store was full
 
-    def put(self, name: str, parts: Iterable[bytes | memoryview]) -> int:
+    def put(self, name: str, parts: Iterable[bytes | bytearray | memoryview]) -> int:
         """Write a file, in place of one of that name; returns its bytes. Raises OSError, and
         leaves nothing behind, where it cannot be written."""
         path = self._path(name)
         temporary = path.with_name(f".{os.getpid()}-{next(_numbers)}.tmp")
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
-            with open(temporary, "wb") as file:
+            with open(temporary, "wb") as file:  # buffered: it writes large parts at once
                 for part in parts:
                     file.write(part)
                 num_bytes = file.tell()
             if num_bytes > self.max_bytes:
                 raise OSError(f"{num_bytes} bytes are more than the store may hold")
-            replaced = _size_of(path)
-            os.replace(temporary, path)
+            with self._lock:
+                replaced = _size_of(path)
+                os.replace(temporary, path)
+                self.num_bytes += num_bytes - replaced
+                if self.num_bytes > self.max_bytes:
+                    self._make_room()
         except BaseException:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
-        with self._lock:
-            self.num_bytes += num_bytes - replaced
-            if self.num_bytes > self.max_bytes:
-                self._make_room()
         return num_bytes
 
-    def get(self, name: str, num_bytes: int | None = None) -> bytearray | None:
-        """A file's content, or its first bytes; None if the file does not exist."""
+    def get(
+        self,
+        name: str,
+        num_bytes: int | None = None,
+        into: memoryview | None = None,
+        on_read: Callable[[memoryview, int], None] | None = None,
+    ) -> memoryview | None:
+        """A file's content, or its first bytes; None if the file does not exist.
+
+        `into`: memory to read into, where it is large enough. Memory that was used before is read
+        into several times as fast as new memory, whose pages the system has to map. `on_read` is
+        called after each part with memory of the file's size and the bytes read so far.
+        """
         try:
-            with open(self._path(name), "rb") as file:
+            with open(self._path(name), "rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
-                data = bytearray(size if num_bytes is None else min(size, num_bytes))
-                del data[file.readinto(data) :]
-                return data
+                size = size if num_bytes is None else min(size, num_bytes)
+                data = np.empty(size, np.uint8).data if into is None else into
+                if len(data) < size:
+                    data = np.empty(size, np.uint8).data
+                data, count = data[:size], 0
+                while count < size:
+                    num_read = file.readinto(data[count : count + CHUNK_BYTES])
+                    if not num_read:
+                        break
+                    count += num_read
+                    if on_read is not None:
+                        on_read(data, count)
+                return data[:count]
         except FileNotFoundError:
             return None
 
@@ -101,18 +129,17 @@ class FolderStore:
     def drop(self, name: str) -> None:
         """Remove a file, if there is one."""
         path = self._path(name)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), self._lock:
             size = path.stat().st_size
             path.unlink()
-            with self._lock:
-                self.num_bytes -= size
+            self.num_bytes -= size
 
     def drop_folder(self, prefix: str) -> None:
         """Remove all files whose names begin with the folder `prefix`; all of them for ""."""
-        for file in list(self.list(prefix)):
-            with contextlib.suppress(OSError):
-                file.path.unlink()
         with self._lock:
+            for file in list(self.list(prefix)):
+                with contextlib.suppress(OSError):
+                    file.path.unlink()
             self.num_bytes = sum(file.num_bytes for file in self.list())
 
     def list(self, prefix: str = "") -> Iterator[StoredFile]:
@@ -149,6 +176,41 @@ class FolderStore:
                 self.num_bytes -= file.num_bytes
                 num_dropped += 1
         return num_dropped
+
+    def check(self) -> None:
+        """Audit the bytes counted against those on disk, if no other `FolderStore` uses the folder.
+        O(files). Raises AssertionError."""
+        with self._lock:
+            if not self._is_sole_user():
+                return
+            on_disk = sum(file.num_bytes for file in self.list())
+            assert self.num_bytes == on_disk, f"{self.num_bytes} bytes counted, {on_disk} on disk"
+            assert on_disk <= self.max_bytes, f"{on_disk} bytes on disk, more than may be"
+
+    def _lock_shared(self) -> int | None:
+        """The folder, open and with a shared lock, for as long as this object lives; None where the
+        file system has no locks."""
+        try:
+            folder = os.open(self.folder, os.O_RDONLY)
+        except OSError:
+            return None
+        weakref.finalize(self, os.close, folder)
+        with contextlib.suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_SH)
+            return folder
+        return None
+
+    def _is_sole_user(self) -> bool:
+        if self._users is None:
+            return False
+        try:
+            fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._users, fcntl.LOCK_SH)
+        return True
 
     def drop_temporary(self) -> None:
         """Remove the temporary files of writers that were killed: those that are an hour old."""

@@ -1,11 +1,11 @@
 """The file of a run: its tokens and their K/V, with a checksum at the end.
 
-"RSKV"  4 bytes
-header  4 bytes of length (little-endian), then JSON
-tokens  [num_tokens] int32
-K/V     [layers, 2, num_tokens, kv_heads, head_dim] in the layout's dtype; of int8 each head's scale
-        is behind its numbers
-crc32   4 bytes, of everything before it
+"RSKV"    4 bytes
+header    4 bytes of length (little-endian), then JSON, then spaces up to the alignment of the K/V
+tokens    [num_tokens] int32
+K/V       at a multiple of 64 bytes: [layers, 2, num_tokens, kv_heads, head_dim] in the layout's
+          dtype; of int8 each head's scale is behind its numbers
+checksum  8 bytes (little-endian), of everything before it, by the algorithm that the header names
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from __future__ import annotations
 import json
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from importlib.util import find_spec
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +24,15 @@ from numpy.typing import NDArray
 from radixserve.arrays import IntArray
 
 MAGIC = b"RSKV"
-VERSION = 1
+VERSION = 2
 _LENGTH = struct.Struct("<I")
+_CHECKSUM = struct.Struct("<Q")
 _MAX_HEADER = 1 << 20
+CHUNK_BYTES = 128 << 10  # read or written at a time: less than a processor's cache has
+_ALIGNMENT = 64  # bytes, of the K/V in a file
+XXH3, CRC32 = "xxh3_64", "crc32"
 ByteArray = NDArray[np.uint8]
+Buffer = bytes | bytearray | memoryview
 
 
 class BadRun(ValueError):
@@ -71,11 +78,64 @@ class KVRun:
     kv: ByteArray
 
 
-def encode_run(run: KVRun, layout: KVLayout) -> list[bytes | memoryview]:
-    """The parts of a file, in order. O(bytes) for the checksum; K/V is not copied."""
+def default_checksum() -> str:
+    """The algorithm of new files: XXH3 where the package xxhash is installed, several times as fast
+    as CRC32."""
+    return CRC32 if find_spec("xxhash") is None else XXH3
+
+
+class Hasher(Protocol):
+    """A checksum of bytes that come in parts."""
+
+    def update(self, part: Buffer, /) -> object:
+        """Add the bytes that follow."""
+
+    def intdigest(self) -> int:
+        """The checksum so far."""
+
+
+class _Crc32:
+    def __init__(self) -> None:
+        self._checksum = 0
+
+    def update(self, part: Buffer) -> None:
+        self._checksum = zlib.crc32(part, self._checksum)
+
+    def intdigest(self) -> int:
+        return self._checksum
+
+
+def make_hasher(algorithm: str) -> Hasher:
+    """Raises BadRun for an algorithm that is unknown here."""
+    if algorithm == CRC32:
+        return _Crc32()
+    if algorithm != XXH3:
+        raise BadRun(f"its checksum is {algorithm!r}, which this version does not know")
+    try:
+        from xxhash import xxh3_64
+    except ImportError as error:
+        raise BadRun("its checksum needs the package xxhash (pip install xxhash)") from error
+    return xxh3_64()
+
+
+def checksum_of(data: Buffer, algorithm: str) -> int:
+    """O(bytes). Raises BadRun, see `make_hasher`."""
+    hasher = make_hasher(algorithm)
+    hasher.update(data)
+    return hasher.intdigest()
+
+
+def encode_run(run: KVRun, layout: KVLayout, checksum: str | None = None) -> Iterator[Buffer]:
+    """The parts of a file, in order. K/V is not copied. The checksum is made part by part: whoever
+    writes each at once finds it in the processor's cache.
+
+    checksum  algorithm, see `default_checksum`
+    """
+    algorithm = default_checksum() if checksum is None else checksum
     tokens = np.ascontiguousarray(run.tokens, "<i4")
     header = {
         "version": VERSION,
+        "checksum": algorithm,
         "namespace": run.namespace,
         "start": run.start,
         "parent": run.parent,
@@ -83,34 +143,83 @@ def encode_run(run: KVRun, layout: KVLayout) -> list[bytes | memoryview]:
         "layout": layout.as_list(),
     }
     text = json.dumps(header).encode()
-    parts: list[bytes | memoryview] = [
-        MAGIC + _LENGTH.pack(len(text)) + text,
-        tokens.tobytes(),
-        np.ascontiguousarray(run.kv).reshape(-1).data,
-    ]
-    checksum = 0
-    for part in parts:
-        checksum = zlib.crc32(part, checksum)
-    return [*parts, _LENGTH.pack(checksum)]
+    text += b" " * (-(8 + len(text) + tokens.nbytes) % _ALIGNMENT)
+    head, hasher = MAGIC + _LENGTH.pack(len(text)) + text + tokens.tobytes(), make_hasher(algorithm)
+    hasher.update(head)
+    yield head
+    for block in _contiguous_blocks(run.kv):
+        view = block.reshape(-1).data
+        for begin in range(0, len(view), CHUNK_BYTES):
+            chunk = view[begin : begin + CHUNK_BYTES]
+            hasher.update(chunk)
+            yield chunk
+    yield _CHECKSUM.pack(hasher.intdigest())
 
 
-def decode_run(data: bytes | bytearray, layout: KVLayout | None = None) -> KVRun:
+class FileChecksum:
+    """The checksum of a file that is being read: each part is added while it is in the processor's
+    cache."""
+
+    def __init__(self) -> None:
+        self._hasher: Hasher | None = None
+        self._end = 0  # of what was added
+        self._is_readable = True
+
+    def add(self, data: memoryview, num_bytes: int) -> None:
+        """`data`: room for the whole file, of which `num_bytes` were read so far."""
+        if self._hasher is None and self._is_readable and num_bytes >= 8:
+            try:
+                self._hasher = make_hasher(decode_head(data[:num_bytes]).checksum)
+            except ShortHead:
+                return  # the next part may complete it
+            except BadRun:
+                self._is_readable = False
+        end = min(num_bytes, len(data) - _CHECKSUM.size)
+        if self._hasher is not None and end > self._end:
+            self._hasher.update(data[self._end : end])
+            self._end = end
+
+    def value(self, num_bytes: int) -> int | None:
+        """The checksum of a file of so many bytes; None if not all of it was added."""
+        if self._hasher is None or self._end != num_bytes - _CHECKSUM.size:
+            return None
+        return self._hasher.intdigest()
+
+
+def _contiguous_blocks(kv: ByteArray) -> list[ByteArray]:
+    """K/V [layers, 2, tokens, bytes] as contiguous arrays, in order: of some of a larger array's
+    tokens, the keys or values of a layer each."""
+    if kv.flags.c_contiguous:
+        return [kv]
+    return [np.ascontiguousarray(rows) for layer in kv for rows in layer]
+
+
+def decode_run(
+    data: Buffer, layout: KVLayout | None = None, computed: FileChecksum | None = None
+) -> KVRun:
     """The run of a whole file, checked. `layout`: what its K/V must be; None: whatever it is.
+    `computed`: the checksum as `data` was read.
 
     Raises BadRun. The arrays are views of `data`.
     """
     view = memoryview(data)
-    if len(view) < 12 or zlib.crc32(view[:-4]) != _LENGTH.unpack(view[-4:])[0]:
-        raise BadRun("its checksum is wrong: it is damaged or cut short")
     try:
         head = decode_head(data)
     except ShortHead as error:
         raise BadRun("it ends within its header or tokens") from error
+    end = len(view) - _CHECKSUM.size
+    if end < head.num_bytes:
+        raise BadRun("it ends before its checksum")
+    checksum = None if computed is None else computed.value(len(view))
+    if checksum is None:
+        checksum = checksum_of(view[:end], head.checksum)
+    if checksum != _CHECKSUM.unpack(view[end:])[0]:
+        raise BadRun("its checksum is wrong: it is damaged or cut short")
     if layout is not None and head.layout != layout.as_list():
         raise BadRun(f"its K/V is {head.layout}, not {layout.as_list()}")
     try:
         shape = (int(head.layout[0]), 2, len(head.tokens), -1)
-        kv = np.frombuffer(view[head.num_bytes : -4], np.uint8).reshape(shape)
+        kv = np.frombuffer(view[head.num_bytes : end], np.uint8).reshape(shape)
     except (IndexError, TypeError, ValueError) as error:
         raise BadRun(f"its K/V has another size than its header says: {error}") from error
     return KVRun(head.namespace, head.start, head.parent, head.tokens, kv)
@@ -124,10 +233,11 @@ class RunHead(NamedTuple):
     parent: str
     tokens: IntArray
     layout: list[Any]
+    checksum: str  # algorithm
     num_bytes: int  # of it
 
 
-def decode_head(data: bytes | bytearray) -> RunHead:
+def decode_head(data: Buffer) -> RunHead:
     """The head of a run, from a file's first bytes; the checksum is not checked. Raises BadRun, or
     ShortHead, which says how many bytes are needed."""
     view = memoryview(data)
@@ -136,12 +246,13 @@ def decode_head(data: bytes | bytearray) -> RunHead:
         end = begin + 4 * int(header["num_tokens"])
         namespace, parent = str(header["namespace"]), str(header["parent"])
         start, layout = int(header["start"]), list(header["layout"])
+        checksum = str(header["checksum"])
     except (KeyError, TypeError, ValueError) as error:
         raise BadRun(f"its header lacks a field: {error}") from error
     if len(view) < end:
         raise ShortHead(end)
     tokens = np.frombuffer(view[begin:end], "<i4").astype(np.int32)
-    return RunHead(namespace, start, parent, tokens, layout, end)
+    return RunHead(namespace, start, parent, tokens, layout, checksum, end)
 
 
 class ShortHead(Exception):

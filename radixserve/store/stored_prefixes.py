@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from radixserve.store.folder_store import FolderStore
 from radixserve.store.run_file import (
     BadRun,
     ByteArray,
+    FileChecksum,
     KVLayout,
     KVRun,
     RunHead,
@@ -84,37 +85,48 @@ class StoredPrefixes:
         return StoredPrefix(position, runs, name if position < len(tokens) else "")
 
     def put(
-        self, tokens: IntArray, namespace: str, stored: StoredPrefix, kv: ByteArray
+        self, tokens: IntArray, namespace: str, stored: StoredPrefix, kv: Iterable[ByteArray]
     ) -> Iterator[StoredRun]:
         """Write the tokens after their stored prefix as runs, and yield each once it is written.
 
-        kv [layers, 2, len(tokens) - stored.length, row bytes]. Raises OSError.
+        kv  of each run [layers, 2, MAX_RUN_TOKENS, row bytes]; the last may have fewer tokens. An
+            array is not used any more once its run was yielded. Raises OSError.
         """
         start, parent = stored.length, stored.parent
         folder, hasher = self.folder(namespace), self._hasher(namespace)
         hasher.update(_as_bytes(tokens[:start]))
-        for begin in range(start, len(tokens), MAX_RUN_TOKENS):
+        begins = range(start, len(tokens), MAX_RUN_TOKENS)
+        for begin, run_kv in zip(begins, kv, strict=True):
             end = min(begin + MAX_RUN_TOKENS, len(tokens))
             name, own = _name(folder, hasher, int(tokens[begin])), tokens[begin:end]
-            run = KVRun(namespace, begin, parent, own, kv[:, :, begin - start : end - start])
+            run = KVRun(namespace, begin, parent, own, run_kv)
             self.store.put(name, encode_run(run, self.layout))
             self._keep_tokens(name, own.copy())
             yield StoredRun(name, begin, end - begin)
             hasher.update(_as_bytes(own))
             parent = name.rpartition("/")[2]
 
-    def read(self, run: StoredRun, tokens: IntArray) -> ByteArray | None:
+    @property
+    def max_file_bytes(self) -> int:
+        """Bytes of the largest file of a run, about."""
+        return MAX_RUN_TOKENS * (self.layout.token_bytes + 4) + _HEAD_BYTES
+
+    def read(
+        self, run: StoredRun, tokens: IntArray, into: memoryview | None = None
+    ) -> ByteArray | None:
         """The K/V [layers, 2, run.num_tokens, row bytes] of a run of `tokens`, a whole sequence.
+        It is a view of `into` where that has `max_file_bytes`.
 
         None if it is gone or has other tokens by now. Raises BadRun, and drops the file, if it is
         damaged; OSError.
         """
-        data = self.store.get(run.name)
+        checksum = FileChecksum()
+        data = self.store.get(run.name, into=into, on_read=checksum.add)
         if data is None:
             self._tokens.pop(run.name, None)
             return None
         try:
-            stored = decode_run(data, self.layout)
+            stored = decode_run(data, self.layout, checksum)
         except BadRun as error:
             self._tokens.pop(run.name, None)
             self.store.drop(run.name)

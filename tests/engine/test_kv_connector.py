@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 from radixserve import InvalidRequest, Runtime, SamplingParams
 from radixserve.errors import RequestFailed
 from radixserve.output import Completion
-from radixserve.store import FolderStore
+from tests.store.faulty_store import DAMAGES, Faults
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, digest=True)
 NUM_PAGES = 4000
@@ -187,88 +187,145 @@ class TestFaults:
         assert answers(completions) == answers(expected)
         assert completions[0].usage.loaded_tokens == 0
 
-    def test_a_full_disk(
+    @pytest.fixture
+    def faults(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+        """Of the stores of all engines that follow."""
+        faults = Faults()
+        monkeypatch.setattr("radixserve.engine.kv_connector.FolderStore", faults.store)
+        yield faults
+        faults.let_go.set()
+
+    @pytest.mark.parametrize("fault", [*DAMAGES, "failing", "gone", "slow"])
+    def test_reads_that_go_wrong(
         self,
         tmp_path: Path,
         cold: list[Completion],
         caplog: pytest.LogCaptureFixture,
-        monkeypatch: pytest.MonkeyPatch,
+        faults: Faults,
+        fault: str,
+    ) -> None:
+        """Every read of K/V has the fault: nothing is loaded, everything is computed."""
+        faults.read = fault
+        num_failed = 0 if fault == "slow" else 1
+        num_loaded = self.check(tmp_path, cold, caplog, failed_reads=num_failed)
+        assert faults.num_calls > 0
+        assert num_loaded == (1199 if fault == "slow" else 0)
+        faults.read = ""
+        assert self.check(tmp_path, cold, caplog, failed_reads=0) == 1199  # it was written again
+
+    @pytest.mark.parametrize("fault", DAMAGES)
+    def test_files_that_were_written_wrong(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, faults: Faults, fault: str
+    ) -> None:
+        """The disk takes all bytes and keeps others: found when they are read, by another engine,
+        which writes them again."""
+        faults.write = fault
+        cold = run(tmp_path, [tokens(0, 1200)])
+        faults.write = ""
+        assert faults.num_calls == 3
+        # Of others the head says that they are not what is sought: they are not taken for stored.
+        is_head_readable = fault in ("torn", "flipped", "of another model")
+        num_failed = 1 if is_head_readable else 0
+        assert self.check(tmp_path, cold, caplog, failed_reads=num_failed) == 0
+        assert self.check(tmp_path, cold, caplog, failed_reads=0) == 1199
+
+    @pytest.mark.parametrize("fault", ["failing", "full"])
+    def test_writes_that_fail(
+        self,
+        tmp_path: Path,
+        cold: list[Completion],
+        caplog: pytest.LogCaptureFixture,
+        faults: Faults,
+        fault: str,
     ) -> None:
         for path in files(tmp_path):
             path.unlink()
-
-        def refuse(*_: object) -> int:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(FolderStore, "put", refuse)
+        faults.write = fault
         with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
             assert answers([runtime.generate(tokens(0, 1200), PARAMS)]) == answers(cold)
-            core = runtime._core
-        assert core._engine._connector.stats()["failed_writes"] == 1
-        assert "No space left on device" in caplog.text
+            connector = runtime._core._engine._connector
+            connector.flush()
+            runtime.check()
+            stats = connector.stats()
+        assert (stats["failed_writes"], stats["unwritten_tokens"]) == (1, 1203)
+        assert stats["store_bytes"] == 0
+        assert len(caplog.records) == 1
+        assert not [path for path in tmp_path.rglob("*") if path.suffix in (".kv", ".tmp")]
+        faults.write = ""
+        assert self.check(tmp_path, cold, caplog, failed_reads=0) == 0
+        assert self.check(tmp_path, cold, caplog, failed_reads=0) == 1199
+
+    @pytest.mark.parametrize("fault", ["slow", "stalled"])
+    def test_no_request_waits_for_writes(
+        self, tmp_path: Path, faults: Faults, fault: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Beyond the bytes that may wait, K/V is dropped and counted."""
+        monkeypatch.setattr("radixserve.engine.kv_connector._BACKLOG_BYTES", 3_000_000)
+        faults.write = fault
+        prompts = [tokens(seed, 300) for seed in range(8)]
+        with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
+            connector = runtime._core._engine._connector
+            completions = [runtime.generate(prompt, PARAMS) for prompt in prompts]
+            while connector._unsaved:
+                time.sleep(0.001)
+            stats = connector.stats()
+            if fault == "stalled":
+                assert stats["written_tokens"] == 0
+                assert stats["unwritten_tokens"] > 0
+            faults.let_go.set()
+            connector.flush()
+            runtime.check()
+            stats = connector.stats()
+        assert stats["written_tokens"] + stats["unwritten_tokens"] == 8 * 303
+        assert stats["failed_writes"] == 0
+        assert answers(run(tmp_path, prompts)) == answers(completions)
 
     def test_a_read_that_hangs_is_given_up(
         self,
         tmp_path: Path,
         cold: list[Completion],
+        faults: Faults,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        let_go, read = threading.Event(), FolderStore.get
-
-        def hang(store: FolderStore, name: str, num_bytes: int | None = None) -> bytearray | None:
-            if num_bytes is None:
-                let_go.wait(60)
-            return read(store, name, num_bytes)
-
-        monkeypatch.setattr(FolderStore, "get", hang)
+        """Its tokens are computed; while the reader's thread hangs, nothing waits for it."""
+        faults.read = "stalled"
         monkeypatch.setattr("radixserve.engine.kv_connector._PATIENCE_S", 0.05)
         with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
             completion = runtime.generate(tokens(0, 1200), PARAMS)
-            let_go.set()
             assert answers([completion]) == answers(cold)
             assert completion.usage.loaded_tokens == 0
+            runtime.check()
+            other = runtime.generate(tokens(0, 600) + tokens(3, 10), PARAMS)
+            assert other.usage.loaded_tokens == 0
+            faults.let_go.set()
+            runtime.check()
             assert runtime.cache_stats()["kv_store"]["failed_reads"] == 1
 
     def test_an_abort_while_a_load_is_under_way(
-        self, tmp_path: Path, cold: list[Completion], monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, cold: list[Completion], faults: Faults
     ) -> None:
-        let_go, read = threading.Event(), FolderStore.get
-
-        def hang(store: FolderStore, name: str, num_bytes: int | None = None) -> bytearray | None:
-            if num_bytes is None:
-                let_go.wait(60)
-            return read(store, name, num_bytes)
-
-        monkeypatch.setattr(FolderStore, "get", hang)
+        faults.read = "stalled"
         with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
             with runtime.submit([tokens(0, 1200)] * 3, PARAMS) as held:
                 assert runtime.generate(tokens(5, 40), PARAMS).finish_reason == "length"
                 assert runtime.status().waiting == 3
+                runtime.check()
                 assert runtime.abort() == 3
-                let_go.set()
+                faults.let_go.set()
                 assert {completion.finish_reason for completion in held} == {"abort"}
             runtime.check()
             assert answers([runtime.generate(tokens(0, 1200), PARAMS)]) == answers(cold)
 
-    def test_a_load_locks_no_page_between_steps(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_load_locks_no_page_between_steps(self, tmp_path: Path, faults: Faults) -> None:
         """While its reads hang, another request takes nearly the whole pool."""
         run(tmp_path, [tokens(0, 60)])
-        let_go, read = threading.Event(), FolderStore.get
-
-        def hang(store: FolderStore, name: str, num_bytes: int | None = None) -> bytearray | None:
-            if num_bytes is None:
-                let_go.wait(60)
-            return read(store, name, num_bytes)
-
-        monkeypatch.setattr(FolderStore, "get", hang)
+        faults.read = "stalled"
         with Runtime("demo", num_pages=88, kv_store=str(tmp_path)) as runtime:
             first = tokens(0, 30)
             runtime.generate(first, PARAMS)  # a part of it is cached
             with runtime.submit([tokens(0, 61)], PARAMS) as held:
                 assert runtime.generate(tokens(5, 80), PARAMS).finish_reason == "length"
-                let_go.set()
+                faults.let_go.set()
                 assert [completion.finish_reason for completion in held] == ["length"]
             runtime.check()
 
@@ -390,7 +447,8 @@ def test_random_programs_with_a_store_equal_those_without(tmp_path: Path) -> Non
                             continue
                         (completion,) = list(handle)
                         assert (completion.token_ids, completion.digest) == plain[tuple(prompt)]
+                runtime.check()
                 if numbers.random() < 0.3 and (paths := files(tmp_path)):
                     with open(numbers.choice(paths), "r+b") as file:
-                        file.truncate(numbers.randint(0, 5000))
-                runtime.check()
+                        file.seek(numbers.randint(0, 5000))
+                        file.write(b"damaged")

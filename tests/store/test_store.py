@@ -17,12 +17,22 @@ from radixserve.store import (
     BadRun,
     FolderStore,
     KVLayout,
-    Run,
+    KVRun,
     StoredPrefixes,
     decode_run,
     encode_run,
+    folder_store,
+    run_file,
 )
 from radixserve.store.fingerprint import model_fingerprint
+from radixserve.store.run_file import (
+    CRC32,
+    XXH3,
+    FileChecksum,
+    checksum_of,
+    decode_head,
+    default_checksum,
+)
 
 LAYOUT = KVLayout(2, 2, 4, "float32", 4)
 MODEL = "0" * 32
@@ -47,11 +57,12 @@ def prefixes(tmp_path: Path) -> StoredPrefixes:
 def write(prefixes: StoredPrefixes, tokens: IntArray, namespace: str = "") -> int:
     stored = prefixes.match(tokens, namespace)
     kv = kv_of(tokens[stored.length :], stored.length)
-    return sum(run.num_tokens for run in prefixes.put(tokens, namespace, stored, kv))
+    runs = [kv[:, :, begin : begin + 512] for begin in range(0, kv.shape[2], 512)]
+    return sum(run.num_tokens for run in prefixes.put(tokens, namespace, stored, runs))
 
 
 def encoded(tokens: IntArray) -> bytes:
-    return b"".join(encode_run(Run("a", 0, "", tokens, kv_of(tokens)), LAYOUT))
+    return b"".join(encode_run(KVRun("a", 0, "", tokens, kv_of(tokens)), LAYOUT))
 
 
 class TestRunFile:
@@ -78,12 +89,63 @@ class TestRunFile:
         data = encoded(random_tokens(2, 3))
         with pytest.raises(BadRun, match="its K/V is"):
             decode_run(data, KVLayout(2, 2, 4, "bfloat16", 2))
-        import struct
-        import zlib
+        for text, other, match in (
+            (b'"version": 2', b'"version": 3', "version"),
+            (b"xxh3_64", b"xxh9_64", "checksum is 'xxh9_64'"),
+        ):
+            later = data[:-8].replace(text, other)
+            checksum = checksum_of(later, "xxh3_64").to_bytes(8, "little")
+            with pytest.raises(BadRun, match=match):
+                decode_run(later + checksum, LAYOUT)
 
-        later = data[:-4].replace(b'"version": 1', b'"version": 2')
-        with pytest.raises(BadRun, match="version"):
-            decode_run(later + struct.pack("<I", zlib.crc32(later)), LAYOUT)
+    def test_either_checksum_is_read(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """New files have the fast one where its package is installed."""
+        tokens = random_tokens(2, 30)
+        run = KVRun("a", 0, "", tokens, kv_of(tokens))
+        fast, plain = (b"".join(encode_run(run, LAYOUT, name)) for name in (XXH3, CRC32))
+        assert default_checksum() == XXH3
+        assert b"".join(encode_run(run, LAYOUT)) == fast != plain
+        monkeypatch.setitem(sys.modules, "xxhash", None)
+        assert default_checksum() == CRC32
+        assert b"".join(encode_run(run, LAYOUT)) == plain
+        assert np.array_equal(decode_run(plain, LAYOUT).kv, kv_of(tokens))
+        with pytest.raises(BadRun, match="needs the package xxhash"):
+            decode_run(fast, LAYOUT)
+
+    def test_a_checksum_made_while_reading_is_that_of_the_file(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """In parts of any size, and of a file that has shrunk, grown or changed it is not taken."""
+        tokens = random_tokens(2, 30)
+        for size in (1, 7, 100, 1000, 1 << 20):
+            monkeypatch.setattr(folder_store, "CHUNK_BYTES", size)
+            monkeypatch.setattr(run_file, "CHUNK_BYTES", size)
+            data = encoded(tokens)
+            store = FolderStore(tmp_path / str(size), 1 << 20)
+            store.put(A, [data])
+            checksum = FileChecksum()
+            read = store.get(A, on_read=checksum.add)
+            assert read == data
+            assert checksum.value(len(data)) == int.from_bytes(data[-8:], "little")
+            assert np.array_equal(decode_run(read, LAYOUT, checksum).kv, kv_of(tokens))
+            assert checksum.value(len(data) - 1) is None
+            damaged = bytearray(data)
+            damaged[-20] ^= 1
+            store.put(A, [bytes(damaged)])
+            checksum = FileChecksum()
+            read = store.get(A, on_read=checksum.add)
+            with pytest.raises(BadRun, match="checksum is wrong"):
+                decode_run(read or b"", LAYOUT, checksum)
+
+    def test_kv_is_aligned_and_a_part_of_an_array_is_encoded_as_its_copy(self) -> None:
+        tokens = random_tokens(2, 30)
+        kv = kv_of(tokens)
+        for begin, end in ((0, 30), (3, 20), (29, 30)):
+            run = KVRun("a", begin, "", tokens[begin:end], kv[:, :, begin:end])
+            copied = KVRun("a", begin, "", tokens[begin:end], kv[:, :, begin:end].copy())
+            data = b"".join(encode_run(run, LAYOUT))
+            assert data == b"".join(encode_run(copied, LAYOUT))
+            assert decode_head(data).num_bytes % 64 == 0
 
 
 A = f"{'0' * 32}/{'1' * 32}/{'2' * 32}-{0:08x}"
@@ -295,6 +357,7 @@ def test_a_killed_writer_leaves_whole_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_500_killed_writers_leave_whole_files(tmp_path: Path) -> None:
     kill_writers(tmp_path, 500)
 

@@ -12,6 +12,8 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
+import numpy as np
+
 from radixserve.arrays import IntArray
 from radixserve.cache.events import EventLog
 from radixserve.cache.interface import CacheSession, PrefixCache
@@ -217,6 +219,19 @@ class RadixCache(PrefixCache):
                 answer = self._lacks_state(answer, length)
         length = self._cached_len(length, node)
         return answer if length == answer.cached_len else answer._replace(cached_len=length)
+
+    def cached_pages(self, tokens: TokenIds, namespace: str = "") -> tuple[int, IntArray]:
+        """The length of the longest cached prefix, and the pages that hold it: its token i is in
+        slot i % P of page i // P. Changes and locks nothing: the pages hold it until the cache is
+        changed. O(tokens matched).
+        """
+        tree = self._tree
+        space = tree.namespaces.get(namespace)
+        if space is None:
+            return 0, np.zeros(0, np.int32)
+        data = token_view(tokens)
+        length, node, _, _ = match_prefix(space, data, len(data), tree.page_size)
+        return length, np.array(path_pages(node, -(-length // tree.page_size)), np.int32)
 
     def _lacks_state(self, answer: Lookup, length: int) -> Lookup:
         """The answer where more is cached than the `length` tokens that a sequence can continue
