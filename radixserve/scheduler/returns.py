@@ -47,6 +47,24 @@ class _Conversation:
         self.ended_at = self.late_at = math.nan
 
 
+class _Mean:
+    """The mean of about the last 20 values; exact from the first one on."""
+
+    __slots__ = ("_sum", "_weight")
+
+    def __init__(self) -> None:
+        self._sum = self._weight = 0.0
+
+    @property
+    def value(self) -> float:
+        """0 before the first one."""
+        return self._sum / self._weight if self._weight else 0.0
+
+    def note(self, value: float) -> None:
+        self._sum = 0.95 * self._sum + value
+        self._weight = 0.95 * self._weight + 1.0
+
+
 class ReturnTimes:
     """Log think times of the population and of each session: their mean and deviation."""
 
@@ -58,7 +76,7 @@ class ReturnTimes:
         # by whether it was the first turn: turns that were continued, and all whose fate is known
         self._fates = {True: [1.0, 2.0], False: [2.0, 2.2]}
         self._mean_output = 32.0
-        self._turn_growth = self._mean_length = 0.0  # tokens of a session: by turn, and of all
+        self._turn_growth, self._mean_length = _Mean(), _Mean()  # tokens: by turn, of sessions
 
     def __len__(self) -> int:
         return len(self._idle)
@@ -87,9 +105,9 @@ class ReturnTimes:
         length = state.tokens.size
         if conversation.length:
             grown = max(0, length - conversation.length)
-            self._turn_growth += 0.05 * (grown - self._turn_growth)
+            self._turn_growth.note(grown)
         conversation.length = length
-        self._mean_length += 0.05 * (length - self._mean_length)
+        self._mean_length.note(length)
         self._expire(now)
         expected = self._expect(conversation, now)
         conversation.late_at = math.inf if expected is None else expected.late_at
@@ -116,7 +134,7 @@ class ReturnTimes:
         """Expected growth of kept sessions relative to their size."""
         continued, known = self._fates[False]
         turns = min(_MAX_TURNS, continued / max(known - continued, 1e-9))
-        return 0.5 * turns * self._turn_growth / max(self._mean_length, 1.0)
+        return 0.5 * turns * self._turn_growth.value / max(self._mean_length.value, 1.0)
 
     # -- inside -------------------------------------------------------------------------------
 
