@@ -22,6 +22,8 @@ _MIN_S = 1e-3  # shorter think times are all the same: the network's
 _REGULAR = 0.4  # standard deviation of log think times up to which they are regular
 _LATE = 1.5  # such deviations after which a return is late
 _MAX_TURNS = 8.0  # for which a session's growth is foreseen
+_UNKNOWN_GROWTH = 2.0  # of a session that comes back, relative to its first turn, until it is seen
+_UNKNOWN_S = 60.0  # after which a session has not come back, while no think times are known
 _WAITING_S = 60.0  # for which a waiting request's prefix is evicted last
 _BLOCK = 64  # tokens of a block of `_checksums`
 _BLOCK_BYTES = 4 * _BLOCK
@@ -73,6 +75,7 @@ class ReturnTimes:
         self._active: dict[int, tuple[_Conversation, bool]] = {}  # by arrival of its request
         self._weight = self._mean = self._variance = 0.0  # of the population's log think times
         self._num_returns = 0
+        self._has_names = False  # whether a request has named its session
         # by whether it was the first turn: turns that were continued, and all whose fate is known
         self._fates = {True: [1.0, 2.0], False: [2.0, 2.2]}
         self._mean_output = 32.0
@@ -83,6 +86,7 @@ class ReturnTimes:
 
     def note_arrival(self, state: RequestState, now: float) -> None:
         """A request was queued: it may continue a conversation. O(tokens) without a session."""
+        self._has_names |= bool(state.request.session)
         conversation = self._continued(state)
         if conversation is None:
             self._active[state.arrival] = _Conversation(), True
@@ -110,7 +114,7 @@ class ReturnTimes:
         self._mean_length.note(length)
         self._expire(now)
         expected = self._expect(conversation, now)
-        conversation.late_at = math.inf if expected is None else expected.late_at
+        conversation.late_at = now + _UNKNOWN_S if expected is None else expected.late_at
         key = _end_key(state)
         self._idle[key] = conversation
         self._idle.move_to_end(key)
@@ -131,8 +135,14 @@ class ReturnTimes:
 
     @property
     def growth_share(self) -> float:
-        """Expected growth of kept sessions relative to their size."""
-        continued, known = self._fates[False]
+        """Expected growth of kept sessions relative to their size.
+
+        Before the first growth is seen it is assumed of sessions that are named, so that the first
+        wave leaves them room.
+        """
+        continued, known = self._fates[self._turn_growth.value == 0.0]
+        if not self._turn_growth.value:
+            return _UNKNOWN_GROWTH * continued / known if self._has_names else 0.0
         turns = min(_MAX_TURNS, continued / max(known - continued, 1e-9))
         return 0.5 * turns * self._turn_growth.value / max(self._mean_length.value, 1.0)
 
