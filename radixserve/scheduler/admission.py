@@ -271,7 +271,7 @@ class Admission:
                 continue
             if page_budget.fits(state, spare, window_pages) and self._start(state, batch):
                 if pricing is not None:
-                    pricing.begin_pass()
+                    pricing.note_started(state)
                 sharing.add(state)
                 if not self.has_slots(batch):
                     return
