@@ -42,7 +42,7 @@ LINES = {  # by name: what is timed
 }
 TEXT, FIRST, TURN = 1_024, 512, 64  # tokens of a session, of its first prompt, and of a turn
 ANSWER = 16  # tokens
-STEPS, WARM_UP = 20, 25  # steps of a sample, and samples before those that count
+WARM_UP = 25  # samples before those that count
 _SAMPLED = SampleOutput(5, None, ())
 
 
@@ -70,9 +70,10 @@ def _admissions(bench: Bench) -> Iterator[Figure]:
         }
         passes: Samples = {name: [] for name in loops}
         steps: Samples = {name: [] for name in loops}
+        num_steps = 2 + 2 * bench.sizes.repeats  # of a sample
         for _ in range(WARM_UP + 5 * bench.sizes.repeats):
             for name, loop in loops.items():
-                in_pass, in_step = loop.timed_steps(STEPS)
+                in_pass, in_step = loop.timed_steps(num_steps)
                 passes[name].append(in_pass)
                 steps[name].append(in_step)
         load = f"{waiting:,} waiting in a closed loop" if waiting else "no pressure"
