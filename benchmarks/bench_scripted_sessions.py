@@ -6,6 +6,7 @@
 24 sessions of 8 turns: 600 tokens, then 100 more a turn, 8 answered; with --mixed every second
 one begins with 150 and adds 25. A room for n sessions has 1,500 n tokens. Think times are fixed,
 exponential, or mixed (exponential; every second session thinks nine times as long), in ms.
+--limit is `max_overtake` of all; by default each admission has its own.
 
 In simulated time, in which all settings are tried: greedy with fixed max_running_requests, with a
 fixed number of live sessions, and with other orders of eviction; priced with sessions known by name
@@ -83,7 +84,9 @@ def scripted(added: list[list[list[int]]], pauses: list[list[float]]) -> tuple[T
     return trace, ClosedLoop(requests, np.zeros(len(added)), np.concatenate(pauses))
 
 
-def simulate(trace: Trace, loop: ClosedLoop, room: int, limit: int) -> dict[str, tuple[int, float]]:
+def simulate(
+    trace: Trace, loop: ClosedLoop, room: int, limit: int | None
+) -> dict[str, tuple[int, float]]:
     """{setting: computed tokens, mean session seconds}."""
 
     def run(gate: Any = ClientGate, *, policy: str = "lru", named: bool = False, **settings: Any):  # type: ignore[no-untyped-def]
@@ -134,7 +137,7 @@ async def converse(
 
 
 def measure(
-    folder: Path, room: int, added: Any, pauses: Any, limit: int, *, as_branch: bool
+    folder: Path, room: int, added: Any, pauses: Any, limit: int | None, *, as_branch: bool
 ) -> dict[str, Any]:
     """{admission: (computed tokens, mean session seconds, answers)} on the engine."""
     from radixserve import Runtime
@@ -166,7 +169,7 @@ def measure(
 
 
 def main() -> None:
-    options = {"rooms": [3, 6, 12, 30], "thinks": [0, 20, 200], "limit": 64}
+    options = {"rooms": [3, 6, 12, 30], "thinks": [0, 20, 200], "limit": int}
     args = parse(
         __doc__, kinds="fixed,exponential,mixed", engine=False, mixed=False, threads=1, **options
     )
@@ -185,7 +188,9 @@ def main() -> None:
                         _print_simulated(room, think, kind, added, pauses, args.limit)
 
 
-def _print_simulated(room: int, think: int, kind: str, added: Any, pauses: Any, limit: int) -> None:
+def _print_simulated(
+    room: int, think: int, kind: str, added: Any, pauses: Any, limit: int | None
+) -> None:
     by_rule = simulate(*scripted(added, pauses), room, limit)
     greedy, priced = by_rule["greedy"], by_rule["priced, named"]
     rivals = {name: figures for name, figures in by_rule.items() if "priced" not in name}
@@ -201,7 +206,7 @@ def _print_simulated(room: int, think: int, kind: str, added: Any, pauses: Any, 
 
 
 def _print_measured(
-    folder: Path, room: int, think: int, kind: str, added: Any, pauses: Any, limit: int
+    folder: Path, room: int, think: int, kind: str, added: Any, pauses: Any, limit: int | None
 ) -> None:
     for as_branch in (False, True):
         by_rule = measure(folder, room, added, pauses, limit, as_branch=as_branch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypedDict, get_args
 
@@ -77,6 +78,7 @@ class EngineSettings(TypedDict, total=False):
     schedule_policy: SchedulePolicy
     max_overtake: int
     max_wait_s: float | None
+    tenant_weights: Mapping[str, float] | None
     admission: AdmissionRule
     attention_backend: AttentionBackendName
     cuda_graphs: bool
@@ -152,9 +154,13 @@ class EngineConfig(StrictFields):
     max_lease_share     share of the pool that the leases of open sessions may fill, of cache
                         "radix"; the leases that began first end early
     schedule_policy     "lpm" (longest cached prefix first), "fcfs", "dfs-weight"
-    max_overtake        most later requests that may be admitted before a waiting request
+    max_overtake        most later requests of its tenant that may be admitted before a waiting
+                        request. Default: 64; with admission "priced" 4096
     max_wait_s          seconds after which no later request is admitted before a waiting request;
                         default: no limit
+    tenant_weights      {tenant: weight}: shares of the computed tokens between tenants that wait;
+                        the others have 1. A tenant is what stands before the first "/" of a
+                        request's namespace. `radixserve serve` takes them from the key file
     admission           "greedy" (a request starts if it fits), or "priced": a request waits that
                         would evict K/V of more worth; see docs/scheduling.md
     attention_backend   "cpu" (kernels compiled for this processor on first use), "torch" (PyTorch's
@@ -166,10 +172,10 @@ class EngineConfig(StrictFields):
     cascade_attention   read pages that running requests share once for all of them, if that is
                         faster
     exact               a token's logits have the same bits whatever is cached or runs in the same
-                        batch, by default on the CPU only: see docs/exactness.md. False may be faster
-                        on the CPU: shared pages are read together to their last token. True is
-                        slower on CUDA: the Triton kernels run, and pages that rows share are read
-                        by each of them
+                        batch, by default on the CPU only: see docs/exactness.md. False may be
+                        faster on the CPU: shared pages are read together to their last token. True
+                        is slower on CUDA: the Triton kernels run, and pages that rows share are
+                        read by each of them
     kv_store            folder that keeps the K/V of ended requests: a restart finds it, and so do
                         requests that come back after the pool has evicted it
     kv_store_size       most bytes of the folder's files; the least recently used ones are removed
@@ -213,12 +219,13 @@ class EngineConfig(StrictFields):
     swa_full_tokens_ratio: float | None = None
     cache: CacheKind = "radix"
     hash_algorithm: HashAlgorithm = "sha256"
-    # __post_init__ sets the admission's default
+    # __post_init__ sets the defaults of this one and of max_overtake by the admission
     eviction: EvictionPolicy = field(default=None, metadata={"usual": "lru"})  # type: ignore[arg-type]
     max_lease_share: float = 0.5
     schedule_policy: SchedulePolicy = "lpm"
-    max_overtake: int = 64
+    max_overtake: int = field(default=None, metadata={"usual": 64})  # type: ignore[assignment]
     max_wait_s: float | None = None
+    tenant_weights: Mapping[str, float] | None = field(default=None, hash=False)
     admission: AdmissionRule = "greedy"
     attention_backend: AttentionBackendName = "auto"
     cuda_graphs: bool = True
@@ -252,6 +259,8 @@ class EngineConfig(StrictFields):
             )
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
+        if self.max_overtake is None:
+            object.__setattr__(self, "max_overtake", default_max_overtake(self.admission))
         if self.page_size is None:
             object.__setattr__(self, "page_size", 16 if self.cache == "hash" else 1)
         self._check_ints(
@@ -273,6 +282,9 @@ class EngineConfig(StrictFields):
         object.__setattr__(self, name, share)
         share = check_float("max_lease_share", self.max_lease_share, 0.0, 1.0)
         object.__setattr__(self, "max_lease_share", share)
+        if self.tenant_weights is not None:
+            weights = _check_tenant_weights(self.tenant_weights)
+            object.__setattr__(self, "tenant_weights", weights)
         if self.max_wait_s is not None:
             self._check_floats(max_wait_s=(0.0, 1e9))
         if self.swa_full_tokens_ratio is not None:
@@ -364,6 +376,26 @@ class EngineConfig(StrictFields):
         ):
             if is_one and self.swa_full_tokens_ratio != 1:
                 raise InvalidRequest(f"{name} must be None or 1 with {other}, got {ratio}")
+
+
+def default_max_overtake(admission: str) -> int:
+    """Priced admission lets sessions that return go before new ones, which a small bound undoes."""
+    return 4096 if admission == "priced" else 64
+
+
+def _check_tenant_weights(weights: object) -> dict[str, float]:
+    if not isinstance(weights, Mapping):
+        raise InvalidRequest(f"tenant_weights must be {{tenant: weight}}, got {shown(weights)}")
+    checked = {}
+    for tenant, weight in weights.items():
+        if "/" in check_text("a tenant of tenant_weights", tenant):
+            raise InvalidRequest(
+                f'a tenant of tenant_weights has no "/", got {shown(tenant)}: what stands before '
+                "the first one in a namespace is the tenant"
+            )
+        name = f"tenant_weights of {shown(tenant)}"
+        checked[tenant] = check_float(name, weight, 1e-3, 1e6)
+    return checked
 
 
 def _check_device(device: object) -> None:

@@ -25,6 +25,7 @@ MAX_LOGIT_BIAS = 100.0
 MAX_SAMPLES = 1_024  # of one prompt
 MAX_BEAM_WIDTH = 256
 MAX_LENGTH_PENALTY = 10.0
+LEAST_PRIORITY = -(2**31)  # of prefetches
 LEAST_TEMPERATURE = 1e-5  # below it float32 cannot hold the scaled logits
 
 # (output ids, logits [V] float32) or (prompt ids, output ids, logits) -> logits
@@ -81,8 +82,10 @@ class SamplingParams(StrictFields):
                           max_tokens; None: all
     truncation_side       the side of the prompt that is cut off: "left", or "right" to use its
                           first tokens
-    priority              requests with a higher priority are admitted first
-    namespace             requests of different namespaces share no cache
+    priority              requests with a higher priority are admitted before the others of their
+                          tenant
+    namespace             requests of different namespaces share no cache. What stands before its
+                          first "/" names the tenant: tenants share the engine's time
     digest                report a hash of each token's logits, as logits_processors get them, to
                           compare answers bit by bit
     """
@@ -129,7 +132,7 @@ class SamplingParams(StrictFields):
             logprobs=(0, MAX_LOGPROBS),
             prompt_logprobs=(0, MAX_LOGPROBS),
             truncate_prompt_tokens=(-1, None),
-            priority=(-(2**31), 2**31 - 1),
+            priority=(LEAST_PRIORITY, 2**31 - 1),
         )
         self._check_ints(min_tokens=(0, self.max_tokens), best_of=(self.n, MAX_SAMPLES))
         self._check_floats(
@@ -247,6 +250,11 @@ class SamplingParams(StrictFields):
     def allowed_array(self) -> NDArray[np.int64]:
         """[k] the tokens that may be sampled; empty: all."""
         return np.array(self.allowed_token_ids or (), np.int64)
+
+
+def tenant_of(namespace: str) -> str:
+    """The tenant of a namespace: what stands before its first "/"."""
+    return namespace.partition("/")[0]
 
 
 def _several(name: str, value: object, what: str) -> tuple[Any, ...]:

@@ -1,8 +1,15 @@
-"""Case I: a scheduling pass over many waiting requests that find no room.
+"""Case I: a scheduling pass over many waiting requests.
+
+In the first lines they find no room.
 
 One request decodes and fills most of the pool. The waiting prompts begin with the same cached
 tokens; one of them is cached a little further. Timed is `Scheduler.schedule`, with `Scheduler.add`
 where one more arrives; between two passes the running request always decodes a token.
+
+In the last lines greedy and priced admission serve sessions in a closed loop: four requests of each
+wait or run, and a pool for 40 sessions is short. Without pressure 16 sessions have a request each,
+and all fit. Timed are `Scheduler.schedule`, and all that the scheduler does in a step. The clock of
+the schedulers is simulated.
 """
 
 from __future__ import annotations
@@ -14,6 +21,7 @@ from cache.contenders import Contender, PagedTree
 from cache.timing import Figure, Samples, figures, micros
 
 from radixserve.arrays import IntArray
+from radixserve.cache import RadixCache
 from radixserve.request import Request, SamplingParams
 from radixserve.schedule import ModelRunnerOutput, SampleOutput, SchedulerOutput
 from radixserve.scheduler import Scheduler
@@ -32,6 +40,9 @@ LINES = {  # by name: what is timed
     "arrival": "one more",
     "admit": "the running one has ended",
 }
+TEXT, FIRST, TURN = 1_024, 512, 64  # tokens of a session, of its first prompt, and of a turn
+ANSWER = 16  # tokens
+WARM_UP = 25  # samples before those that count
 _SAMPLED = SampleOutput(5, None, ())
 
 
@@ -45,6 +56,34 @@ def scheduling_pass(bench: Bench) -> Iterator[Figure]:
             for name, values in samples.items():
                 what = f"{waiting:,} waiting, {LINES[name]}"
                 yield from figures(f"I.{name}.{waiting}", what, {contender.name: values})
+    yield from _admissions(bench)
+
+
+def _admissions(bench: Bench) -> Iterator[Figure]:
+    """Greedy and priced admission in turns, and the median of the ratios of these pairs."""
+    for waiting in (0, *bench.sizes.waiting):
+        num_sessions = waiting // 4 or 16
+        texts = bench.tokens(num_sessions, TEXT)
+        loops = {
+            admission: _Loop(admission, texts, 4 if waiting else 1, is_short=waiting > 0)
+            for admission in ("greedy", "priced")
+        }
+        passes: Samples = {name: [] for name in loops}
+        steps: Samples = {name: [] for name in loops}
+        num_steps = 2 + 2 * bench.sizes.repeats  # of a sample
+        for _ in range(WARM_UP + 5 * bench.sizes.repeats):
+            for name, loop in loops.items():
+                in_pass, in_step = loop.timed_steps(num_steps)
+                passes[name].append(in_pass)
+                steps[name].append(in_step)
+        load = f"{waiting:,} waiting in a closed loop" if waiting else "no pressure"
+        for key, what, samples in (("pass", "a pass", passes), ("step", "a step", steps)):
+            kept = {name: values[WARM_UP:] for name, values in samples.items()}
+            yield from figures(f"I.loop {key}.{waiting}", f"{load}, {what}", kept)
+            pairs = zip(kept["greedy"], kept["priced"], strict=True)
+            ratio = [priced / greedy for greedy, priced in pairs]
+            name = f"I.loop {key} ratio.{waiting}"
+            yield from figures(name, f"{load}, {what}", {"priced / greedy": ratio}, "x")
 
 
 def _samples(bench: Bench, contender: Contender, prompts: IntArray, waiting: int) -> Samples:
@@ -111,6 +150,77 @@ class _Queue:
     def end_running(self) -> None:
         """The next pass starts a waiting request in its place, evicting what it needs."""
         self._scheduler.finish(self._running, "abort")
+
+
+class _Loop:
+    """A scheduler that serves sessions; the next request of one is sent when one has ended."""
+
+    def __init__(
+        self, admission: str, texts: IntArray, per_session: int, *, is_short: bool
+    ) -> None:
+        self._now = 0.0
+        is_priced = admission == "priced"
+        cache = RadixCache(
+            40 * TEXT if is_short else 2 * texts.size,
+            eviction="expected-return" if is_priced else "lru",
+            clock=self._clock,
+        )
+        self._scheduler = Scheduler(
+            cache,
+            chunked_prefill_size=2_048,
+            max_running_requests=32,
+            max_overtake=4_096,
+            admission=admission,
+            clock=self._clock,
+        )
+        self._texts = texts
+        self._turns = [0] * len(texts)
+        for session in range(len(texts)):
+            for _ in range(per_session):
+                self._send(session)
+
+    def _clock(self) -> float:
+        return self._now
+
+    def _send(self, session: int) -> None:
+        turn = self._turns[session]
+        self._turns[session] += 1
+        length = FIRST + TURN * (turn % ((TEXT - FIRST) // TURN))
+        params = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
+        tokens, ends = self._texts[session, :length], frozenset[int]()
+        name = f"{session}-{turn}"
+        self._scheduler.add(
+            Request(name, tokens, params, 0, ends, length + ANSWER, session=f"s{session}")
+        )
+
+    def timed_steps(self, count: int) -> tuple[float, float]:
+        """Microseconds of a pass and of all that the scheduler does in a step: means."""
+        in_pass = in_step = 0.0
+        for _ in range(count):
+            made: list[SchedulerOutput | None] = []
+            spent = micros(lambda made=made: made.append(self._scheduler.schedule()))
+            in_pass += spent
+            in_step += spent
+            schedule = made[0]
+            assert schedule is not None
+            self._now += 0.01 + 5e-5 * schedule.num_prefill_tokens
+            sampled = tuple(None if row.sample is None else _SAMPLED for row in schedule.rows)
+            output = ModelRunnerOutput(sampled, {})
+            ended: list[int] = []
+
+            def finish(
+                schedule: SchedulerOutput = schedule,
+                output: ModelRunnerOutput = output,
+                ended: list[int] = ended,
+            ) -> None:
+                for answer in self._scheduler.update(schedule, output):
+                    if answer.finish is not None:
+                        ended.append(int(answer.request_id.split("-")[0]))
+                for session in ended:
+                    self._send(session)
+
+            in_step += micros(finish)
+        return in_pass / count, in_step / count
 
 
 def _request(number: int, tokens: IntArray) -> Request:

@@ -198,6 +198,8 @@ def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
 def given_engine(args: argparse.Namespace) -> dict[str, Any]:
     """The engine fields that the command line set, checked. Raises InvalidRequest."""
     settings = _given(args, _ENGINE)
+    if "tenant_weights" in settings:
+        settings["tenant_weights"] = dict(settings["tenant_weights"])
     EngineConfig(**settings)  # refuses a wrong one before anything heavy is loaded
     return settings
 
@@ -255,6 +257,8 @@ def _reading(name: str, hint: Any) -> dict[str, Any]:
             (item,) = typing.get_args(kind)
             return {"action": "append", "type": item, "metavar": _METAVARS[item]}
         if typing.get_origin(kind) is collections.abc.Mapping:
+            if str in typing.get_args(kind):
+                return {"action": "append", "type": _weight, "metavar": "NAME:X"}
             return {"action": "append", "type": _bias, "metavar": "ID:BIAS"}
     if int in kinds and str in kinds:
         return {"type": _int_or_text, "metavar": "SIZE"}
@@ -265,6 +269,11 @@ def _reading(name: str, hint: Any) -> dict[str, Any]:
 def _bias(text: str) -> tuple[int, float]:
     token_id, _, bias = text.partition(":")
     return int(token_id), float(bias)
+
+
+def _weight(text: str) -> tuple[str, float]:
+    name, _, weight = text.rpartition(":")
+    return name, float(weight)
 
 
 def _int_or_text(text: str) -> int | str:

@@ -76,9 +76,11 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         flags += add_flags(caches, {usage: f"{text} (default: {value})"}, default=value)
     flags += add_flags(scheduler, {"--order NAMES": "orders of admission: lpm,fcfs,dfs-weight"})
     flags += add_flags(scheduler, _LOOP)
-    for usage, flag in {**_SERVING, **_STEP}.items():
-        text = f"{flag[0]} (default: {flag[1]:g})"
-        flags += add_flags(scheduler, {usage: text}, default=flag[1])
+    options = [(usage, *flag[:2]) for usage, flag in _SERVING.items()]
+    options += [(usage, *flag[:2]) for usage, flag in _STEP.items()]
+    for usage, text, number in options:
+        text += "" if number is None else f" (default: {number:g})"
+        flags += add_flags(scheduler, {usage: text}, default=number)
     parser.mark_rare(flag for flag in flags if flag.option_strings[0] not in _COMMON)
     return parser
 
@@ -139,10 +141,14 @@ _LISTS = {  # by usage: help, default
     "--page-size SIZES": ("tokens a page; for the hash index a block", "1"),
     "--index NAMES": ("radix, or hash: whole blocks found by their hash", "radix"),
 }
-_SERVING: dict[str, tuple[str, float, float]] = {  # by usage: help, default, least
+_SERVING: dict[str, tuple[str, float | None, float]] = {  # by usage: help, default, least
     "--chunked-prefill-size N": ("prefill tokens a step", 2048, 1),
     "--max-running-requests N": ("requests that run at the same time", 64, 1),
-    "--max-overtake N": ("no request is overtaken by more than this many", 64, 0),
+    "--max-overtake N": (
+        "no request is overtaken by more than this many (default: 64; with priced admission 4096)",
+        None,
+        0,
+    ),
     "--time-scale X": ("arrivals are this many times as far apart as recorded", 1.0, 0.0),
 }
 _LOOP = {
@@ -372,8 +378,9 @@ def _servings(args: argparse.Namespace) -> list[Serving]:
     settings: dict[str, Any] = {}
     for usage, (_, _, least) in _SERVING.items():
         flag, name, value = _given(args, usage)
-        check_float(flag, value, least, 1e6)
-        settings[name] = value
+        if value is not None:
+            check_float(flag, value, least, 1e6)
+            settings[name] = value
     step = {}
     for usage, (_, _, per_second, field) in _STEP.items():
         flag, _, value = _given(args, usage)

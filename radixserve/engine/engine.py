@@ -78,6 +78,7 @@ class Engine:
             max_overtake=config.max_overtake,
             max_wait_s=config.max_wait_s,
             admission=config.admission,
+            tenant_weights=config.tenant_weights,
             hint_limits=HintLimits(
                 config.hint_seconds, config.max_hint_seconds, config.max_hint_share
             ),

@@ -11,12 +11,11 @@ from radixserve.arrays import IntArray
 from radixserve.cache import PrefixCache
 from radixserve.hint import Hint, HintAnswer
 from radixserve.output import RequestOutput
-from radixserve.request import Request, SamplingParams
+from radixserve.request import LEAST_PRIORITY, Request, SamplingParams
 from radixserve.scheduler import Scheduler
 
 MAX_QUEUED = 64
 MAX_QUEUED_OF_OWNER = 16
-_LOWEST = -(2**31)
 _ID = "#prefetch"  # no caller's request id begins so
 
 
@@ -79,7 +78,7 @@ class Prefetches:
 
     def _request(self, hint: Hint, tokens: IntArray) -> Request:
         params = SamplingParams(
-            max_tokens=1, temperature=0.0, priority=_LOWEST, namespace=hint.namespace
+            max_tokens=1, temperature=0.0, priority=LEAST_PRIORITY, namespace=hint.namespace
         )
         return Request(
             request_id=f"{_ID} {self._number}",

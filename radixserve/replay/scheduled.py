@@ -19,7 +19,7 @@ from sortedcontainers import SortedList
 from radixserve.arrays import IntArray
 from radixserve.cache import PrefixCache
 from radixserve.checks import check_choice, check_float, check_int
-from radixserve.config import ADMISSIONS
+from radixserve.config import ADMISSIONS, default_max_overtake
 from radixserve.output import RequestOutput
 from radixserve.replay.caches import CacheSpec, ReplayResult, TraceClock
 from radixserve.replay.paths import PathTable
@@ -65,7 +65,7 @@ class Serving:
     order: str = "lpm"
     chunked_prefill_size: int = 2048
     max_running_requests: int = 64
-    max_overtake: int = 64
+    max_overtake: int = None  # type: ignore[assignment]  # __post_init__ sets admission's default
     time_scale: float = 1.0  # arrivals are this many times as far apart as recorded
     step: StepModel = field(default_factory=StepModel)
     admission: str = "greedy"
@@ -74,9 +74,11 @@ class Serving:
         check_choice("order", self.order, ORDERS)
         check_int("chunked_prefill_size", self.chunked_prefill_size, 1)
         check_int("max_running_requests", self.max_running_requests, 1)
+        check_choice("admission", self.admission, ADMISSIONS)
+        if self.max_overtake is None:
+            object.__setattr__(self, "max_overtake", default_max_overtake(self.admission))
         check_int("max_overtake", self.max_overtake, 0)
         check_float("time_scale", self.time_scale, 0.0, 1e6)
-        check_choice("admission", self.admission, ADMISSIONS)
 
     def make_scheduler(self, cache: PrefixCache, clock: Callable[[], float]) -> Scheduler:
         return Scheduler(

@@ -6,6 +6,7 @@ memory; the cache owns the assignment of pages.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import numpy as np

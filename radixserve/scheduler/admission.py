@@ -7,6 +7,7 @@ that a running request is computing.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from radixserve.cache import MESSAGE, PROMPT, CacheSequence, PrefixCache
@@ -16,10 +17,12 @@ from radixserve.scheduler.hints import CrossNamespacePrefixes
 from radixserve.scheduler.pricing import PricedAdmission
 from radixserve.scheduler.request_state import RequestState
 from radixserve.scheduler.running_requests import RunningRequests
+from radixserve.scheduler.tenants import Tenant, TenantShares
 from radixserve.scheduler.waiting_queue import WaitingQueue
 
 _MAX_HELD = 4  # requests in a row that are not worth their price: the later ones match less
 _HELD_STEPS = 8  # after which held requests are looked at again
+_PATIENCE = 16  # steps that a tenant without a running request waits before others are preempted
 _LOOKAHEAD = 8  # tokens reserved for each running request when another is admitted
 
 
@@ -49,6 +52,11 @@ class PageBudget:
         ahead = min(len(state.tokens) + tokens, state.request.max_len)
         return max(0, self.pages_for(ahead) - len(state.sequence.pages))
 
+    def pages_soon(self, state: RequestState) -> int:
+        """Pages that a running request has, and will need soon."""
+        assert state.sequence is not None
+        return len(state.sequence.pages) + self.pages_ahead(state)
+
     def num_outstanding(self) -> int:
         """Pages that the running requests will need soon. O(running requests)."""
         return sum(self.pages_ahead(state) for state in self._running)
@@ -76,19 +84,20 @@ class PageBudget:
         need = self._waiting.page_need(state)
         return need + unlocked <= num_pages and min(need, self._window_pages) <= num_window_pages
 
-    def may_fit_any(self, num_pages: int, num_window_pages: int) -> bool:
-        """Whether the smallest queued request may fit."""
-        least = self._waiting.min_page_need
+    def may_fit_any(
+        self, num_pages: int, num_window_pages: int, tenant: Tenant | None = None
+    ) -> bool:
+        """Whether the smallest queued request, of all or of one tenant, may fit."""
+        waiting = self._waiting
+        least = waiting.min_page_need if tenant is None else waiting.min_page_need_of(tenant)
         return least <= num_pages and min(least, self._window_pages) <= num_window_pages
 
     def num_startable(self, state: RequestState, count: int) -> int:
         """Number of the `count` forks of `state` that may run now: limited by slots, pages,
         priority and the overtake bound."""
-        waiting = self._waiting
         slots = min(count, self._max_running_requests - len(self._running))
-        if slots <= 0 or waiting.admission_limit < state.arrival:
-            return 0
-        if waiting.highest_priority > state.request.params.priority:
+        priority = state.request.params.priority
+        if slots <= 0 or not self._waiting.is_first(state.arrival, state.tenant, priority):
             return 0
         size = 1 if self._cache.page_size == 1 else 2  # the next token's, and a copied page
         spare = self._cache.num_available - self.num_outstanding()
@@ -204,6 +213,7 @@ class Admission:
         shared: CrossNamespacePrefixes,
         max_running_requests: int,
         clock: Callable[[], float],
+        shares: TenantShares,
         pricing: PricedAdmission | None = None,
     ) -> None:
         """`pricing`: also decides whether a request is worth the K/V that it evicts."""
@@ -218,6 +228,9 @@ class Admission:
         self._cross_namespace = shared
         self._max_running_requests = max_running_requests
         self._clock = clock
+        self._shares = shares
+        self._starving: tuple[RequestState, int] | None = None  # and the step since when
+        self._kept_for = -1  # state of the queue when a share of a step was last kept in vain
 
     def admit(self, batch: Batch) -> None:
         """Start waiting requests in order, looking past those that cannot start now."""
@@ -237,27 +250,28 @@ class Admission:
             self._running if self._cache.sharing_enabled else (),
             self._usable_len if may_lack_state else None,
         )
-        pricing, num_held, self._held = self._pricing, 0, None
+        pricing, self._held = self._pricing, None
+        num_held: Counter[Tenant] = Counter()
         if pricing is not None:
             pricing.begin_pass()
-        for state in waiting.candidates():
+        for state in waiting.candidates(self._running):
             if self._cache.sharing_enabled and sharing.must_wait(state):
                 waiting.mark_blocked(state)
                 continue
             if (
                 pricing is not None
                 and self._running
-                and waiting.admission_limit == math.inf
+                and not waiting.must_start(state)
                 and not pricing.is_worth(state)
             ):
-                num_held += 1
+                num_held[state.tenant] += 1
                 self._held = waiting.num_changes, len(self._running)
-                if num_held == self._max_held:
+                if num_held[state.tenant] == self._max_held and not waiting.skip_tenant(state):
                     return
                 continue
             if page_budget.fits(state, spare, window_pages) and self._start(state, batch):
                 if pricing is not None:
-                    pricing.begin_pass()
+                    pricing.note_started(state)
                 sharing.add(state)
                 if not self.has_slots(batch):
                     return
@@ -266,6 +280,10 @@ class Admission:
                 window_pages = page_budget.num_window_pages()
             if self._running and not page_budget.may_fit_any(spare, window_pages):
                 return  # no later candidate fits either
+            if self._shares.are_shared and not page_budget.may_fit_any(
+                spare, window_pages, state.tenant
+            ):
+                waiting.skip_tenant(state)
 
     def _is_held(self) -> bool:
         """Whether the last pass held requests and nothing has changed since but time, which is
@@ -278,6 +296,39 @@ class Admission:
 
     def _usable_len(self, state: RequestState) -> int:
         return self._cache.resumable_len(state.prefix_watch)
+
+    def tokens_to_keep(self, batch: Batch, prefills: Sequence[RequestState]) -> int:
+        """Tokens of the step that running `prefills` leave to waiting requests: half of them where
+        a tenant waits that has been served less, unless that was in vain before."""
+        waiting = self._waiting
+        if not (self._shares.are_shared and waiting and prefills and self.has_slots(batch)):
+            return 0
+        served = min(state.tenant.virtual_time for state in prefills)
+        if self._kept_for == waiting.num_changes or not waiting.is_behind(served, self._running):
+            return 0
+        self._kept_for = waiting.num_changes
+        return batch.token_budget // 2
+
+    def starved(self, step: int) -> RequestState | None:
+        """The waiting request whose turn it is, where its tenant runs nothing and it has found no
+        slot or no pages for _PATIENCE steps, and again after as many. O(running requests)."""
+        state = self._waiting.first(self._running) if self._shares.are_shared else None
+        if state is None or self._running.num_of(state.tenant) or self.can_start(state):
+            self._starving = None
+            return None
+        if self._starving is None or self._starving[0] is not state:
+            self._starving = state, step
+        num_steps = step - self._starving[1]
+        return state if num_steps and num_steps % _PATIENCE == 0 else None
+
+    def can_start(self, state: RequestState, num_pages: int = 0, num_slots: int = 0) -> bool:
+        """Whether a slot and pages are free for a waiting request, with `num_pages` and `num_slots`
+        more than there are. O(running requests)."""
+        if len(self._running) - num_slots >= self._max_running_requests:
+            return False
+        page_budget = self._page_budget
+        spare = self._cache.num_available + num_pages - page_budget.num_outstanding()
+        return page_budget.fits(state, spare, page_budget.num_window_pages())
 
     def has_slots(self, batch: Batch) -> bool:
         num_running = len(self._running) - batch.num_ending_in_flight
@@ -317,4 +368,4 @@ class Admission:
         """Whether no queued request fits into `spare` pages. O(preempted requests)."""
         if not self._running or self._waiting.min_page_need <= spare:
             return False
-        return self._waiting.admission_limit == math.inf
+        return not self._waiting.has_limit

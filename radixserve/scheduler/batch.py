@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from radixserve.schedule import (
     SchedulerOutput,
 )
 from radixserve.scheduler.request_state import RequestState
-from radixserve.scheduler.running_requests import RunningRequests
+from radixserve.scheduler.running_requests import RunningRequests, in_turn
 
 _NO_COPIES: IntArray = np.empty((0, 3), np.int32)
 
@@ -230,9 +230,17 @@ def _sample_spec(state: RequestState, num_placeholders: int = 0) -> SampleSpec:
     return spec
 
 
-def plan_ahead(step: Batch, batch: Batch, running: RunningRequests, cache: PrefixCache) -> bool:
+def plan_ahead(
+    step: Batch,
+    batch: Batch,
+    running: RunningRequests,
+    cache: PrefixCache,
+    tokens_to_keep: Callable[[Batch, Sequence[RequestState]], int],
+) -> bool:
     """Add the rows of the running requests to `batch`, assuming that `step`, which is in flight,
     ends only those that reach their length limit: decodes, then prefill chunks, by priority.
+
+    tokens_to_keep(batch, prefills): tokens that the chunks leave to waiting requests.
 
     False, and nothing is planned, if the step's output is needed first (see `Batch.decides_next`)
     or pages are short: which requests continue and what is free is known only from the output, so
@@ -242,7 +250,7 @@ def plan_ahead(step: Batch, batch: Batch, running: RunningRequests, cache: Prefi
         return False
     sampled: list[RequestState] = []  # the step in flight samples the next token
     decodes: list[RequestState] = []
-    prefills: list[tuple[RequestState, int]] = []
+    prefills: list[RequestState] = []
     num_pages, size = 0, cache.page_size
     for state in running.by_priority():
         sequence = state.sequence
@@ -259,12 +267,12 @@ def plan_ahead(step: Batch, batch: Batch, running: RunningRequests, cache: Prefi
             decodes.append(state)
             num_pages += length % size == 0
         else:
-            prefills.append((state, left))
-    chunks, token_budget = [], batch.token_budget
-    for state, left in prefills:
-        if count := min(token_budget, left):
-            assert state.sequence is not None
-            length = state.sequence.length
+            prefills.append(state)
+    chunks, token_budget = [], batch.token_budget - tokens_to_keep(batch, prefills)
+    for state in in_turn(prefills, token_budget) if running.are_shared else prefills:
+        assert state.sequence is not None
+        length = state.sequence.length
+        if count := min(token_budget, state.tokens.size - length):
             num_pages += -(-(length + count) // size) - -(-length // size)
             token_budget -= count
             chunks.append((state, count))

@@ -101,12 +101,17 @@ class BeamSearches:
 
     def victim(self, state: RequestState) -> RequestState | None:
         """The parked beam from which `state` may take pages: the lowest in priority among those
-        below it and those of its own search."""
+        below it and those of its own search. Another tenant's priority does not count, its arrival
+        does."""
         search = state.search
         others = [
             other
             for other in self.parked.values()
-            if other.priority_key > state.priority_key
+            if (
+                other.priority_key > state.priority_key
+                if other.tenant is state.tenant
+                else other.arrival > state.arrival
+            )
             or (search is not None and other.search is search)
         ]
         return max(others, key=lambda other: other.priority_key, default=None)
@@ -199,7 +204,7 @@ class BeamSearches:
             request_id += "#"
         request = replace(leader.request, request_id=request_id)
         state = RequestState(
-            request, arrival, leader.prefix_watch, leader.queued_at, leader.session
+            request, arrival, leader.prefix_watch, leader.queued_at, leader.tenant, leader.session
         )
         state.become_beam(search)
         self._requests[request_id] = state

@@ -53,9 +53,9 @@ class PricedAdmission:
         self.num_held = 0  # decisions to let a request wait, since the start
         self._has_adopted = False  # the cache knows what is expected of what was released before
         self._updated_at = 0.0
-        self._victims: Iterator[tuple[int, ReturnEstimate | None]] = iter(())
+        self._victims: Iterator[tuple[int, ReturnEstimate | None]] | None = None
         self._known: list[tuple[int, ReturnEstimate | None]] = []  # the first victims, once read
-        self._growth = 0  # tokens
+        self._growth: int | None = None  # tokens that running requests will add, once counted
         self._now = 0.0  # on the cache's clock
 
     # -- what happens -------------------------------------------------------------------------
@@ -92,18 +92,29 @@ class PricedAdmission:
     # -- the decision -------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
-        """What runs or is cached has changed. O(running requests)."""
-        self._victims, self._known = self._cache.victims(), []
+        """What runs or is cached has changed. O(1)."""
+        self._victims, self._known = None, []
+        self._growth = None
         self._now = self._cache.time()
-        self._growth = sum(map(self._left_to_add, self._running))
+
+    def note_started(self, state: RequestState) -> None:
+        """A request was started within the pass. O(1)."""
+        self._victims, self._known = None, []
+        if self._growth is not None:
+            self._growth += self._left_to_add(state)
 
     def is_worth(self, state: RequestState) -> bool:
-        """Whether to start `state` beside the running requests. O(victims)."""
+        """Whether to start `state` beside the running requests. O(victims), and once a pass
+        O(running requests)."""
+        if self._growth is None:
+            self._growth = sum(map(self._left_to_add, self._running))
         size, cached_len = self._cache.page_size, state.prefix_watch.cached_len
         wanted = -(-(state.tokens.size - cached_len + self.returns.expected_output(state)) // size)
         growth, num_free = self.returns.growth_share, self._cache.num_free
         # Room for what runs, and for what the sessions that are kept will still add.
         reserved = -(-self._growth // size) + growth * (self._cache.num_pages - num_free + wanted)
+        if num_free >= reserved + wanted:
+            return True
         have, lost, seconds, dear = float(num_free), 0.0, 0.0, 0.0
         for num_pages, expected in self._read_victims():
             if have >= reserved + wanted:
@@ -137,6 +148,8 @@ class PricedAdmission:
 
     def _read_victims(self) -> Iterator[tuple[int, ReturnEstimate | None]]:
         yield from self._known
+        if self._victims is None:
+            self._victims = self._cache.victims()
         for victim in self._victims:
             self._known.append(victim)
             yield victim

@@ -8,6 +8,7 @@ from radixserve.int_buffer import IntBuffer
 from radixserve.output import Finish, Metrics, PromptScore, RequestOutput, Usage
 from radixserve.request import Request
 from radixserve.schedule import SampleOutput, SampleSpec
+from radixserve.scheduler.tenants import Tenant
 from radixserve.structured_outputs import Matcher
 
 
@@ -72,6 +73,7 @@ class RequestState:
         "search",
         "sequence",
         "session",
+        "tenant",
         "tokens",
         "waiters",
     )
@@ -82,9 +84,11 @@ class RequestState:
         arrival: int,
         prefix_watch: PrefixWatch,
         now: float,
+        tenant: Tenant,
         session: CacheSession | None = None,
     ) -> None:
         self.request = request
+        self.tenant = tenant
         self.request_id = request.request_id
         self.arrival = arrival  # 0, 1, 2 ...
         # Preemption order: the largest key (low priority, late arrival) is preempted first.

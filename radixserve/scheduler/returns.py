@@ -22,6 +22,8 @@ _MIN_S = 1e-3  # shorter think times are all the same: the network's
 _REGULAR = 0.4  # standard deviation of log think times up to which they are regular
 _LATE = 1.5  # such deviations after which a return is late
 _MAX_TURNS = 8.0  # for which a session's growth is foreseen
+_UNKNOWN_GROWTH = 2.0  # of a session that comes back, relative to its first turn, until it is seen
+_UNKNOWN_S = 60.0  # after which a session has not come back, while no think times are known
 _WAITING_S = 60.0  # for which a waiting request's prefix is evicted last
 _BLOCK = 64  # tokens of a block of `_checksums`
 _BLOCK_BYTES = 4 * _BLOCK
@@ -47,6 +49,24 @@ class _Conversation:
         self.ended_at = self.late_at = math.nan
 
 
+class _Mean:
+    """The mean of about the last 20 values; exact from the first one on."""
+
+    __slots__ = ("_sum", "_weight")
+
+    def __init__(self) -> None:
+        self._sum = self._weight = 0.0
+
+    @property
+    def value(self) -> float:
+        """0 before the first one."""
+        return self._sum / self._weight if self._weight else 0.0
+
+    def note(self, value: float) -> None:
+        self._sum = 0.95 * self._sum + value
+        self._weight = 0.95 * self._weight + 1.0
+
+
 class ReturnTimes:
     """Log think times of the population and of each session: their mean and deviation."""
 
@@ -55,16 +75,18 @@ class ReturnTimes:
         self._active: dict[int, tuple[_Conversation, bool]] = {}  # by arrival of its request
         self._weight = self._mean = self._variance = 0.0  # of the population's log think times
         self._num_returns = 0
+        self._has_names = False  # whether a request has named its session
         # by whether it was the first turn: turns that were continued, and all whose fate is known
         self._fates = {True: [1.0, 2.0], False: [2.0, 2.2]}
         self._mean_output = 32.0
-        self._turn_growth = self._mean_length = 0.0  # tokens of a session: by turn, and of all
+        self._turn_growth, self._mean_length = _Mean(), _Mean()  # tokens: by turn, of sessions
 
     def __len__(self) -> int:
         return len(self._idle)
 
     def note_arrival(self, state: RequestState, now: float) -> None:
         """A request was queued: it may continue a conversation. O(tokens) without a session."""
+        self._has_names |= bool(state.request.session)
         conversation = self._continued(state)
         if conversation is None:
             self._active[state.arrival] = _Conversation(), True
@@ -87,12 +109,12 @@ class ReturnTimes:
         length = state.tokens.size
         if conversation.length:
             grown = max(0, length - conversation.length)
-            self._turn_growth += 0.05 * (grown - self._turn_growth)
+            self._turn_growth.note(grown)
         conversation.length = length
-        self._mean_length += 0.05 * (length - self._mean_length)
+        self._mean_length.note(length)
         self._expire(now)
         expected = self._expect(conversation, now)
-        conversation.late_at = math.inf if expected is None else expected.late_at
+        conversation.late_at = now + _UNKNOWN_S if expected is None else expected.late_at
         key = _end_key(state)
         self._idle[key] = conversation
         self._idle.move_to_end(key)
@@ -113,10 +135,16 @@ class ReturnTimes:
 
     @property
     def growth_share(self) -> float:
-        """Expected growth of kept sessions relative to their size."""
-        continued, known = self._fates[False]
+        """Expected growth of kept sessions relative to their size.
+
+        Before the first growth is seen it is assumed of sessions that are named, so that the first
+        wave leaves them room.
+        """
+        continued, known = self._fates[self._turn_growth.value == 0.0]
+        if not self._turn_growth.value:
+            return _UNKNOWN_GROWTH * continued / known if self._has_names else 0.0
         turns = min(_MAX_TURNS, continued / max(known - continued, 1e-9))
-        return 0.5 * turns * self._turn_growth / max(self._mean_length, 1.0)
+        return 0.5 * turns * self._turn_growth.value / max(self._mean_length.value, 1.0)
 
     # -- inside -------------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ committed. At most one further step may be scheduled after it (`_schedule_ahead`
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,12 +29,13 @@ from radixserve.scheduler.beam_searches import BeamSearches, Child
 from radixserve.scheduler.hints import Hints, Sessions
 from radixserve.scheduler.pricing import PricedAdmission
 from radixserve.scheduler.request_state import BeamSearch, RequestState
-from radixserve.scheduler.running_requests import RunningRequests
+from radixserve.scheduler.running_requests import RunningRequests, in_turn
 from radixserve.scheduler.stats import (
     SchedulerStats,
     check_queues,
     snapshot_requests,
 )
+from radixserve.scheduler.tenants import TenantShares
 from radixserve.scheduler.waiting_queue import WaitingQueue
 
 
@@ -50,6 +52,7 @@ class Scheduler:
         max_overtake: int = 64,
         max_wait_s: float | None = None,
         admission: str = "greedy",
+        tenant_weights: Mapping[str, float] | None = None,
         hint_limits: HintLimits | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -58,7 +61,8 @@ class Scheduler:
         self._chunked_prefill_size = chunked_prefill_size
         self._clock = clock
         self._requests: dict[str, RequestState] = {}
-        self._waiting = WaitingQueue(cache, policy, max_overtake, max_wait_s, clock)
+        self._shares = TenantShares(tenant_weights)
+        self._waiting = WaitingQueue(cache, policy, max_overtake, max_wait_s, clock, self._shares)
         self._running = RunningRequests(max_running_requests)
         self._page_budget = PageBudget(cache, self._running, self._waiting, max_running_requests)
         self._pricing: PricedAdmission | None = None  # "greedy": none
@@ -74,6 +78,7 @@ class Scheduler:
             self.hints.shared,
             max_running_requests,
             clock,
+            self._shares,
             self._pricing,
         )
         self._beams = BeamSearches(
@@ -120,7 +125,8 @@ class Scheduler:
         wanted = request.token_ids[: request.score_start + 1]  # see `RequestState.match_tokens`
         prefix_watch = self._cache.watch(wanted, request.params.namespace)
         queued_at = self._clock() - waited_s
-        state = RequestState(request, self._num_arrived, prefix_watch, queued_at, session)
+        tenant = self._shares.enter(request.params.namespace)
+        state = RequestState(request, self._num_arrived, prefix_watch, queued_at, tenant, session)
         state.num_loaded = num_loaded
         self._num_arrived += 1 if request.beams is None else request.beams.width
         self._requests[request.request_id] = state
@@ -220,6 +226,8 @@ class Scheduler:
             return self._schedule_ahead()
         if self.hints.by_end:
             self.hints.expire()
+        if (starved := self._admission.starved(self.counts.steps)) is not None:
+            self._preempt_for(starved)
         batch = self._new_batch()
         if self._beams.parked and self._admission.has_slots(batch):
             self._beams.unpark_out_of_turn()
@@ -237,8 +245,11 @@ class Scheduler:
 
     def _schedule_ahead(self) -> SchedulerOutput | None:
         assert len(self._in_flight) == 1, "two steps are in flight"
+        if self._admission.starved(self.counts.steps) is not None:
+            return None  # others may have to be preempted
         batch = Batch(self.counts.steps, self._chunked_prefill_size)
-        if not plan_ahead(self._in_flight[0], batch, self._running, self._cache):
+        keep = self._admission.tokens_to_keep
+        if not plan_ahead(self._in_flight[0], batch, self._running, self._cache, keep):
             return None
         self._admission.admit(batch)
         if not batch.states:
@@ -253,7 +264,18 @@ class Scheduler:
         self._in_flight.append(batch)
         if self._pricing is not None:
             batch.begun_at = self._clock()
-        return batch.build(self._cache if self._has_windows else None)
+        schedule = batch.build(self._cache if self._has_windows else None)
+        self._charge(batch, schedule)
+        return schedule
+
+    def _charge(self, batch: Batch, schedule: SchedulerOutput) -> None:
+        """Count the step's tokens as service to the tenants. O(1) with one tenant."""
+        if not self._running.are_shared:
+            num_tokens = schedule.num_prefill_tokens + schedule.num_decode_tokens
+            batch.states[0].tenant.charge(num_tokens)
+            return
+        for state, num_tokens in zip(batch.states, schedule.rows.num_tokens, strict=True):
+            state.tenant.charge(num_tokens)
 
     def _new_batch(self) -> Batch:
         batch = Batch(self.counts.steps, self._chunked_prefill_size)
@@ -417,10 +439,14 @@ class Scheduler:
         for state in decodes[num_planned:]:
             if state.sequence is not None and self._allocate(state, 1, batch):
                 batch.add(state, 1, is_decode=True)
+        num_kept = self._admission.tokens_to_keep(batch, prefills)
+        if self._running.are_shared:
+            prefills = [state for state in prefills if state.sequence is not None]
+            prefills = list(in_turn(prefills, batch.token_budget - num_kept))
         for state in prefills:
             if state.sequence is None:  # preempted for a request before it
                 continue
-            wanted = min(batch.token_budget, len(state.tokens) - state.committed)
+            wanted = min(batch.token_budget - num_kept, len(state.tokens) - state.committed)
             if wanted and (count := self._allocate(state, wanted, batch)):
                 batch.add(state, count, is_decode=False)
 
@@ -466,6 +492,24 @@ class Scheduler:
         for state in prefetches:
             self._end(state, "abort")
         return bool(prefetches) or self.hints.break_pin()
+
+    def _preempt_for(self, starved: RequestState) -> None:
+        """Preempt requests of tenants that run several until `starved` finds a slot and pages; none
+        where that cannot be enough."""
+        self._waiting.refresh()
+        left = Counter(state.tenant for state in self._running)
+        victims: list[RequestState] = []
+        for state in reversed(list(self._running.by_priority())):
+            if left[state.tenant] > 1 and state.search is None:
+                left[state.tenant] -= 1
+                victims.append(state)
+        num_pages = sum(map(self._page_budget.pages_soon, victims))
+        if not self._admission.can_start(starved, num_pages, len(victims)):
+            return
+        for state in victims:
+            if self._admission.can_start(starved):
+                return
+            self._preempt(state)
 
     def _preempt(self, state: RequestState) -> None:
         """Requeue a running request; its computed K/V stays cached until evicted."""
@@ -519,6 +563,7 @@ class Scheduler:
         if self._finish_hook is not None and state.sequence is not None and reason != "error":
             self._finish_hook(state.sequence, state.num_reused)
         self._remove(state)
+        self._shares.leave(state.tenant)
         usage = state.usage()
         is_prefetch, on_arrival = state.request.is_prefetch, state.cached_on_arrival
         self.counts.count_finished(reason, usage, on_arrival, is_prefetch=is_prefetch)

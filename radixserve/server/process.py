@@ -43,7 +43,8 @@ def serve(model: str, engine: Mapping[str, Any], config: ServerConfig) -> int:
     sock = listen(config)
     with sock:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        return _run(Process(model, engine, config, tenants, sock))
+        settings = {**engine, "tenant_weights": tenants.weights} if tenants else engine
+        return _run(Process(model, settings, config, tenants, sock))
 
 
 def _run(process: Process) -> int:

@@ -262,6 +262,7 @@ class Driver:
     eviction: str = "lru"
     admission: str = "greedy"
     max_wait_s: float | None = None
+    tenant_weights: Mapping[str, float] | None = None
     num_states: int = 0
     windows: WindowLayers | None = None
     now: float = 0.0  # seconds on the cache's clock
@@ -283,6 +284,7 @@ class Driver:
             max_overtake=self.max_overtake,
             max_wait_s=self.max_wait_s,
             admission=self.admission,
+            tenant_weights=self.tenant_weights,
         )
         self.engine = OpenEngine(self.runner, config, self.cache)
         self.scheduler = self.engine.scheduler

@@ -93,6 +93,56 @@ def test_a_cold_session_waits_no_longer_than_max_wait_s() -> None:
     assert driver.scheduler.num_held > 0
 
 
+def test_sessions_that_share_most_of_their_prompts_are_not_held() -> None:
+    """32 sessions with 90 % in common: a shared prefix counts once."""
+    driver = priced(1_400, max_running_requests=32, chunked_prefill_size=256)
+    common = prompt(999, 180)
+    texts = [common + prompt(number, 20) for number in range(32)]  # 820 tokens, not 6,400
+    for turn in range(4):
+        for number, text in enumerate(texts):
+            driver.add(
+                f"{number}-{turn}", text, max_tokens=2, ignore_eos=True, session=f"s{number}"
+            )
+        while driver.step() is not None:
+            driver.now += 0.01
+        driver.now += 0.05
+        texts = [
+            text + driver.output(f"{number}-{turn}") + prompt(32 * turn + number + 500, 1)
+            for number, text in enumerate(texts)
+        ]
+    assert driver.scheduler.num_held == 0
+    assert driver.scheduler.counts.preemptions == 0
+    computed = [driver.finished[f"{number}-3"].usage.computed_tokens for number in range(32)]
+    assert max(computed) <= 3
+    driver.drain()
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(2_000, marks=pytest.mark.long)])
+def test_many_sessions_at_once_all_end(count: int) -> None:
+    """Of two turns each, in a room for about fifteen; the books are at zero afterwards."""
+    driver = priced(600, max_running_requests=16, chunked_prefill_size=512)
+    for number in range(count):
+        driver.add(f"{number}-0", prompt(number, 30), max_tokens=2, session=f"s{number}")
+    num_steps = 0
+    continued: set[str] = set()
+    while driver.step() is not None:
+        driver.now += 0.01
+        num_steps += 1
+        for name in list(driver.finished)[len(continued) :] if num_steps % 4 == 0 else ():
+            continued.add(name)
+            number, turn = name.split("-")
+            if turn == "0":
+                text = driver.prompts[name] + driver.output(name) + [7, 8]
+                driver.add(f"{number}-1", text, max_tokens=2, session=f"s{number}")
+    for name in list(driver.finished)[len(continued) :]:
+        assert name.endswith("-1"), "a session was not continued"
+    assert len(driver.finished) == 2 * count
+    assert {finish.reason for finish in driver.finished.values()} <= {"length", "stop"}
+    for number in range(count):
+        driver.scheduler.sessions.close(f"s{number}")
+    driver.drain()
+
+
 def test_a_finished_session_tells_the_cache_when_it_comes_back() -> None:
     driver = priced(800)
     text = prompt(0, 20)

@@ -17,12 +17,12 @@ def request(name: str, tokens: Any, namespace: str = "") -> Request:
 
 
 def test_a_follower_names_the_one_that_it_waits_for() -> None:
-    scheduler = Scheduler(RadixCache(64), chunked_prefill_size=30, max_running_requests=2)
+    scheduler = Scheduler(RadixCache(128), chunked_prefill_size=50, max_running_requests=3)
     tokens = range(20)
     scheduler.add(request("first", tokens))
     scheduler.add(request("second", [*tokens, 30]))
     scheduler.add(request("other", range(40, 60), "tenant"))
-    scheduler.add(request("late", range(70, 90)))
+    scheduler.add(request("late", range(70, 170)))
     assert scheduler.schedule() is not None
     found = scheduler.snapshot(SnapshotView())
     states = {one["id"]: one for one in found["requests"]}
@@ -30,7 +30,7 @@ def test_a_follower_names_the_one_that_it_waits_for() -> None:
     assert (found["running"], found["waiting"]) == (2, 2)
     assert (first["state"], first["session"], first["waits_for"]) == ("prefill", "s-first", None)
     assert (first["num_pages"], first["num_shared"]) == (20, 0)
-    assert sum(count for _, count in other["pages"]) == other["num_pages"] == 10
+    assert sum(count for _, count in other["pages"]) == other["num_pages"] == 20
     assert (second["state"], second["waits_for"], second["awaited_len"]) == ("follows", "first", 20)
     assert (late["state"], late["waits_for"], late["pages"]) == ("queued", None, [])
     assert second["cached_tokens"] == late["cached_tokens"] == 0

@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 
 from radixserve import Runtime
+from radixserve.config import EngineConfig
 from radixserve.output import EngineStatus
 from radixserve.server.app import make_app
 from radixserve.server.config import ServerConfig
@@ -317,6 +318,7 @@ def test_weights(tmp_path: Path) -> None:
     assert tenants.share("ann") == 0.75
     assert tenants.share("bob") == 0.25
     assert Tenants().share("") == 1.0
+    assert EngineConfig(tenant_weights=tenants.weights).tenant_weights == {"ann": 3.0, "bob": 1.0}
 
 
 def test_salts_are_short(guarded: LocalServer) -> None:

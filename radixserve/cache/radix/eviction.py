@@ -545,7 +545,8 @@ class ExpectedReturn(EvictionOrder):
                   each other out, as they do under LRU
 
     A node's estimate covers everything below it, its earliest return and the latest time to be
-    late, so no node is evicted before one below it. O(log nodes) where a return is expected.
+    late, so no node is evicted before one below it. If a return is expected: O(log nodes), when the
+    order is asked for.
     """
 
     tracks_returns = True
@@ -558,6 +559,7 @@ class ExpectedReturn(EvictionOrder):
         self._regular: SortedDict = SortedDict()  # (-return time, tick) -> node
         self._by_late_at: SortedDict = SortedDict()  # (late time, tick) -> node, the same nodes
         self._keys: dict[Node, tuple[float, float, int]] = {}  # return time, late time, tick
+        self._unsorted: dict[Node, None] = {}  # of these, the ones not yet in the two above
         self._tick = 0
 
     def add(self, node: Node) -> None:
@@ -567,8 +569,7 @@ class ExpectedReturn(EvictionOrder):
             return
         self._tick = tick = self._tick + 1
         self._keys[node] = (expected.return_at, expected.late_at, tick)
-        self._regular[-expected.return_at, tick] = node
-        self._by_late_at[expected.late_at, tick] = node
+        self._unsorted[node] = None  # most are used again before an order is asked for
 
     def discard(self, node: Node) -> None:
         self._recency.discard(node)
@@ -605,6 +606,7 @@ class ExpectedReturn(EvictionOrder):
         return [*self._recency.queues(), self._late, self._regular.values()]
 
     def check(self) -> None:
+        self._sort()
         assert set(self._keys) == set(self._regular.values()), "regular nodes and keys disagree"
         assert set(self._keys) == set(self._by_late_at.values()), "late times and keys disagree"
 
@@ -644,6 +646,7 @@ class ExpectedReturn(EvictionOrder):
 
     def _move_late(self) -> None:
         """Paths that are overdue now are evicted first. O(log nodes) each."""
+        self._sort()
         if not self._by_late_at:
             return
         now = self.clock()
@@ -652,8 +655,18 @@ class ExpectedReturn(EvictionOrder):
             self._drop_key(node)
             self._late[node] = None
 
+    def _sort(self) -> None:
+        """O(log nodes) for each node added since."""
+        for node in self._unsorted:
+            return_at, late_at, tick = self._keys[node]
+            self._regular[-return_at, tick] = self._by_late_at[late_at, tick] = node
+        self._unsorted.clear()
+
     def _drop_key(self, node: Node) -> None:
         return_at, late_at, tick = self._keys.pop(node)
+        if node in self._unsorted:
+            del self._unsorted[node]
+            return
         del self._regular[-return_at, tick], self._by_late_at[late_at, tick]
 
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from radixserve.api.branch import Branch
+from radixserve.request import tenant_of
 from radixserve.server.gate.session_table import InFlight, SessionTable
-from radixserve.server.gate.tenants import tenant_of
 from radixserve.server.wire.errors import ApiError
 
 MAX_TOKENS = 16_777_216  # of all branches of one tenant: 64 MiB of token ids

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from radixserve.output import Completion
-from radixserve.server.gate.tenants import tenant_of
+from radixserve.request import tenant_of
 
 _MAX_TOKENS = 4_000_000  # of a tenant's prompts and answers; four bytes each
 

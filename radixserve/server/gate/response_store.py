@@ -36,8 +36,8 @@ def next_response(
     new: list[dict[str, Any]],
     body_bytes: int,
 ) -> StoredResponse:
-    """The record of an answer, the last of the `new` messages, to a body of `body_bytes`. O(answer),
-    and a pointer for each earlier message."""
+    """The record of an answer, the last of the `new` messages, to a body of `body_bytes`.
+    O(answer), and a pointer for each earlier message."""
     messages = tuple(new) if known is None else (*known.messages, *new)
     message_bytes = body_bytes + len(dump(new[-1])) + (0 if known is None else known.message_bytes)
     num_bytes = message_bytes + body_bytes + len(dump(response))

@@ -7,8 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from radixserve.request import Request
-from radixserve.server.gate.tenants import tenant_of
+from radixserve.request import Request, tenant_of
 from radixserve.server.wire.errors import ApiError
 
 _LONGEST_ID = 256  # characters

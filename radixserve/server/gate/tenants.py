@@ -15,6 +15,7 @@ from typing import Any
 
 from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
+from radixserve.request import tenant_of
 from radixserve.server.wire.errors import ApiError
 from radixserve.text.conversations import AnsweredChat, ConversationTable
 
@@ -34,7 +35,7 @@ class Caller:
     tenant: str  # "" without keys
     is_admin: bool
     shares_prefixes: bool = False  # it may share prefixes with other tenants
-    weight: int = 1  # its share of a full queue, beside those of the other tenants
+    weight: int = 1  # its share of the engine and its queue, beside those of the other tenants
 
     @property
     def may_share(self) -> bool:
@@ -63,7 +64,7 @@ class Tenants:
 
     def __init__(self, keys: tuple[_Key, ...] = ()) -> None:
         self._keys = keys
-        self._weights: dict[str, int] = {}  # of each tenant: the largest one of its keys
+        self._weights: dict[str, float] = {}  # of each tenant: the largest one of its keys
         for key in keys:
             tenant = key.caller.tenant
             self._weights[tenant] = max(key.caller.weight, self._weights.get(tenant, 0))
@@ -73,7 +74,8 @@ class Tenants:
     def load(cls, path: str | None) -> Tenants:
         """Lines "TENANT KEY [admin] [share] [weight=N]", the key itself or sha256: and its
         hexadecimal digest; `share` is the permission to share prefixes, which an admin has; a
-        weight of 1 to 1,000 is the tenant's share of a full queue, relative to others.
+        weight of 1 to 1,000 is the tenant's share of a full queue and of the engine's computed
+        tokens, relative to others.
 
         Several keys may name the same tenant, which they then share with its cache. Raises
         InvalidRequest for a wrong line and for a file that others can read.
@@ -97,6 +99,11 @@ class Tenants:
 
     def __bool__(self) -> bool:
         return bool(self._keys)
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """By tenant."""
+        return self._weights
 
     def share(self, tenant: str) -> float:
         """The tenant's part of what all tenants share, by their weights: 0 to 1."""
@@ -148,15 +155,11 @@ def _read_key(parts: list[str], where: str) -> _Key:
 
 
 def check_priority(tenants: Tenants, caller: Caller, priority: int) -> None:
-    """Raise ApiError 403 where a request would go before those of other tenants."""
+    """Raise ApiError 403 for a priority above 0 without an admin key: with eviction "priority" its
+    K/V would outlast that of other tenants."""
     if tenants and priority > 0 and not caller.is_admin:
-        message = "a priority above 0 goes before other tenants' requests and needs an admin key"
+        message = "a priority above 0 needs an admin key"
         raise ApiError(403, message, param="priority", code="admin_only")
-
-
-def tenant_of(namespace: str) -> str:
-    """The tenant that `Caller.namespace` made a namespace for."""
-    return namespace.partition("/")[0]
 
 
 def _unauthorized(message: str) -> ApiError:

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from radixserve.errors import InvalidRequest, RequestFailed
+from radixserve.request import tenant_of
 from radixserve.server.gate.state import AppState
-from radixserve.server.gate.tenants import tenant_of
 from radixserve.server.wire.errors import ApiError
 from radixserve.server.wire.schema import NativeSampling, ResponseFormat, StructuredOutputs
 from radixserve.structured_outputs import StructuredOutput

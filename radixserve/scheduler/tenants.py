@@ -1,0 +1,78 @@
+"""`TenantShares`: how much of the engine each tenant has used, in computed tokens over its weight.
+
+This is virtual time: of the tenants that wait, the one with the least is served next. A tenant that
+comes back does not get what it left unused: its virtual time is raised to that of the others.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+
+from radixserve.request import tenant_of
+
+_MAX_IDLE = 10_000  # tenants without a request whose virtual time is remembered
+
+
+class Tenant:
+    """One tenant, as the scheduler sees it."""
+
+    __slots__ = ("name", "num_requests", "virtual_time", "weight")
+
+    def __init__(self, name: str, weight: float) -> None:
+        self.name, self.weight = name, weight
+        self.virtual_time = 0.0  # computed tokens over `weight`
+        self.num_requests = 0  # waiting and running ones
+
+    def charge(self, num_tokens: int) -> None:
+        self.virtual_time += num_tokens / self.weight
+
+
+class TenantShares:
+    """The tenants that have requests, and some that had."""
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        """`weights`: of tenants by name; the others have 1."""
+        self._weights = dict(weights or {})
+        self._active: dict[str, Tenant] = {}
+        self._idle: OrderedDict[str, Tenant] = OrderedDict()  # the first to leave is first
+        self._last = 0.0  # of the tenant whose queue emptied last: its virtual time
+        self._least = 0.0  # to which `begin_waiting` raises
+
+    @property
+    def are_shared(self) -> bool:
+        """Whether more than one tenant has requests."""
+        return len(self._active) > 1
+
+    def enter(self, namespace: str) -> Tenant:
+        """A request of the namespace was added; returns its tenant. O(1)."""
+        name = tenant_of(namespace)
+        tenant = self._active.get(name)
+        if tenant is None:
+            tenant = self._idle.pop(name, None) or Tenant(name, self._weights.get(name, 1.0))
+            self._active[name] = tenant
+        tenant.num_requests += 1
+        return tenant
+
+    def leave(self, tenant: Tenant) -> None:
+        """A request of the tenant has ended. O(1) amortised."""
+        tenant.num_requests -= 1
+        if tenant.num_requests:
+            return
+        del self._active[tenant.name]
+        self._idle[tenant.name] = tenant
+        while self._idle:  # what `begin_waiting` would raise need not be remembered
+            oldest = next(iter(self._idle.values()))
+            if oldest.virtual_time > self._least and len(self._idle) <= _MAX_IDLE:
+                return
+            del self._idle[oldest.name]
+
+    def begin_waiting(self, tenant: Tenant, waiting: Iterable[Tenant]) -> None:
+        """The tenant had no waiting request and gets one; `waiting`: the tenants that have."""
+        self._least = min((other.virtual_time for other in waiting), default=self._last)
+        tenant.virtual_time = max(tenant.virtual_time, self._least)
+
+    def end_waiting(self, tenant: Tenant) -> None:
+        """The last waiting request of the tenant was started or has ended; no other tenant has
+        any."""
+        self._last = max(self._last, tenant.virtual_time)
