@@ -1,11 +1,12 @@
 """Models with recurrent layers, natively and in transformers' code: CPU seconds at equal width.
 
     python benchmarks/engine/hybrids.py [--families qwen3_5_text,lfm2] [--width 512]
-        [--rounds 5] [--dtype float32]
+        [--rounds 5] [--dtype float32] [--cousins]
 
 Each family, a name of LAYERS, has random weights and eight layers. Both ways take turns in each
 round; the least CPU time of the process counts, with one thread, so that other work on the machine
-matters little.
+matters little. With --cousins the other way is a dense model of a native family, of the same
+width and number of layers: the column of tokens per second in docs/models.md.
 """
 
 from __future__ import annotations
@@ -37,7 +38,13 @@ LAYERS: dict[str, list[str]] = {  # as many of each kind as in the published mod
     "granitemoehybrid dense": [*5 * [MAMBA], ATTENTION, MAMBA, MAMBA],
     "nemotron_h": [MAMBA, "mlp", MAMBA, "mlp", MAMBA, ATTENTION, MAMBA, "mlp"],
     "falcon_h1": 8 * ["hybrid"],
+    "gemma4_text": 2 * [*3 * ["sliding_attention"], ATTENTION],
+    "gemma4_text moe": 2 * [*3 * ["sliding_attention"], ATTENTION],
 }
+COUSINS = {
+    "gemma4_text": "gemma3_text",
+    "granitemoehybrid": "granite",
+}  # of a first word; else qwen3
 
 
 def save_model(family: str, width: int, folder: Path) -> None:
@@ -50,7 +57,13 @@ def save_model(family: str, width: int, folder: Path) -> None:
         "num_experts": 16,
         "num_experts_per_tok": 4,
         "num_hidden_layers": 8,
-        "layers_block_type" if family == "nemotron_h" else "layer_types": LAYERS[family],
+        "layers_block_type" if family == "nemotron_h" else "layer_types": LAYERS.get(family),
+        "global_head_dim": 128,
+        "num_kv_shared_layers": 0 if family.endswith("moe") else 4,
+        "hidden_size_per_layer_input": 0 if family.endswith("moe") else 64,
+        "vocab_size_per_layer_input": 4096,
+        "enable_moe_block": family.endswith("moe"),
+        "top_k_experts": 4,
         "num_attention_heads": width // 64,
         "num_key_value_heads": max(1, width // 256),
         "head_dim": 64,
@@ -83,7 +96,10 @@ def save_model(family: str, width: int, folder: Path) -> None:
         sizes["intermediate_size"] = width // 2  # of an expert
     if config.model_type == "falcon_h1":
         del sizes["layer_types"]  # all its layers are alike
-    known = {name: value for name, value in sizes.items() if hasattr(config, name)}
+    if LAYERS.get(family) is None:
+        del sizes["layer_types"]  # of a dense model
+    own = {*vars(config), "global_head_dim"} if "gemma4" in family else ()
+    known = {name: value for name, value in sizes.items() if name in own or hasattr(config, name)}
     config = type(config)(**known)
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -112,17 +128,40 @@ def measure(folder: Path, implementation: str, dtype: str) -> dict[str, float]:
     return seconds
 
 
+def print_beside_cousin(family: str, width: int, rounds: int, dtype: str) -> None:
+    """A row: tokens a CPU second of the family, and their ratio to its cousin's."""
+    cousin = COUSINS.get(family.split()[0], "qwen3")
+    best: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        for each in (family, cousin):
+            save_model(each, width, Path(name) / each)
+        for _ in range(rounds):
+            for each in (family, cousin):
+                seconds = measure(Path(name) / each, "native", dtype)
+                kept = best.setdefault(each, seconds)
+                best[each] = {key: min(kept[key], seconds[key]) for key in seconds}
+    cells = []
+    for key, num_tokens in (("prefill of 1,024", 1024), ("decode of 64", 64)):
+        own, other = best[family][key], best[cousin][key]
+        cells.append(f"{num_tokens / own:,.0f} ({other / own:.2f} of {cousin})")
+    print(f"| {family} | {' | '.join(cells)} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--families", default=",".join(LAYERS))
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--cousins", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     print(platform.processor() or platform.machine(), torch.__version__, transformers.__version__)
     for family in args.families.split(","):
+        if args.cousins:
+            print_beside_cousin(family, args.width, args.rounds, args.dtype)
+            continue
         with tempfile.TemporaryDirectory() as name:
             save_model(family, args.width, Path(name))
             best: dict[str, dict[str, float]] = {}

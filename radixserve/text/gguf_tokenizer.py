@@ -7,7 +7,7 @@ models' own tokenizers, as llama.cpp names them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from radixserve.errors import ModelNotSupported
@@ -95,12 +95,14 @@ def gguf_tokenizer(file: GgufFile) -> FastTokenizer:
     if kind == "llama":
         bpe, adds_bos = _sentencepiece(fields), True
         fields = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **fields}
+    elif kind == "gemma4":
+        bpe, adds_bos = _pieces(fields, _merges_of(fields, fields.get("tokens", ()))), True
     elif kind == "gpt2" and pre in PRE_TOKENIZERS:
         bpe, adds_bos = _byte_level(fields, PRE_TOKENIZERS[pre]), PRE_TOKENIZERS[pre].adds_bos
     else:
         raise ModelNotSupported(
             f"{file.path} has a tokenizer of the kind {kind!r} with the pre-tokenizer {pre!r}; "
-            f"possible are llama, and gpt2 with {', '.join(PRE_TOKENIZERS)}"
+            f"possible are llama, gemma4, and gpt2 with {', '.join(PRE_TOKENIZERS)}"
         )
     tokens = fields.get("tokens", [])
     types = fields.get("token_type") or [1] * len(tokens)
@@ -123,12 +125,7 @@ def _byte_level(fields: dict[str, Any], split: PreTokenizer) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {token: token_id for token_id, token in enumerate(fields.get("tokens", ()))}
-    own = {token: token for token in vocabulary}  # a merge's parts are not kept a second time
-    merges = [
-        tuple(own.get(part, part) for part in merge.split(" ", 1))
-        for merge in fields.pop("merges", ())
-    ]
-    del own
+    merges = _merges_of(fields, vocabulary)
     bpe = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split.takes_whole_words))
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -143,18 +140,33 @@ def _byte_level(fields: dict[str, Any], split: PreTokenizer) -> Any:
     return bpe
 
 
+def _merges_of(fields: dict[str, Any], tokens: Iterable[str]) -> list[tuple[str, str]]:
+    """The file's merges, in order. A part may begin with a space."""
+    own = {token: token for token in tokens}  # a merge's parts are not kept a second time
+    cuts = ((merge, merge.index(" ", 1)) for merge in fields.pop("merges", ()))
+    parts = ((merge[:cut], merge[cut + 1 :]) for merge, cut in cuts)
+    return [(own.get(left, left), own.get(right, right)) for left, right in parts]
+
+
 def _sentencepiece(fields: dict[str, Any]) -> Any:
-    """Merges of characters in the order of the tokens' scores; bytes for characters without a
-    token."""
+    """Merges of characters in the order of the tokens' scores, bytes for characters without a token."""
+    merges = _merges_of_scores(fields.get("tokens", []), fields.get("scores", ()))
+    return _pieces(fields, merges, has_prefix=fields.get("add_space_prefix", True))
+
+
+def _pieces(
+    fields: dict[str, Any], merges: list[tuple[str, str]], *, has_prefix: bool = False
+) -> Any:
+    """SentencePiece's tokens, by merges: bytes for characters without a token. has_prefix: text begins
+    with a space of the tokenizer's own."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     tokens, types = fields.get("tokens", []), fields.get("token_type") or ()
-    has_prefix = fields.get("add_space_prefix", True)
     unknown = next((t for t, kind in zip(tokens, types, strict=False) if kind == _UNKNOWN), None)
     bpe = Tokenizer(
         models.BPE(
             {token: token_id for token_id, token in enumerate(tokens)},
-            _merges_of_scores(tokens, fields.get("scores", ())),
+            merges,
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=True,

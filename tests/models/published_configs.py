@@ -496,4 +496,4 @@ PUBLISHED = {
     "Ministral-3-8B-Instruct-2512": MINISTRAL_3_8B,
     "Qwen3-VL-30B-A3B-Instruct": QWEN3_VL_30B_A3B,
 }
-WRAPPED = ("gemma-4-26B-A4B-it", "gemma-4-31B-it", "gemma-4-E4B-it", "Ministral-3-8B-Instruct-2512")
+WRAPPED = ("Ministral-3-8B-Instruct-2512",)

@@ -20,6 +20,7 @@ from tests.checkpoints import (
     NATIVE,
     NATIVE_PARTS,
     RECURRENT,
+    SHAPED,
     all_logprobs,
     edit_json,
     greedy,
@@ -226,7 +227,7 @@ def test_a_gguf_file_or_ranks_need_the_native_decoder() -> None:
 def test_every_native_family_is_tested() -> None:
     names = {
         type(make_model(make_config(family))).__name__
-        for family in (*NATIVE, *NATIVE_PARTS, *RECURRENT)
+        for family in (*NATIVE, *NATIVE_PARTS, *RECURRENT, *SHAPED)
     }
     assert names == set(FAMILIES)
 

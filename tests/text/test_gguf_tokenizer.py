@@ -98,3 +98,46 @@ def test_sentencepiece(tmp_path: Path) -> None:
     assert names_of(tokenizer("test</s>test")["input_ids"]) == [
         *("<s>", SPACE + "test", "</s>", SPACE + "test")
     ]
+
+
+def test_merges_of_gemma_4(tmp_path: Path) -> None:
+    """The file's merges over characters, with bytes where there is no token: as the model's own
+    tokenizer, which is made here with the same merges."""
+    from tokenizers import Tokenizer, models, normalizers
+
+    merges = [("t", "h"), ("th", "e"), (SPACE, "the"), ("\n", "\n"), (SPACE, SPACE), ("i", "n")]
+    special, bytes_ = ["<pad>", "<eos>", "<bos>", "<unk>"], [f"<0x{i:02X}>" for i in range(256)]
+    tokens = [*special, *bytes_, SPACE, "\n", *"ehint", *(a + b for a, b in merges)]
+    marks = ["<|turn>", "<turn|>"]
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "gemma4")
+    writer.add_tokenizer_model("gemma4")
+    writer.add_token_list([*tokens, *marks])
+    writer.add_token_types(
+        [CONTROL] * 3 + [UNKNOWN] + [BYTE] * 256 + [NORMAL] * (len(tokens) - 260) + [CONTROL] * 2
+    )
+    writer.add_token_merges([f"{a} {b}" for a, b in merges])
+    writer.add_bos_token_id(2)
+    writer.add_unk_token_id(3)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    tokenizer = gguf_tokenizer(GgufFile(path))
+    own = Tokenizer(
+        models.BPE(
+            {token: number for number, token in enumerate(tokens)},
+            merges,
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    own.normalizer = normalizers.Replace(" ", SPACE)
+    for text in ("the then  in\n\nthe", "\n the é", "  t", "in the thin"):
+        ids = tokenizer.backend_tokenizer.encode(text).ids
+        assert ids == [2, *own.encode(text).ids]
+        assert tokenizer.decode(ids[1:]) == text
+    assert tokenizer.backend_tokenizer.encode("<|turn>in").ids[1:] == [
+        len(tokens),
+        tokens.index("in"),
+    ]
