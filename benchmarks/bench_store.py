@@ -7,6 +7,8 @@
 restart   first token of a prompt of so many tokens in a new process: cold, and from the store
 workloads W1 to W5 of bench_engine.py with a store and without, in bursts: with room for everything,
           and with a pool of half of it. Pairs take turns; the median of their ratios
+path      CPU seconds of the engine's thread in W1 and W4, and those of them for the store; what it
+          does when all answers are out counts, too
 thrash    closed rounds over more prompts than the pool holds, with a store and without
 files     writing and reading runs of 32, 256 and 512 tokens beside plain files of the same size,
           read into memory that was used before
@@ -28,10 +30,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from harness.arguments import RUN, Names, parse
@@ -40,6 +44,8 @@ from harness.shapes import DTYPES, SHAPES, save_checkpoint
 from harness.workloads import FULL, QUICK, Workload, make_workload, random_prompts
 
 from radixserve import Runtime, SamplingParams
+from radixserve.engine.engine import Engine
+from radixserve.engine.kv_connector import KVConnector
 from radixserve.replay.reader import read_trace
 from radixserve.store import FolderStore, KVLayout, StoredPrefix, StoredPrefixes
 
@@ -288,9 +294,45 @@ def break_even(bench: Bench) -> Section:
     return Section("when a load pays", Table(columns, [row]))
 
 
+def path(bench: Bench) -> Section:
+    """CPU seconds of the engine's thread, which other work on the machine changes little."""
+    rows: list[list[Cell]] = []
+    for name in ("W1", "W4"):
+        workload = make_workload(name, (QUICK if bench.args.quick else FULL)[name], bench.vocab, 0)
+        for pool, num_pages in (("all", 65_536), ("half", workload.num_tokens // 2)):
+            spent = {"store": 0.0, "steps": 0.0}
+            with ExitStack() as stack:
+                for owner, method, part in (
+                    (KVConnector, "save", "store"),
+                    (KVConnector, "copy_unsaved", "store"),
+                    (KVConnector, "hold", "store"),
+                    (Engine, "begin_step", "steps"),
+                    (Engine, "end_step", "steps"),
+                ):
+                    timed = _timed(getattr(owner, method), spent, part)
+                    stack.enter_context(patch.object(owner, method, timed))
+                _run_workload(bench, workload, num_pages, "finish")
+            share = round(100 * spent["store"] / spent["steps"], 2)
+            rows.append([name, pool, round(spent["steps"], 3), round(spent["store"], 4), share])
+    columns = ["workload", "pool", "CPU s of steps", "of the store", "%"]
+    return Section("the store in the engine's thread", Table(columns, rows))
+
+
+def _timed(function: Callable[..., Any], spent: dict[str, float], part: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        began = time.thread_time()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            spent[part] += time.thread_time() - began
+
+    return call
+
+
 SECTIONS = {
     "restart": restart,
     "workloads": workloads,
+    "path": path,
     "thrash": thrash,
     "files": files,
     "break-even": break_even,
