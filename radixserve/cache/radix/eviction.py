@@ -547,8 +547,8 @@ class ExpectedReturn(EvictionOrder):
                   each other out, as they do under LRU
 
     A node's estimate covers everything below it, its earliest return and the latest time to be
-    late, so no node is evicted before one below it. Where a return is expected: O(log nodes), at the
-    time when the order is asked for.
+    late, so no node is evicted before one below it. Where a return is expected it costs O(log
+    nodes), when the order is asked for.
     """
 
     tracks_returns = True
