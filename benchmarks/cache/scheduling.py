@@ -61,7 +61,7 @@ def scheduling_pass(bench: Bench) -> Iterator[Figure]:
 
 def _admissions(bench: Bench) -> Iterator[Figure]:
     """Greedy and priced admission in turns, and the median of the ratios of these pairs."""
-    for waiting in (0, *bench.sizes.waiting):
+    for waiting in (0, *bench.sizes.waiting, 10 * bench.sizes.waiting[-1]):
         num_sessions = waiting // 4 or 16
         texts = bench.tokens(num_sessions, TEXT)
         loops = {

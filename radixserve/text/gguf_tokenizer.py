@@ -149,7 +149,8 @@ def _merges_of(fields: dict[str, Any], tokens: Iterable[str]) -> list[tuple[str,
 
 
 def _sentencepiece(fields: dict[str, Any]) -> Any:
-    """Merges of characters in the order of the tokens' scores, bytes for characters without a token."""
+    """Merges of characters in the order of the tokens' scores, bytes for characters without a
+    token."""
     merges = _merges_of_scores(fields.get("tokens", []), fields.get("scores", ()))
     return _pieces(fields, merges, has_prefix=fields.get("add_space_prefix", True))
 
@@ -157,8 +158,8 @@ def _sentencepiece(fields: dict[str, Any]) -> Any:
 def _pieces(
     fields: dict[str, Any], merges: list[tuple[str, str]], *, has_prefix: bool = False
 ) -> Any:
-    """SentencePiece's tokens, by merges: bytes for characters without a token. has_prefix: text begins
-    with a space of the tokenizer's own."""
+    """SentencePiece's tokens, by merges: bytes for characters without a token. has_prefix: text
+    begins with a space of the tokenizer's own."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     tokens, types = fields.get("tokens", []), fields.get("token_type") or ()
