@@ -74,7 +74,7 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
         for (size_t place = 0; place < head_shapes.size(); place++) {
             const Heads &heads = head_shapes[place];
             const bool is_planned = heads.num_kv_heads == shape.num_kv_heads;
-            if (!is_planned) plans.emplace_back(plan.jobs, heads, plan.is_exact);
+            if (!is_planned) plans.emplace_back(plan.jobs, heads);
             attentions.emplace_back(is_planned ? plan : plans.back(), heads);
             attentions.back().prepare(scratches, state_scratches[place], split_scratches[place]);
         }
