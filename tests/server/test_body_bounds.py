@@ -25,6 +25,7 @@ from radixserve.server.gate.json_parse import (
 )
 from radixserve.server.gate.state import AppState
 from radixserve.server.gate.tenants import Tenants
+from radixserve.server.prompt.prompt_input import is_large
 from radixserve.text.content_marks import MARK
 from tests.server.bombs import Place, bomb, places
 from tests.server.watched_server import WatchedServer
@@ -95,6 +96,19 @@ def test_an_error_shows_the_beginning_of_a_value() -> None:
 
     assert len(shown(Watched("q", [7] * 1_000))) < 90
     assert slices == [slice(None, 40)]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ([{"name": "f", "parameters": {"type": "object"}}], False),
+        ([{"name": "f", "parameters": {"k" * 1_000 + str(n): None for n in range(3_000)}}], True),
+        ([["a"] * 100_000], True),
+        ({"text": "a" * 1_000_000}, True),
+    ],
+)
+def test_large_values_are_read_in_another_thread(value: Any, *, expected: bool) -> None:
+    assert is_large(value) is expected
 
 
 def test_both_parsers_agree() -> None:

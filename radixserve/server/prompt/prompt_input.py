@@ -71,7 +71,8 @@ def is_long_text(text: str) -> bool:
 
 
 def is_large(value: Any) -> bool:
-    """Whether a JSON value has many characters or parts. Looks no further than that."""
+    """Whether a JSON value has many characters, names of members included, or many parts. Looks no
+    further than that."""
     size, left = 0, [value]
     while left and size <= _LONG_TEXT:
         part = left.pop()
@@ -79,7 +80,11 @@ def is_large(value: Any) -> bool:
             size += len(part)
         elif isinstance(part, dict | list | tuple):
             size += len(part)
-            left.extend(part.values() if isinstance(part, dict) else part[:_LONG_TEXT])
+            if isinstance(part, dict):
+                left.extend(part)
+                left.extend(part.values())
+            else:
+                left.extend(part[:_LONG_TEXT])
         elif isinstance(part, BaseModel):
             left.append(part.__dict__)
     return size > _LONG_TEXT
