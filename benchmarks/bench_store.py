@@ -120,9 +120,9 @@ def workloads(bench: Bench) -> Section:
             stats: dict[str, int] = {}
             for _ in range(bench.args.repeats):
                 for kind, samples in seconds.items():
-                    spent, found = _run_workload(bench, workload, num_pages, kind)
+                    spent, counters = _run_workload(bench, workload, num_pages, kind)
                     samples.append(spent)
-                    stats = found if kind == "finish" else stats
+                    stats = counters if kind == "finish" else stats
             plain = seconds["without"]
             ratios = [
                 round(median(a / b for a, b in zip(plain, seconds[kind], strict=True)), 3)

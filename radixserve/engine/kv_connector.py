@@ -302,7 +302,7 @@ class KVConnector:
                 self._buffers.give_back(buffer)
 
     def _discard(self, read: Future[BufferedRun | None]) -> None:
-        """Give back the buffer of a read that nobody waits for, once it ends."""
+        """Return the buffer of an abandoned read to the pool when the read ends."""
 
         def give_back(read: Future[BufferedRun | None]) -> None:
             if not read.cancelled() and read.exception() is None and (run := read.result()):

@@ -220,17 +220,11 @@ def test_shared_pages_end_anywhere(name: str, dtype: torch.dtype, make_cpu: Make
 @pytest.mark.parametrize("features", [PLAIN, AttentionFeatures(sliding_window=150)])
 @pytest.mark.parametrize("dtype", BOTH)
 @pytest.mark.parametrize(("group", "dim"), [(1, 16), (3, 64), (4, 96), (6, 32), (8, 128)])
+@pytest.mark.usefixtures("cpu_level")
 def test_a_chunk_has_the_bits_of_its_parts(
-    group: int,
-    dim: int,
-    dtype: torch.dtype,
-    features: AttentionFeatures,
-    make_cpu: Make,
-    cpu_level: str,
+    group: int, dim: int, dtype: torch.dtype, features: AttentionFeatures, make_cpu: Make
 ) -> None:
     """Keys are packed for many rows and read as they lie for few."""
-    if cpu_level == "amx" and dtype == torch.bfloat16:
-        pytest.skip("tiles sum in an order of their own")
     shape = {"heads": 2 * group, "kv_heads": 2, "dim": dim, "dtype": dtype}
     case = Case([(350, 60)], 3, **shape)
     backend = make_cpu(case.kv.clone(), 2 * group)

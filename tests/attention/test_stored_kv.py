@@ -13,9 +13,10 @@ from radixserve.attention import cpu as cpu_backend
 from radixserve.attention.base import AttentionBackend, AttentionFeatures
 from radixserve.attention.cpu import CpuBackend
 from radixserve.attention.reference import ReferenceBackend
+from radixserve.runner.input_batch import build_forward_batch
 from radixserve_kernels.cpu_ops import unsupported_reason
 from radixserve_kernels.stored_kv import from_stored, stored_head_dim, stored_width, to_stored
-from tests.attention.cases import LENGTHS, SHARED, Case, SharedCase, run
+from tests.attention.cases import CPU, LENGTHS, SHARED, Case, SharedCase, run
 from tests.attention.test_features import LONG, SCORES, SPANS, make_features
 from tests.cpu_kernels import cpu_level
 
@@ -86,6 +87,26 @@ def test_reference(dtype: torch.dtype, stored: torch.dtype) -> None:
     for fields in FEATURES:
         case = Case(LENGTHS["everything"], 2, 6, 2, 24, dtype=dtype)
         check(ReferenceBackend, case, stored, make_features(case, fields))
+
+
+@pytest.mark.usefixtures("cpu_level")
+@pytest.mark.parametrize(("dtype", "stored"), PAIRS)
+@pytest.mark.parametrize("dim", [64, 544])
+def test_a_chunk_has_the_bits_of_its_parts(
+    dim: int, dtype: torch.dtype, stored: torch.dtype
+) -> None:
+    """Heads whose integers are multiplied, and heads too large for that."""
+    if reason := unsupported_reason(dtype):
+        pytest.skip(reason)
+    case = Case([(350, 60)], 3, 4, 2, dim, dtype=dtype)
+    backend = CpuBackend(to_stored(case.kv, stored), 4, dtype=dtype)
+    whole = run(backend, case)
+    for first, count in ((0, 1), (34, 2), (59, 1)):
+        part = Case([(350 + first, count)], 3, 4, 2, dim, dtype=dtype)
+        part.rows[0].page_ids[:] = case.rows[0].page_ids[: len(part.rows[0].page_ids)]
+        part.batch = build_forward_batch(part.rows, 3, CPU)
+        part.q, part.k, part.v = (x[first : first + count] for x in (case.q, case.k, case.v))
+        assert torch.equal(run(backend, part), whole[first : first + count])
 
 
 @pytest.mark.parametrize(("dtype", "stored"), PAIRS)

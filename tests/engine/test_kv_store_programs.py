@@ -47,7 +47,7 @@ class CellPool:
         shared = self._world.shared_cells()
         for index, slot in enumerate(slots.tolist()):
             digest = kv[0, :, index].tobytes()
-            assert digest in self._prefixes, "K/V was loaded that nobody computed"
+            assert digest in self._prefixes, "loaded K/V that was never computed"
             cell = divmod(slot, self._world.page_size)
             assert cell not in shared, "a slot that others may read would be overwritten"
             self._world.cells[cell] = self._prefixes[digest]

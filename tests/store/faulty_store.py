@@ -1,4 +1,4 @@
-"""`FaultyStore`: a real store of files whose reads and writes go wrong as they are told to."""
+"""`FaultyStore`: a store of files that injects faults into reads and writes."""
 
 from __future__ import annotations
 

@@ -151,11 +151,13 @@ template <class T, class A>
 void Attention<T, A>::read_keys(const PagedKv<T> &kv, const TaskState<T> &state, const Task *next,
                                 ThreadScratch &scratch) {
     const int64_t job = state.task.job, num_queries = jobs.query_indptr[job + 1] - jobs.query_indptr[job];
-    if (!is_direct<T>(num_queries * heads.group(), heads.dim))
+    // By tiles the bits are those of the packed product: other readers of few rows have another order.
+    if (!is_direct<T>(num_queries * heads.group(), heads.dim) ||
+        (is_by_tiles<T>() && kv.type != SAME_KV && !has_integer_scores(kv)))
         return PackedReader<T>(kv, state, next, scratch).run();
 #if defined(RADIXSERVE_AMX)
     if constexpr (std::is_same<T, bf16>::value)
-        if (has_amx && (kv.type == SAME_KV || has_integer_scores(kv))) return attend_amx(kv, state, next, scratch);
+        if (has_amx) return attend_amx(kv, state, next, scratch);
 #endif
     if (has_integer_scores(kv)) return attend_int8(kv, state, next, scratch);
     attend_direct(kv, state, next, scratch);

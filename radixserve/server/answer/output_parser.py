@@ -78,7 +78,7 @@ class OutputParserConfig:
 
     calls       makes the parser of one answer; None: calls are content
     grammar     of answers that must call; None: any text is allowed
-    thoughts    what stands around reasoning; None: there is none to be found. `is_thinking`: the
+    thoughts    the marks around reasoning; None: reasoning is not parsed. `is_thinking`: the
                 answer begins with reasoning, which the prompt has opened
     keep_special_ids  special tokens that the parsers read; `hidden`: their texts, left out of the
                 answer

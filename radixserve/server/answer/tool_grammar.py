@@ -64,8 +64,7 @@ def tool_grammar(
     special   the marks that are special tokens, with their ids
     schema    a JSON schema, with its options: see `annotated_schema`
     thinking  "open": reasoning has begun in the prompt; "may": it may come first; "none"
-    thoughts  what stands around reasoning, where the style has no form of its own for it;
-              default: THINK
+    thoughts  the marks around reasoning, if the style does not define its own; default: THINK
     may_speak  any text may precede or replace the calls; a call that has begun is held
               to the grammar
     """
