@@ -10,7 +10,6 @@ checksum  8 bytes (little-endian), of everything before it, by the algorithm tha
 
 from __future__ import annotations
 
-import functools
 import json
 import struct
 import zlib
@@ -79,7 +78,6 @@ class KVRun:
     kv: ByteArray
 
 
-@functools.cache
 def default_checksum() -> str:
     """The algorithm of new files: XXH3 where the package xxhash is installed, several times as fast
     as CRC32."""
