@@ -429,7 +429,7 @@ class KVConnector:
             unsaved.stored = stored
             if stored.next_name in writing:
                 return False
-        begin = unsaved.stored.length + sum(run.kv.shape[2] for run in unsaved.runs)
+        begin: int = unsaved.stored.length + sum(run.kv.shape[2] for run in unsaved.runs)
         cached_len, pages = self._cache.cached_pages(tokens[: begin + MAX_RUN_TOKENS], namespace)
         num_bytes = (cached_len - begin) * self._prefixes.layout.token_bytes
         if cached_len <= begin or self._backlog + num_bytes > _BACKLOG_BYTES:

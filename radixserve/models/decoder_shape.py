@@ -169,8 +169,9 @@ def _heads(config: Any, family: Family) -> tuple[tuple[int, int], ...]:
     if family.attention_heads is not None:
         each = family.attention_heads
         return tuple(each(config, layer) for layer in range(config.num_hidden_layers))
-    count = config.num_key_value_heads or config.num_attention_heads
-    return ((count, head_dim_of(config)),) * config.num_hidden_layers
+    count: int = config.num_key_value_heads or config.num_attention_heads
+    num_layers: int = config.num_hidden_layers
+    return ((count, head_dim_of(config)),) * num_layers
 
 
 def _intermediate_size(config: Any, family: Family, layer: int) -> int:

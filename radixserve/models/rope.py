@@ -83,7 +83,8 @@ def _proportional(rope: Mapping[str, Any], head_dim: int) -> Tensor:
     exponents = torch.arange(0, 2 * num_turned, 2, dtype=torch.float32) / head_dim
     turned = 1.0 / rope["rope_theta"] ** exponents
     inv_freq = torch.cat((turned, torch.zeros(head_dim // 2 - num_turned)))
-    return inv_freq / rope.get("factor", 1.0)
+    factor: float = rope.get("factor", 1.0)
+    return inv_freq / factor
 
 
 def original_length(config: Any, rope: Mapping[str, Any]) -> int | None:
