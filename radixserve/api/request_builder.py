@@ -288,7 +288,7 @@ class RequestBuilder:
         """Each word as it is tokenised at the start of a text and, where that begins with another
         token and is as long, after a space."""
         sequences: dict[tuple[int, ...], None] = {}
-        bare = [word.lstrip() for word in words]
+        bare = list(dict.fromkeys(word.lstrip() for word in words))
         if not bare:
             return ()
         if self.reader.tokenizer is None:

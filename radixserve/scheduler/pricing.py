@@ -8,33 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from radixserve.cache import PrefixCache, ReturnEstimate
-from radixserve.schedule import SchedulerOutput
 from radixserve.scheduler.request_state import RequestState
 from radixserve.scheduler.returns import ReturnTimes, waiting_return
 from radixserve.scheduler.running_requests import RunningRequests
-
-_DECAY = 0.95  # of earlier steps in the measured costs
-_MIN_PREFILL = 16  # prefill tokens of a step that is a measurement of their cost
-
-
-class StepCosts:
-    """Seconds of a decode step and of a prefilled token, from the steps themselves."""
-
-    def __init__(self) -> None:
-        self.decode_step_s = 0.0
-        self._prefill_s = self._prefill_tokens = 0.0
-
-    @property
-    def prefill_token_s(self) -> float:
-        return self._prefill_s / self._prefill_tokens if self._prefill_tokens else 0.0
-
-    def note(self, schedule: SchedulerOutput, seconds: float) -> None:
-        tokens = schedule.num_prefill_tokens
-        if tokens < _MIN_PREFILL:
-            self.decode_step_s += 0.1 * (seconds - self.decode_step_s)
-        else:
-            self._prefill_s = self._prefill_s * _DECAY + max(0.0, seconds - self.decode_step_s)
-            self._prefill_tokens = self._prefill_tokens * _DECAY + tokens
+from radixserve.scheduler.step_costs import StepCosts
 
 
 class PricedAdmission:
@@ -44,15 +21,18 @@ class PricedAdmission:
     """
 
     def __init__(
-        self, cache: PrefixCache, running: RunningRequests, clock: Callable[[], float]
+        self,
+        cache: PrefixCache,
+        running: RunningRequests,
+        costs: StepCosts,
+        clock: Callable[[], float],
     ) -> None:
         """`clock`: the scheduler's; the cache's may be another one."""
         self._cache, self._running, self._clock = cache, running, clock
+        self._costs = costs
         self.returns = ReturnTimes()
-        self.costs = StepCosts()
         self.num_held = 0  # decisions to let a request wait, since the start
         self._has_adopted = False  # the cache knows what is expected of what was released before
-        self._updated_at = 0.0
         self._victims: Iterator[tuple[int, ReturnEstimate | None]] | None = None
         self._known: list[tuple[int, ReturnEstimate | None]] = []  # the first victims, once read
         self._growth: int | None = None  # tokens that running requests will add, once counted
@@ -82,12 +62,6 @@ class PricedAdmission:
         if state.sequence is not None:
             length = state.sequence.committed_len
             state.sequence.expected_return = waiting_return(self._cache.time(), length)
-
-    def note_step(self, schedule: SchedulerOutput, begun_at: float) -> None:
-        """A step was computed that was dispatched then."""
-        now = self._clock()
-        self.costs.note(schedule, now - max(begun_at, self._updated_at))
-        self._updated_at = now
 
     # -- the decision -------------------------------------------------------------------------
 
@@ -135,7 +109,7 @@ class PricedAdmission:
             dear += missing
         if lost * size <= cached_len:
             return True  # what it would lose by waiting is more
-        price = lost * size * self.costs.prefill_token_s * (1 + len(self._running))
+        price = lost * size * self._costs.prefill_token_s * (1 + len(self._running))
         is_worth = price <= seconds / dear
         self.num_held += not is_worth
         return is_worth

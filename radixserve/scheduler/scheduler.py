@@ -35,6 +35,7 @@ from radixserve.scheduler.stats import (
     check_queues,
     snapshot_requests,
 )
+from radixserve.scheduler.step_costs import StepCosts
 from radixserve.scheduler.tenants import TenantShares
 from radixserve.scheduler.waiting_queue import WaitingQueue
 
@@ -65,9 +66,10 @@ class Scheduler:
         self._waiting = WaitingQueue(cache, policy, max_overtake, max_wait_s, clock, self._shares)
         self._running = RunningRequests(max_running_requests)
         self._page_budget = PageBudget(cache, self._running, self._waiting, max_running_requests)
+        self._step_costs = StepCosts(clock)  # measured where prices or tenants need them
         self._pricing: PricedAdmission | None = None  # "greedy": none
         if admission == "priced" and cache.tracks_returns:
-            self._pricing = PricedAdmission(cache, self._running, clock)
+            self._pricing = PricedAdmission(cache, self._running, self._step_costs, clock)
         self.sessions = Sessions(cache, None if self._pricing is None else self._pricing.returns)
         self.hints = Hints(cache, self.sessions, hint_limits or HintLimits())
         self._admission = Admission(
@@ -247,7 +249,7 @@ class Scheduler:
         assert len(self._in_flight) == 1, "two steps are in flight"
         if self._admission.starved(self.counts.steps) is not None:
             return None  # others may have to be preempted
-        batch = Batch(self.counts.steps, self._chunked_prefill_size)
+        batch = Batch(self.counts.steps, self._step_tokens())
         keep = self._admission.tokens_to_keep
         if not plan_ahead(self._in_flight[0], batch, self._running, self._cache, keep):
             return None
@@ -262,8 +264,8 @@ class Scheduler:
             batch.add_states(self._cache)
         self.counts.steps += 1
         self._in_flight.append(batch)
-        if self._pricing is not None:
-            batch.begun_at = self._clock()
+        if self._pricing is not None or self._running.are_shared:
+            batch.begun_at = self._step_costs.clock()
         schedule = batch.build(self._cache if self._has_windows else None)
         self._charge(batch, schedule)
         return schedule
@@ -277,8 +279,15 @@ class Scheduler:
         for state, num_tokens in zip(batch.states, schedule.rows.num_tokens, strict=True):
             state.tenant.charge(num_tokens)
 
+    def _step_tokens(self) -> int:
+        """Prefill tokens that a step may compute. Where several tenants run, their chunks take no
+        longer than the decode rows, so that no tenant's prompts hold up another's tokens."""
+        if self._running.are_shared:
+            return self._step_costs.tokens_beside_decodes(self._chunked_prefill_size)
+        return self._chunked_prefill_size
+
     def _new_batch(self) -> Batch:
-        batch = Batch(self.counts.steps, self._chunked_prefill_size)
+        batch = Batch(self.counts.steps, self._step_tokens())
         self._plan_running(batch)
         if self._waiting.num_tokens:
             self._admission.admit(batch)
@@ -294,8 +303,8 @@ class Scheduler:
         if now >= self._recent.due:
             self._recent.read(now)
         step, sampled = self._in_flight.pop(0), output.outputs
-        if self._pricing is not None:
-            self._pricing.note_step(schedule, step.begun_at)
+        if step.begun_at:
+            self._step_costs.note_step(schedule, step.begun_at)
         failed: list[tuple[RequestState, SampleOutput]] = []
         scored: list[tuple[RequestState, int, SampleOutput]] = []  # with the row's end
         states, samples, other_rows = self._commit_decodes(step, sampled)

@@ -24,7 +24,7 @@ def test_the_built_in_shape_fits_the_context() -> None:
         before = lengths.get(turn.conversation, workload.num_shared)
         lengths[turn.conversation] = before + turn.num_new + turn.num_output
     assert max(lengths.values()) <= bench.MAX_LENGTH
-    requests = list(bench.requests_of(workload, 2, 10))
+    requests = list(bench.requests_of(workload, 2, 10, 0))
     assert len(requests) == 3 * len(workload.turns)
     assert sum(conversation is None for conversation, _, _ in requests) == 2 * len(workload.turns)
 

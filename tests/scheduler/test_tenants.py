@@ -6,6 +6,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import pytest
 
@@ -13,6 +14,7 @@ from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.request import BeamParams
 from radixserve.scheduler.running_requests import in_turn
+from radixserve.scheduler.step_costs import StepCosts
 from radixserve.scheduler.tenants import TenantShares
 from tests.scheduler.fake import Driver, random_prompt
 from tests.scheduler.test_priced_admission import priced
@@ -110,6 +112,45 @@ def test_tenants_that_wait_get_their_shares(weights: Mapping[str, float]) -> Non
     assert max(shares) - min(shares) <= 4 * 36 / min(weights.values(), default=1.0)
     rows = [len(schedule.rows) for schedule in driver.schedules]
     assert sum(rows) >= 0.95 * 4 * len(rows)  # no slot is left empty for it
+
+
+def test_prompts_take_no_longer_than_the_tokens_of_another_tenant() -> None:
+    """Where the tokens that take as long as a decode step are 40, a step computes no more."""
+    driver = Driver(3000, 1, chunked_prefill_size=256, max_running_requests=4)
+    driver.scheduler._step_costs.tokens_beside_decodes = lambda most: min(most, 40)  # type: ignore[method-assign]
+
+    def longest_chunk(name: str) -> int:
+        num_before = len(driver.schedules)
+        while name not in driver.finished:
+            driver.step()
+        return max(schedule.num_prefill_tokens for schedule in driver.schedules[num_before:])
+
+    driver.add("alone", prompt(0, 600), namespace="bob", max_tokens=2)
+    assert longest_chunk("alone") == 256
+    driver.add("ann", prompt(1, 4), namespace="ann", max_tokens=200, ignore_eos=True)  # type: ignore[arg-type]
+    driver.step()
+    driver.step()
+    driver.add("beside", prompt(2, 600), namespace="bob", max_tokens=2)
+    assert longest_chunk("beside") == 40
+    driver.abort("ann")
+    driver.drain()
+
+
+def test_costs_are_measured_from_steps() -> None:
+    """Decode steps of 4 s, and 0.1 s more for each prefilled token."""
+    now = 1.0
+    costs = StepCosts(lambda: now)
+    assert costs.tokens_beside_decodes(256) == 256  # not known yet
+    for num_tokens in (*(0 for _ in range(100)), 100, 30, 0, 256):
+        begun_at, now = now, now + 4.0 + 0.1 * num_tokens
+        costs.note_step(ScheduleOf(num_tokens), begun_at)  # type: ignore[arg-type]
+    assert costs.decode_step_s == pytest.approx(4.0, rel=1e-3)
+    assert costs.prefill_token_s == pytest.approx(0.1, rel=1e-3)
+    assert [costs.tokens_beside_decodes(most) for most in (256, 64, 20)] == [40, 40, 20]
+
+
+class ScheduleOf(NamedTuple):
+    num_prefill_tokens: int
 
 
 def test_a_request_that_does_not_fit_is_passed_a_bounded_number_of_times() -> None:

@@ -20,6 +20,7 @@ from radixserve.text.prompts import is_token_id
 
 T = TypeVar("T")
 _LONG_TEXT = 8_192  # characters; tokenising more than this goes to another thread
+_PROMPT_CHARACTERS = 64  # that take as long as what each prompt costs besides
 _KINDS = "text, a list of texts, a list of token ids, or a list of lists of token ids"
 
 
@@ -57,13 +58,18 @@ async def read_prompts(
             for index, item in enumerate(items)
         ]
 
-    num_characters = sum(len(item) for item in items if isinstance(item, str | list | array))
-    return await in_thread_if(num_characters > _LONG_TEXT, read), is_list
+    return await in_thread_if(are_long(items), read), is_list
 
 
 async def in_thread_if(is_large: bool, function: Callable[[], T]) -> T:
     """Call `function`, in another thread if it would block the event loop."""
     return await asyncio.to_thread(function) if is_large else function()
+
+
+def are_long(prompts: Sequence[Any]) -> bool:
+    """Whether texts or lists of token ids are too many or too long to be read in the event loop."""
+    sizes = (len(prompt) for prompt in prompts if isinstance(prompt, str | list | array))
+    return sum(sizes, _PROMPT_CHARACTERS * len(prompts)) > _LONG_TEXT
 
 
 def is_long_text(text: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 from fastapi import APIRouter
@@ -42,10 +43,10 @@ async def hints(request: Request, body: HintsRequest) -> Response:
             raise ApiError(403, message, param="tenant", code="admin_only")
         caller = Caller(body.tenant, is_admin=True)
     check_count(body.hints, "hints")
-    made = [
-        await _read(server, caller, hint, f"hints[{index}]")
-        for index, hint in enumerate(body.hints)
-    ]
+    made = []
+    for index, hint in enumerate(body.hints):
+        made.append(await _read(server, caller, hint, f"hints[{index}]"))
+        await asyncio.sleep(0)  # many short prompts are read in the event loop: others come between
     answers = await server.runtime.aapply_hints(made)
     close_demoted(server, made, answers)
     return answer({"object": "list", "data": answers_body(server, answers)})

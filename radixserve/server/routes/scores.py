@@ -15,9 +15,9 @@ from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
 from radixserve.output import Score, add_usages
 from radixserve.server.gate.disconnect import CancelOnDisconnect
-from radixserve.server.gate.json_body import JsonRoute, has_large_body
+from radixserve.server.gate.json_body import JsonRoute
 from radixserve.server.gate.state import AppState, caller_of, server_of
-from radixserve.server.prompt.prompt_input import in_thread_if, read_prompts
+from radixserve.server.prompt.prompt_input import are_long, in_thread_if, read_prompts
 from radixserve.server.prompt.rendering import tokenizer_of
 from radixserve.server.wire.errors import ApiError, invalid
 from radixserve.server.wire.json_response import answer
@@ -62,7 +62,7 @@ async def read_candidates(request: Request, given: object) -> list[Any]:
         return np.frombuffer(candidate, np.int64) if isinstance(candidate, array) else candidate
 
     try:
-        return await in_thread_if(has_large_body(request), lambda: list(map(read, candidates)))
+        return await in_thread_if(are_long(candidates), lambda: list(map(read, candidates)))
     except InvalidRequest as error:
         raise invalid(error, param="candidates") from None
 

@@ -1,0 +1,44 @@
+"""`StepCosts`: what decode steps and prefilled tokens cost, measured from the steps themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from radixserve.schedule import SchedulerOutput
+
+_DECAY = 0.95  # of earlier steps in the measured costs
+_MIN_PREFILL = 16  # prefill tokens of a step that is a measurement of their cost
+
+
+class StepCosts:
+    """Seconds of a decode step and of a prefilled token."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self._updated_at = 0.0
+        self.decode_step_s = 0.0
+        self._prefill_s = self._prefill_tokens = 0.0
+
+    @property
+    def prefill_token_s(self) -> float:
+        return self._prefill_s / self._prefill_tokens if self._prefill_tokens else 0.0
+
+    def note_step(self, schedule: SchedulerOutput, begun_at: float) -> None:
+        """A step was computed that was dispatched then, by the same clock."""
+        now = self.clock()
+        seconds = now - max(begun_at, self._updated_at)
+        self._updated_at = now
+        tokens = schedule.num_prefill_tokens
+        if tokens < _MIN_PREFILL:
+            self.decode_step_s += 0.1 * (seconds - self.decode_step_s)
+        else:
+            self._prefill_s = self._prefill_s * _DECAY + max(0.0, seconds - self.decode_step_s)
+            self._prefill_tokens = self._prefill_tokens * _DECAY + tokens
+
+    def tokens_beside_decodes(self, max_tokens: int) -> int:
+        """Prefill tokens that take as long as a decode step, at most `max_tokens`: these as long
+        as one of the costs is not known."""
+        if not self.decode_step_s or not self._prefill_s:
+            return max_tokens
+        num_tokens = round(self.decode_step_s / self.prefill_token_s)
+        return min(max(num_tokens, _MIN_PREFILL), max_tokens)
