@@ -42,6 +42,8 @@ def write_gguf(
     name, num_heads = config["model_type"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
     arch = _ARCHITECTURES.get(name, name)
+    if name == "nemotron_h" and "moe" in config["layers_block_type"]:
+        arch = "nemotron_h_moe"
     ropes = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": 1e4}
     rope = ropes.get("full_attention", ropes)
     writer = gguf.GGUFWriter(path, arch)
