@@ -13,6 +13,7 @@ from radixserve import Runtime
 
 @pytest.mark.parametrize(("kind", "head_kind"), [("Q4_K", "Q6_K"), ("Q8_0", "Q8_0")])
 def test_random_file(kind: str, head_kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
     random_gguf = importlib.import_module("harness.random_gguf")
     command = importlib.import_module("bench_gguf")
     shape = random_gguf.Qwen35Shape(

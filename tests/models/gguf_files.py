@@ -69,6 +69,8 @@ def write_gguf(
     hybrid = HYBRIDS.get(name)
     own_fields = {} if hybrid is None else hybrid.fields(config)
     for field, own in _FIELDS.items():
+        if arch == "nemotron_h" and own == "expert_used_count":
+            continue  # a dense one has no experts, whatever the config says
         if (value := config.get(field)) is not None and own not in own_fields:
             add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
             add(f"{arch}.{own}", value)
