@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-import platform
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -24,6 +24,10 @@ import torch
 import transformers
 
 from radixserve import Runtime, SamplingParams
+
+sys.path.append(str(Path(__file__).parents[1]))
+from harness.machine import describe_machine
+from harness.report import format_settings
 
 IMPLEMENTATIONS = ("native", "transformers")
 
@@ -157,7 +161,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    print(platform.processor() or platform.machine(), torch.__version__, transformers.__version__)
+    print(format_settings(describe_machine(("torch", "transformers"))), flush=True)
     for family in args.families.split(","):
         if args.cousins:
             print_beside_cousin(family, args.width, args.rounds, args.dtype)

@@ -19,8 +19,10 @@ def gguf_config(file: GgufFile) -> Any:
     ModelNotSupported names what cannot be run.
     """
     family = family_of(file)
-    is_layer_norm = family.eps.startswith("layer_norm_eps")  # as Nemotron-H's files have it, too
+    is_layer_norm = family.eps.startswith("layer_norm_eps")
     eps = f"attention.layer_norm_{'' if is_layer_norm else 'rms_'}epsilon"
+    if family.eps == "layer_norm_epsilon" and file.field(eps) is None:
+        eps = "attention.layer_norm_rms_epsilon"  # files of Nemotron-H have either or both
     names = {
         "hidden_size": "embedding_length",
         "intermediate_size": "feed_forward_length",

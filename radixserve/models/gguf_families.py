@@ -157,9 +157,25 @@ _NEMOTRON_H_NAMES = {
     "attn_output": "mixer.o_proj",
     "attn_q": "mixer.q_proj",
     "attn_v": "mixer.v_proj",
+    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
     "ffn_down": "mixer.down_proj",
+    "ffn_down_shexp": "mixer.shared_experts.down_proj",
+    "ffn_gate_inp": "mixer.gate",
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
     "ffn_up": "mixer.up_proj",
+    "ffn_up_shexp": "mixer.shared_experts.up_proj",
 }
+_NEMOTRON_H = GgufFamily(
+    "nemotron_h",
+    "NemotronHForCausalLM",
+    names=_NEMOTRON_H_NAMES,
+    experts=("mixer.experts", "gate_proj", "up_proj", "down_proj"),  # no file of them has a gate
+    eps="layer_norm_epsilon",
+    ends={"output_norm": "model.norm_f"},
+    more_fields=nemotron_h_fields,
+    restore=restore_mamba2,
+)
 _DELTA_NET_NAMES = {
     "post_attention_norm": "post_attention_layernorm",
     "ssm_a": "linear_attn.A_log",
@@ -287,15 +303,8 @@ FAMILIES = {
             JoinedTensor("shared_mlp.input_linear", ("ffn_gate", "ffn_up")),
         ),
     ),
-    "nemotron_h": GgufFamily(
-        "nemotron_h",
-        "NemotronHForCausalLM",
-        names=_NEMOTRON_H_NAMES,
-        eps="layer_norm_epsilon",
-        ends={"output_norm": "model.norm_f"},
-        more_fields=nemotron_h_fields,
-        restore=restore_mamba2,
-    ),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
     "glm4": GgufFamily(
         "glm4",
         "Glm4ForCausalLM",

@@ -223,14 +223,13 @@ def falcon_h1_fields(file: GgufFile) -> dict[str, Any]:
 
 
 def nemotron_h_fields(file: GgufFile) -> dict[str, Any]:
-    """Fields of a NemotronHConfig."""
-    heads, lengths = file.field("attention.head_count_kv"), file.field("feed_forward_length")
+    """Fields of a NemotronHConfig, dense or with experts."""
     mamba = _mamba2_fields(file)
-    return {
-        "layers_block_type": [
-            "attention" if count else "mlp" if length else "mamba"
-            for count, length in zip(heads, lengths, strict=True)
-        ],
+    names = (f"blk.{layer}.ffn_up.weight" for layer in range(file.num_layers))
+    lengths = [file.tensors[name].shape[0] for name in names if name in file.tensors]
+    fields = {
+        "intermediate_size": max(lengths, default=file.largest("feed_forward_length")),
+        "layers_block_type": [_nemotron_kind(file, layer) for layer in range(file.num_layers)],
         "mamba_num_heads": mamba["mamba_n_heads"],
         "mamba_head_dim": mamba["mamba_d_head"],
         "n_groups": mamba["mamba_n_groups"],
@@ -238,6 +237,25 @@ def nemotron_h_fields(file: GgufFile) -> dict[str, Any]:
         "conv_kernel": mamba["mamba_d_conv"],
         "use_conv_bias": mamba["mamba_conv_bias"],
     }
+    if not (count := file.field("expert_count", 0)):
+        return fields
+    return {
+        **fields,
+        "n_routed_experts": count,
+        "moe_shared_expert_intermediate_size": file.field("expert_shared_feed_forward_length"),
+        "moe_latent_size": file.field("moe_latent_size"),
+        "norm_topk_prob": file.field("expert_weights_norm", True),
+        "routed_scaling_factor": float(file.field("expert_weights_scale", 1.0)),
+        "n_group": file.field("expert_group_count", 1),
+        "topk_group": file.field("expert_group_used_count", 1),
+    }
+
+
+def _nemotron_kind(file: GgufFile, layer: int) -> str:
+    """By the layer's tensors: lengths in fields do not tell experts from an MLP."""
+    kinds = {"attn_q": "full_attention", "ffn_gate_inp": "moe", "ffn_up": "mlp"}
+    names = (name for name in kinds if f"blk.{layer}.{name}.weight" in file.tensors)
+    return kinds.get(next(names, ""), "linear_attention")
 
 
 def _mamba2_fields(file: GgufFile) -> dict[str, Any]:

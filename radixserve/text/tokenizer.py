@@ -75,8 +75,8 @@ class Tokenizer:
             from radixserve.text.gguf_tokenizer import gguf_tokenizer
 
             file = GgufFile(path)
-            has_tokenizer = "tokenizer.ggml.model" in file.fields
-            return wrapped(gguf_tokenizer(file)) if has_tokenizer else None
+            kind = file.fields.get("tokenizer.ggml.model", "no_vocab")
+            return None if kind in ("no_vocab", "none") else wrapped(gguf_tokenizer(file))
         if not any((path / name).exists() for name in _TOKENIZER_FILES):
             return None
         from radixserve.text.fast_tokenizer import load_fast_tokenizer

@@ -15,7 +15,10 @@ from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.checkpoints import make_checkpoint
 from tests.exact.programs import Program
 
-FAMILIES = ("llama", "gemma3", "qwen3_moe", "gpt_oss", "lfm2", "qwen3_next", "cohere2", "gpt2")
+FAMILIES = (
+    *("llama", "gemma3", "qwen3_moe", "gpt_oss", "lfm2", "qwen3_next", "cohere2", "gpt2"),
+    *("granitemoehybrid", "gemma4", "gemma4_moe"),
+)
 WIDE = {
     "hidden_size": 128,
     "intermediate_size": 256,

@@ -42,6 +42,8 @@ def write_gguf(
     name, num_heads = config["model_type"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
     arch = _ARCHITECTURES.get(name, name)
+    if name == "nemotron_h" and "moe" in config["layers_block_type"]:
+        arch = "nemotron_h_moe"
     ropes = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": 1e4}
     rope = ropes.get("full_attention", ropes)
     writer = gguf.GGUFWriter(path, arch)
@@ -67,6 +69,8 @@ def write_gguf(
     hybrid = HYBRIDS.get(name)
     own_fields = {} if hybrid is None else hybrid.fields(config)
     for field, own in _FIELDS.items():
+        if arch == "nemotron_h" and own == "expert_used_count":
+            continue  # a dense one has no experts, whatever the config says
         if (value := config.get(field)) is not None and own not in own_fields:
             add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
             add(f"{arch}.{own}", value)

@@ -138,8 +138,43 @@ def _mamba2_fields(config: Config) -> dict[str, Any]:
     if config["model_type"] == "nemotron_h":
         kinds, size = config["layers_block_type"], config["intermediate_size"]
         fields["attention.head_count_kv"] = [kv if kind in _ATTENTION else 0 for kind in kinds]
-        fields["feed_forward_length"] = [size if kind == "mlp" else 0 for kind in kinds]
+        if "moe" in kinds:
+            fields |= _nemotron_expert_fields(config)
+            size = config["moe_intermediate_size"]
+        has_mlp = ("moe",) if "moe" in kinds else ("mlp",)  # as the converter writes it
+        fields["feed_forward_length"] = [size if kind in has_mlp else 0 for kind in kinds]
     return fields
+
+
+def _nemotron_expert_fields(config: Config) -> dict[str, Any]:
+    names = {
+        "n_routed_experts": "expert_count",
+        "n_shared_experts": "expert_shared_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+        "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        "norm_topk_prob": "expert_weights_norm",
+        "routed_scaling_factor": "expert_weights_scale",
+        "n_group": "expert_group_count",
+        "moe_latent_size": "moe_latent_size",
+    }
+    return {own: config[name] for name, own in names.items() if config.get(name) is not None}
+
+
+def _nemotron_layouts(config: Config, tensors: Tensors) -> Tensors:
+    """Experts' matrices in one tensor; they have no gate."""
+    made: Tensors = {}
+    count = config.get("n_routed_experts", 0)
+    for name, numbers in _mamba2_layouts(config, tensors).items():
+        prefix = "blk." + name.split(".")[2] if ".layers." in name else ""
+        if ".experts.0." in name:
+            each = [tensors[name.replace("experts.0.", f"experts.{i}.")] for i in range(count)]
+            ending = "up" if "up_proj" in name else "down"
+            made[f"{prefix}.ffn_{ending}_exps.weight"] = np.stack(each)
+        elif name.endswith(".e_score_correction_bias"):
+            made[f"{prefix}.exp_probs_b.bias"] = numbers
+        elif ".experts." not in name:
+            made[name] = numbers
+    return made
 
 
 def _mamba2_layouts(config: Config, tensors: Tensors) -> Tensors:
@@ -271,6 +306,22 @@ _GRANITE: dict[str, Any] = {
     "residual_multiplier": 0.7,
     "embedding_multiplier": 3.0,
 }
+_NEMOTRON: dict[str, Any] = {
+    **_SIZES,
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+}
+_NEMOTRON_EXPERTS: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    "moe_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 96,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 2.5,
+}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {  # class and fields of tiny models
     "falcon_h1": (
         "FalconH1Config",
@@ -307,15 +358,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {  # class and fields of tiny m
     ),
     "nemotron_h": (
         "NemotronHConfig",
-        {
-            **_SIZES,
-            "layers_block_type": ["mamba", "attention", "mlp"],
-            "head_dim": 16,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 16,
-            "n_groups": 2,
-            "ssm_state_size": 16,
-        },
+        {**_NEMOTRON, "layers_block_type": ["linear_attention", "full_attention", "mlp"]},
+    ),
+    "nemotron_h_moe": ("NemotronHConfig", {**_NEMOTRON, **_NEMOTRON_EXPERTS}),
+    "nemotron_h_latent": (
+        "NemotronHConfig",
+        {**_NEMOTRON, **_NEMOTRON_EXPERTS, "moe_latent_size": 32},
     ),
 }
 
@@ -325,7 +373,7 @@ HYBRIDS = {  # by model type
     "falcon_h1": Hybrid(_mamba2_fields, _falcon_layouts),
     "gemma4_text": Hybrid(_gemma4_fields, _gemma4_layouts),
     "granitemoehybrid": Hybrid(_mamba2_fields, _granite_layouts),
-    "nemotron_h": Hybrid(_mamba2_fields, _mamba2_layouts),
+    "nemotron_h": Hybrid(_mamba2_fields, _nemotron_layouts),
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2,
     "qwen3_5_moe_text": _DELTA_NET,

@@ -1,5 +1,5 @@
 """Gemma 4 on the compiled kernels: layers of several head sizes, shared K and V, inputs of each
-layer, experts beside the MLP. Parity with transformers, and bits that do not depend on the way."""
+layer, experts beside the MLP. test_native_hybrids.py has its parity in every case."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ needs_kernels = pytest.mark.skipif(
 )
 RNG = np.random.default_rng(8)
 PROMPT = RNG.integers(3, 250, 90).tolist()
-OTHERS = [RNG.integers(3, 250, 60).tolist() for _ in range(5)]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, digest=True, logprobs=0)
 Find = Callable[..., Path]
 
@@ -59,59 +58,6 @@ def start(folder: Path, **settings: Any) -> Runtime:
 
 def ask(rt: Runtime, prompt: list[int]) -> Any:
     return rt.generate([prompt], PARAMS)[0]
-
-
-@needs_kernels
-@pytest.mark.parametrize("family", SHAPED)
-def test_parity_and_equal_bits(family: str, find: Find) -> None:
-    """Cold, warm, off, at three page sizes and five chunk sizes, preempted and evicted; windows
-    of 21 tokens are dropped."""
-    folder = find(family)
-    model = load_reference(folder)
-    expected = greedy(model, PROMPT, 10)
-    table = all_logprobs(model, expected)[len(PROMPT) - 1 : -1]
-    digests = set()
-    for page_size, chunk in ((1, 512), (4, 7), (16, 33), (1, 1), (16, 64)):
-        with start(folder, page_size=page_size, chunked_prefill_size=chunk) as rt:
-            assert rt.model.is_native
-            assert not rt.resolved_config.inexact
-            cold, warm = ask(rt, PROMPT), ask(rt, PROMPT)
-            digests |= {cold.digest, warm.digest}
-            assert [*PROMPT, *cold.token_ids] == expected
-            own = table.gather(1, torch.tensor(cold.token_ids)[:, None])[:, 0]
-            assert torch.allclose(own, torch.tensor(cold.logprobs), atol=2e-5)
-            assert warm.usage.cached_tokens >= len(PROMPT) - 32
-    with start(folder, cache="off") as rt:
-        digests |= {ask(rt, PROMPT).digest, rt.generate([*OTHERS, PROMPT], PARAMS)[-1].digest}
-    with start(folder, num_pages=230, max_running_requests=4) as rt:
-        for _ in range(2):
-            digests |= {rt.generate([*OTHERS, PROMPT], PARAMS)[-1].digest}
-        assert rt.cache_stats()["evicted_tokens"] > 0
-        rt.check()
-    assert len(digests) == 1
-
-
-@needs_kernels
-@pytest.mark.parametrize("family", SHAPED)
-def test_branches_beams_and_scores(family: str, find: Find) -> None:
-    model = load_reference(find(family))
-    with start(find(family)) as rt:
-        with rt.branch(PROMPT) as root:
-            root.generate(PARAMS)
-            for kid, more in zip(root.fork(2), ([9, 10], [11]), strict=True):
-                kid.extend(more)
-                tokens = [int(token) for token in kid.tokens]
-                assert [*tokens, *kid.generate(PARAMS).token_ids] == greedy(model, tokens, 10)
-                kid.release()
-        score = rt.score(PROMPT, [PROMPT[:12]])[0]
-        table = all_logprobs(model, [*PROMPT, *PROMPT[:12]])[len(PROMPT) - 1 : -1]
-        own = table.gather(1, torch.tensor(PROMPT[:12])[:, None])[:, 0]
-        assert torch.allclose(own, torch.tensor(score.logprobs), atol=2e-5)
-        for beam in rt.beam_search(PROMPT, beam_width=3, max_tokens=6):
-            steps = all_logprobs(model, [*PROMPT, *beam.token_ids])[len(PROMPT) - 1 : -1]
-            own = steps.gather(1, torch.tensor(beam.token_ids)[:, None])[:, 0]
-            assert beam.cumulative_logprob == pytest.approx(float(own.sum()), abs=1e-4)
-        rt.check()
 
 
 @needs_kernels

@@ -114,6 +114,7 @@ def test_the_same_bits_however_the_work_is_cut_up(tmp_path: Path, form: str, dty
         *((family, "int8") for family in ("cohere2", "gemma3", "granite", "olmo2", "qwen2_moe")),
         *(("gemma2", "Q4_0"), ("glm4", "Q5_1"), ("gpt_oss", "MXFP4"), ("phi3", "Q8_0")),
         *(("lfm2", "Q4_0"), ("qwen3_5", "Q4_1"), ("qwen3_5_moe", "Q5_0"), ("qwen3_next", "Q8_0")),
+        ("nemotron_h", "Q8_0"),
     ],
 )
 def test_other_families(tmp_path: Path, family: str, form: str) -> None:
@@ -124,6 +125,9 @@ def test_other_families(tmp_path: Path, family: str, form: str) -> None:
     if family in ("qwen3_5_moe", "qwen3_next"):
         tied |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 32}
         tied["num_experts_per_tok"] = 4  # all: rounding cannot choose others
+    if family == "nemotron_h":
+        tied = {"mamba_num_heads": 8, "mamba_head_dim": 16, "num_experts_per_tok": 4}
+        tied |= {"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 32}
     path, settings = make_model(tmp_path, form, family, **tied)
     rng = random.Random(0)
     head = [rng.randrange(256) for _ in range(60)]

@@ -1,4 +1,5 @@
-"""Native recurrent layers: parity with transformers, and bits that do not depend on the way."""
+"""Native recurrent layers: settings, forms of weights, published sizes, what is refused, the plain
+forms of the kernels. test_native_hybrids.py has their parity in every case."""
 
 from __future__ import annotations
 
@@ -25,7 +26,6 @@ from radixserve_kernels.delta_net import DeltaNet, run_delta_net
 from radixserve_kernels.quantized import dense
 from radixserve_kernels.state_space import StateSpace, run_state_space
 from tests.checkpoints import (
-    RECURRENT,
     all_logprobs,
     edit_json,
     greedy,
@@ -70,68 +70,12 @@ def ask(rt: Runtime, prompt: list[int]) -> Any:
 
 
 @needs_kernels
-@pytest.mark.parametrize("family", RECURRENT)
-def test_parity_and_equal_bits(family: str, find: Find) -> None:
-    """Cold, warm, off, at three page sizes and five chunk sizes, preempted and evicted."""
-    folder = find(family)
-    model = load_reference(folder)
-    expected = greedy(model, PROMPT, 10)
-    table = all_logprobs(model, expected)[len(PROMPT) - 1 : -1]
-    digests = set()
-    for page_size, chunk in ((1, 512), (4, 7), (16, 33), (1, 1), (16, 64)):
-        with start(folder, page_size=page_size, chunked_prefill_size=chunk) as rt:
-            assert rt.model.is_native
-            assert not rt.resolved_config.inexact
-            cold, warm = ask(rt, PROMPT), ask(rt, PROMPT)
-            digests |= {cold.digest, warm.digest}
-            assert [*PROMPT, *cold.token_ids] == expected
-            own = table.gather(1, torch.tensor(cold.token_ids)[:, None])[:, 0]
-            assert torch.allclose(own, torch.tensor(cold.logprobs), atol=2e-5)
-            assert warm.usage.cached_tokens >= len(PROMPT) - 16
-    others = [RNG.integers(3, 250, 60).tolist() for _ in range(5)]
-    with start(folder, cache="off") as rt:
-        digests |= {ask(rt, PROMPT).digest, rt.generate([*others, PROMPT], PARAMS)[-1].digest}
-    settings = {"num_pages": 260, "num_states": 8, "max_running_requests": 4}
-    with start(folder, **settings) as rt:
-        for _ in range(2):
-            digests |= {rt.generate([*others, PROMPT], PARAMS)[-1].digest}
-        assert rt.cache_stats()["evicted_checkpoints"] > 0
-        rt.check()
-    assert len(digests) == 1
-
-
-@needs_kernels
 @pytest.mark.usefixtures("cpu_level")
 def test_every_level_agrees(find: Find) -> None:
     for family in ("qwen3_5", "nemotron_h"):
         model = load_reference(find(family))
         with start(find(family), chunked_prefill_size=30) as rt:
             assert [*PROMPT, *ask(rt, PROMPT).token_ids] == greedy(model, PROMPT, 10)
-
-
-@needs_kernels
-@pytest.mark.parametrize("family", RECURRENT)
-def test_branches_beams_and_scores(family: str, find: Find) -> None:
-    model = load_reference(find(family))
-    with start(find(family)) as rt:
-        with rt.branch(PROMPT) as root:
-            root.generate(PARAMS)
-            for kid, more in zip(root.fork(2), ([9, 10], [11]), strict=True):
-                kid.extend(more)
-                tokens = [int(token) for token in kid.tokens]
-                assert [*tokens, *kid.generate(PARAMS).token_ids] == greedy(model, tokens, 10)
-                kid.release()
-        score = rt.score(PROMPT, [PROMPT[:12]])[0]
-        table = all_logprobs(model, [*PROMPT, *PROMPT[:12]])[len(PROMPT) - 1 : -1]
-        own = table.gather(1, torch.tensor(PROMPT[:12])[:, None])[:, 0]
-        assert torch.allclose(own, torch.tensor(score.logprobs), atol=2e-5)
-        beams = rt.beam_search(PROMPT, beam_width=3, max_tokens=6)
-        for beam in beams:
-            tokens = [*PROMPT, *beam.token_ids]
-            steps = all_logprobs(model, tokens)[len(PROMPT) - 1 : -1]
-            own = steps.gather(1, torch.tensor(beam.token_ids)[:, None])[:, 0]
-            assert beam.cumulative_logprob == pytest.approx(float(own.sum()), abs=1e-4)
-        rt.check()
 
 
 @needs_kernels

@@ -1,0 +1,174 @@
+"""Native families whose layers have states or several shapes, in every case at three page sizes and
+five chunk sizes: transformers' tokens and log-probabilities, and one answer's bits in all of them.
+
+The cases: cold, warm, together, without a cache, evicted, preempted, forked, beams, scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from radixserve import Runtime, SamplingParams
+from radixserve_kernels.cpu_ops import unsupported_reason
+from tests.checkpoints import (
+    RECURRENT,
+    SHAPED,
+    all_logprobs,
+    greedy,
+    greedy_batch,
+    load_reference,
+    make_checkpoint,
+)
+
+pytestmark = pytest.mark.skipif(
+    bool(unsupported_reason(torch.float32)), reason="there are no CPU kernels here"
+)
+PAGE_SIZES, CHUNK_SIZES = (1, 4, 16), (1, 7, 33, 64, 512)
+SHORT = ((1, 512), (4, 1), (16, 33))  # the other pairs are long runs
+NUM_NEW = 24
+PARAMS = SamplingParams(
+    temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, digest=True, logprobs=0
+)
+RNG = np.random.default_rng(8)
+PROMPT = RNG.integers(3, 250, 90).tolist()
+PROMPTS = [PROMPT, *(RNG.integers(3, 250, length).tolist() for length in (60, 61, 62, 63, 64))]
+CROWD = [[*PROMPT[:60], token] for token in range(10, 16)]  # are computed at once, when cached
+FORKS = ([9, 10], [11])
+TIGHT = 196  # tokens of a pool that has no room for all answers to either
+SLACK = 32  # tokens before a prompt's end that a checkpoint or a window may leave uncached
+
+
+@dataclass
+class Reference:
+    """What transformers says of a checkpoint, and the bits of our answers alone."""
+
+    folder: Path
+
+    @cached_property
+    def model(self) -> Any:
+        return load_reference(self.folder)
+
+    @cached_property
+    def tokens(self) -> list[list[int]]:
+        """Of PROMPTS and CROWD."""
+        prompts = [*PROMPTS, *CROWD]
+        return [greedy_batch(self.model, [prompt], NUM_NEW)[0] for prompt in prompts]
+
+    @cached_property
+    def digests(self) -> list[str]:
+        with self.start(cache="off") as rt:
+            return [rt.generate([prompt], PARAMS)[0].digest for prompt in (*PROMPTS, *CROWD)]
+
+    @cached_property
+    def forked(self) -> list[list[int]]:
+        """The greedy tokens after each of FORKS, which follows the first answer."""
+        heads = [[*PROMPT, *self.tokens[0], *more] for more in FORKS]
+        return [greedy(self.model, head, NUM_NEW)[len(head) :] for head in heads]
+
+    def start(self, **settings: Any) -> Runtime:
+        options = {"num_pages": 4_000, "dtype": "float32", **settings}
+        return Runtime(str(self.folder), **options)
+
+    def logprobs(self, tokens: list[int]) -> torch.Tensor:
+        """Of tokens after PROMPT."""
+        table = all_logprobs(self.model, [*PROMPT, *tokens])[len(PROMPT) - 1 : -1]
+        return table.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+    def check(self, answers: list[Any], start: int = 0) -> None:
+        """Those of PROMPTS and CROWD from `start` on."""
+        expected = zip(self.tokens[start:], self.digests[start:], strict=True)
+        for answer, (tokens, digest) in zip(answers, expected, strict=False):
+            assert answer.token_ids == tokens
+            assert answer.digest == digest
+        if start == 0:
+            own = torch.tensor(answers[0].logprobs)
+            assert torch.allclose(own, self.logprobs(self.tokens[0]), atol=2e-5)
+
+
+@pytest.fixture(scope="module")
+def find(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    made: dict[str, Reference] = {}
+
+    def find_reference(family: str) -> Reference:
+        if family not in made:
+            made[family] = Reference(make_checkpoint(tmp_path_factory.mktemp(family), family))
+        return made[family]
+
+    return find_reference
+
+
+def cases() -> list[Any]:
+    """(family, page size, chunk size)."""
+    return [
+        pytest.param(*case, marks=() if case[1:] in SHORT else pytest.mark.long)
+        for case in product((*RECURRENT, *SHAPED), PAGE_SIZES, CHUNK_SIZES)
+    ]
+
+
+@pytest.mark.parametrize(("family", "page_size", "chunk"), cases())
+def test_every_case(
+    family: str, page_size: int, chunk: int, find: Callable[[str], Reference]
+) -> None:
+    reference = find(family)
+    sizes = {"page_size": page_size, "chunked_prefill_size": chunk}
+    states = {"checkpoint_interval": 16} if family in RECURRENT else {}
+    with reference.start(**sizes, **states) as rt:
+        assert rt.model.is_native
+        assert not rt.resolved_config.inexact
+        cold, warm = rt.generate([PROMPT], PARAMS)[0], rt.generate([PROMPT], PARAMS)[0]
+        reference.check([cold])
+        reference.check([warm])
+        assert cold.usage.cached_tokens == 0
+        assert warm.usage.cached_tokens >= len(PROMPT) - SLACK
+        reference.check(rt.generate(PROMPTS, PARAMS))
+        check_forks(rt, reference)
+        check_scores(rt, reference)
+        check_beams(rt, reference)
+        rt.check()
+    with reference.start(**sizes, cache="off") as rt:
+        reference.check(rt.generate(PROMPTS, PARAMS))
+    few = {"num_states": 12} if family in RECURRENT else {}
+    pool = {"num_pages": TIGHT // page_size, "max_running_requests": 8}
+    with reference.start(**sizes, **states, **few, **pool) as rt:
+        for _ in range(2):
+            reference.check(rt.generate(PROMPTS, PARAMS))
+        rt.generate([PROMPT[:60]], PARAMS)
+        reference.check(rt.generate(CROWD, PARAMS), start=len(PROMPTS))
+        stats = rt.cache_stats()
+        assert stats["evicted_tokens"] > 0
+        assert stats["preemptions"] > 0 or chunk == 1  # which gives one request each step
+        assert stats.get("evicted_checkpoints", 0) > 0 or family in SHAPED
+        rt.check()
+
+
+def check_forks(rt: Runtime, reference: Reference) -> None:
+    with rt.branch(PROMPT) as root:
+        assert root.generate(PARAMS).token_ids == reference.tokens[0]
+        for fork, more, expected in zip(root.fork(2), FORKS, reference.forked, strict=True):
+            fork.extend(more)
+            assert fork.generate(PARAMS).token_ids == expected
+            fork.release()
+
+
+def check_scores(rt: Runtime, reference: Reference) -> None:
+    candidates = [PROMPT[:12], PROMPT[5:9]]
+    for candidate, score in zip(candidates, rt.score(PROMPT, candidates), strict=True):
+        expected = reference.logprobs(candidate)
+        assert torch.allclose(expected, torch.tensor(score.logprobs), atol=2e-5)
+
+
+def check_beams(rt: Runtime, reference: Reference) -> None:
+    beams = rt.beam_search(PROMPT, beam_width=3, max_tokens=6)
+    assert len({tuple(beam.token_ids) for beam in beams}) == 3
+    for beam in beams:
+        expected = float(reference.logprobs(list(beam.token_ids)).sum())
+        assert beam.cumulative_logprob == pytest.approx(expected, abs=1e-4)
