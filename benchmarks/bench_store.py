@@ -11,7 +11,8 @@ path      CPU seconds of the engine's thread in W1 and W4, and those of them for
           does when all answers are out counts, too
 thrash    closed rounds over more prompts than the pool holds, with a store and without
 files     writing and reading runs of 32, 256 and 512 tokens beside plain files of the same size,
-          read into memory that was used before
+          read into memory that was used before; x load: reading, and putting the K/V into pages of
+          1 and 16 tokens, in order and shuffled, one after the other in one thread
 agents    with --trace FILE, a text trace of `radixserve replay`: its first --requests prompts, one
           after the other, through a tiny model: hit rates of a pool that holds everything, of one
           of two prompts, and of that with a store of 20 times its size
@@ -29,7 +30,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +46,7 @@ from harness.workloads import FULL, QUICK, Workload, make_workload, random_promp
 
 from radixserve import Runtime, SamplingParams
 from radixserve.engine.engine import Engine
-from radixserve.engine.kv_connector import KVConnector
+from radixserve.engine.kv_connector import KVConnector, slots_of
 from radixserve.replay.reader import read_trace
 from radixserve.store import FolderStore, KVLayout, StoredPrefix, StoredPrefixes
 
@@ -54,7 +55,7 @@ NOTES = (
     "Medians of the repeats; engines take turns. Files are in the system's memory. restart: wall"
     " seconds until the first token. workloads: wall seconds until the last answer; x: without a"
     " store / with one, the median of pairs. x K/V: bytes written for each byte of K/V."
-    " x write, x read: beside plain files, the median of pairs."
+    " x write, x read, x load: beside plain files, the median of pairs."
 )
 
 
@@ -185,56 +186,105 @@ def thrash(bench: Bench) -> Section:
 
 
 def files(bench: Bench) -> Section:
-    columns = ["tokens", "bytes a token", "x K/V", "write GB/s", "read GB/s", "x write", "x read"]
-    rows = [_files_of(bench, count) for count in (32, 256, 512)]
-    return Section("runs beside plain files of the same bytes", Table(columns, rows))
+    counts, orders = (32, 256, 512), [("in order", 1), ("shuffled", 16), ("shuffled", 1)]
+    rows = [_files_of(bench, count) for count in counts]
+    title, columns = (
+        "runs beside plain files of the same bytes",
+        [
+            *("tokens", "bytes a token", "x K/V", "write GB/s", "read GB/s", "x write", "x read"),
+            *(f"x load, {page_size} {order}" for order, page_size in orders),
+        ],
+    )
+    for row, count in zip(rows, counts, strict=True):
+        row += [_load_ratio(bench, count, page_size, order) for order, page_size in orders]
+    return Section(title, Table(columns, rows))
+
+
+class RunFiles:
+    """Runs of so many tokens in a store, and plain files of the same bytes."""
+
+    def __init__(self, bench: Bench, num_tokens: int) -> None:
+        layout = bench.layout
+        self.folder = bench.folder / f"files-{num_tokens}"
+        self.prefixes = StoredPrefixes(FolderStore(self.folder, 1 << 40), "0" * 32, layout)
+        kv_shape = layout.num_layers, 2, num_tokens, layout.row_bytes
+        self.kv = np.random.default_rng(0).integers(0, 255, kv_shape, np.uint8)
+        self.data = self.kv.tobytes()
+        self.count = min(200, max(8, (64 << 20) // len(self.data)))
+        prompts = bench.prompts(self.count, num_tokens - 1, 5)
+        self.sequences = [np.array([first, *rest], np.int32) for first, rest in enumerate(prompts)]
+        self.used = np.zeros(self.prefixes.max_file_bytes, np.uint8)  # the system has mapped it
+
+    def write_runs(self) -> None:
+        for tokens in self.sequences:
+            list(self.prefixes.put(tokens, "", StoredPrefix(0, [], ""), [self.kv]))
+
+    def read_runs(self) -> Iterator[np.ndarray]:
+        for tokens in self.sequences:
+            (run,) = self.prefixes.match(tokens).runs
+            kv = self.prefixes.read(run, tokens, self.used.data)
+            assert kv is not None
+            yield kv
+
+    def write_files(self) -> None:
+        for index in range(self.count):
+            (self.folder / "new").write_bytes(self.data)
+            (self.folder / "new").replace(self.folder / f"plain-{index}")
+
+    def read_files(self) -> None:
+        for index in range(self.count):
+            with open(self.folder / f"plain-{index}", "rb", buffering=0) as file:
+                file.readinto(self.used.data[: len(self.data)])
+
+    def compare(
+        self, ours: Callable[[], object], plain: Callable[[], object], repeats: int
+    ) -> tuple[float, float]:
+        """Median bytes a second of `ours`, and the median ratio to those of `plain`; the two take
+        turns."""
+        samples: tuple[list[float], list[float]] = [], []
+        for number in range(repeats):
+            for side in (0, 1) if number % 2 else (1, 0):
+                seconds = _seconds((ours, plain)[side])
+                samples[side].append(len(self.data) * self.count / seconds)
+        os.sync()  # else what was written is still written to the disk beside what follows
+        return median(samples[0]), median(a / b for a, b in zip(*samples, strict=True))
 
 
 def _files_of(bench: Bench, num_tokens: int) -> list[Cell]:
     """A row of `files`: runs of so many tokens."""
-    layout = bench.layout
-    folder = bench.folder / f"files-{num_tokens}"
-    prefixes = StoredPrefixes(FolderStore(folder, 1 << 40), "0" * 32, layout)
-    kv_shape = layout.num_layers, 2, num_tokens, layout.row_bytes
-    kv = np.random.default_rng(0).integers(0, 255, kv_shape, np.uint8)
-    count, data = min(200, max(8, (64 << 20) // kv.nbytes)), kv.tobytes()
-    prompts = bench.prompts(count, num_tokens - 1, 5)
-    sequences = [np.array([first, *prompt], np.int32) for first, prompt in enumerate(prompts)]
+    files, repeats = RunFiles(bench, num_tokens), 1 if bench.args.quick else 10
+    rates, ratios = zip(
+        files.compare(files.write_runs, files.write_files, repeats),
+        files.compare(lambda: list(files.read_runs()), files.read_files, repeats),
+        strict=True,
+    )
+    on_disk = sum(file.num_bytes for file in files.prefixes.store.list())
+    on_disk_token = on_disk / (files.count * num_tokens)
+    shutil.rmtree(files.folder)
+    numbers = round(on_disk_token), round(on_disk_token / bench.token_bytes, 3)
+    return [num_tokens, *numbers, *(round(rate / 1e9, 2) for rate in rates), *np.round(ratios, 2)]
 
-    def write_runs() -> None:
-        for tokens in sequences:
-            list(prefixes.put(tokens, "", StoredPrefix(0, [], ""), [kv]))
 
-    used = np.zeros(prefixes.max_file_bytes, np.uint8)  # memory that the system has mapped
+def _load_ratio(bench: Bench, num_tokens: int, page_size: int, order: str) -> Cell:
+    """A run is read and put into pages: its speed beside that of reading a plain file."""
+    files, num_pages = RunFiles(bench, num_tokens), 4 * num_tokens // page_size
+    with bench.engine(None, num_pages=num_pages, page_size=page_size) as runtime:
+        pool, *_ = runtime._core._engine._runner.storable_pool()  # type: ignore[attr-defined]
+        pages = np.arange(num_pages)
+        if order == "shuffled":
+            pages = np.random.default_rng(0).permutation(num_pages)
+        slots = slots_of(pages, 0, num_tokens, page_size)
 
-    def read_runs() -> None:
-        for tokens in sequences:
-            (run,) = prefixes.match(tokens).runs
-            assert prefixes.read(run, tokens, used.data) is not None
+        def load() -> None:
+            for kv in files.read_runs():
+                pool.write(slots, kv)
 
-    def write_files() -> None:
-        for index in range(count):
-            (folder / "new").write_bytes(data)
-            (folder / "new").replace(folder / f"plain-{index}")
-
-    def read_files() -> None:
-        for index in range(count):
-            with open(folder / f"plain-{index}", "rb", buffering=0) as file:
-                file.readinto(used.data[: len(data)])
-
-    num_bytes, ours, ratios = len(data) * count, [], []
-    for pair in ((write_runs, write_files), (read_runs, read_files)):
-        samples: dict[Callable[[], None], list[float]] = {work: [] for work in pair}
-        for number in range(1 if bench.args.quick else 10):
-            for work in pair[:: 1 if number % 2 else -1]:
-                samples[work].append(num_bytes / _seconds(work))
-        os.sync()  # else what was written is still written to the disk beside the reads
-        rates = [samples[work] for work in pair]
-        ours.append(round(median(rates[0]) / 1e9, 2))
-        ratios.append(round(median(a / b for a, b in zip(*rates, strict=True)), 2))
-    on_disk = sum(file.num_bytes for file in prefixes.store.list()) / (count * num_tokens)
-    shutil.rmtree(folder)
-    return [num_tokens, round(on_disk), round(on_disk / layout.token_bytes, 3), *ours, *ratios]
+        files.write_runs()
+        files.write_files()
+        os.sync()
+        _, ratio = files.compare(load, files.read_files, 1 if bench.args.quick else 10)
+    shutil.rmtree(files.folder)
+    return round(ratio, 2)
 
 
 def _seconds(work: Callable[[], None]) -> float:
