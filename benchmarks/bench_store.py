@@ -5,8 +5,11 @@
         [--json] [--save DIR]
 
 restart   first token of a prompt of so many tokens in a new process: cold, and from the store
-workloads W1 to W5 of bench_engine.py with a store and without, in bursts: with room for everything,
-          and with a pool of half of it. Pairs take turns; the median of their ratios
+workloads W1 to W5 of bench_engine.py (--workload NAMES) with a store and without, in bursts, each
+          twice: the second time the same prompts return, in W4 others. With room for everything,
+          and with a pool of a third of the distinct tokens, or of the longest request: what a
+          request leaves is evicted by those that follow. Pairs take turns; the median of their
+          ratios, by wall time and by the process's CPU time until all is written
 path      CPU seconds of the engine's thread in W1 and W4, and those of them for the store; what it
           does when all answers are out counts, too
 thrash    closed rounds over more prompts than the pool holds, with a store and without
@@ -30,12 +33,12 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -54,8 +57,9 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 NOTES = (
     "Medians of the repeats; engines take turns. Files are in the system's memory. restart: wall"
     " seconds until the first token. workloads: wall seconds until the last answer; x: without a"
-    " store / with one, the median of pairs. x K/V: bytes written for each byte of K/V."
-    " x write, x read, x load: beside plain files, the median of pairs."
+    " store / with one, the median of pairs; computed, loaded, written: tokens. x K/V: bytes"
+    " written for each byte of K/V. x write, x read, x load: beside plain files, the median"
+    " of pairs."
 )
 
 
@@ -111,56 +115,85 @@ def restart(bench: Bench) -> Section:
 
 
 def workloads(bench: Bench) -> Section:
+    """Each workload is run twice in an engine. The second time the prompts are the same, as of
+    users who return; those of W4 are others, so that nothing is shared."""
     sizes, rows = QUICK if bench.args.quick else FULL, []
-    for name, size in sizes.items():
-        workload = make_workload(name, size, bench.vocab, 0)
+    for name in bench.args.workload:
+        passes = [make_workload(name, sizes[name], bench.vocab, seed) for seed in (0, 1)]
+        first, second = passes if name == "W4" else [passes[0], passes[0]]
+        size, num_sessions = sizes[name], len(first.rounds[0])
         longest = size.shared + size.rounds * (size.own + size.new)
-        pools = {"all": 65_536, "half": max(workload.num_tokens // 2, longest + 8)}
+        distinct = size.shared + num_sessions * (longest - size.shared)
+        pools = {"all": 65_536, "small": max(distinct // 3, longest + 8)}
         for pool, num_pages in pools.items():
-            seconds: dict[str, list[float]] = {"without": [], "finish": [], "reuse": []}
-            stats: dict[str, int] = {}
-            for _ in range(bench.args.repeats):
-                for kind, samples in seconds.items():
-                    spent, counters = _run_workload(bench, workload, num_pages, kind)
-                    samples.append(spent)
-                    stats = counters if kind == "finish" else stats
-            plain = seconds["without"]
+            samples: dict[str, list[WorkloadRun]] = {"without": [], "finish": [], "reuse": []}
+            for repeat in range(bench.args.repeats):
+                for kind in list(samples)[:: 1 if repeat % 2 else -1]:
+                    samples[kind].append(_run_workload(bench, [first, second], num_pages, kind))
+            plain = samples["without"]
             ratios = [
-                round(median(a / b for a, b in zip(plain, seconds[kind], strict=True)), 3)
+                round(median(getattr(a, clock) / getattr(b, clock) for a, b in pairs), 3)
                 for kind in ("finish", "reuse")
+                for pairs in [list(zip(plain, samples[kind], strict=True))]
+                for clock in ("seconds", "cpu_seconds")
             ]
-            counts = [stats["loaded_tokens"], stats["written_tokens"]]
-            rows.append([name, pool, round(median(plain), 3), *ratios, *counts])
-    columns = ["workload", "pool", "s without", "x with", 'x "reuse"', "loaded", "written"]
-    return Section("throughput with a store", Table(columns, rows))
+            of_store = samples["finish"][-1]
+            counts = [plain[-1].computed, of_store.computed, of_store.loaded, of_store.written]
+            seconds = round(median(run.seconds for run in plain), 3)
+            rows.append([name, num_pages if pool == "small" else pool, seconds, *ratios, *counts])
+    columns = [
+        *("workload", "pool", "s without", "x wall", "x CPU", 'x wall "reuse"', 'x CPU "reuse"'),
+        *("computed without", "computed", "loaded", "written"),
+    ]
+    return Section("throughput with a store, each workload twice", Table(columns, rows))
+
+
+class WorkloadRun(NamedTuple):
+    """What an engine did until its last answer, and until its store was written."""
+
+    seconds: float  # until the last answer
+    cpu_seconds: float  # of the whole process, until all was written
+    computed: int  # prompt tokens
+    loaded: int = 0
+    written: int = 0
 
 
 def _run_workload(
-    bench: Bench, workload: Workload, num_pages: int, kind: str
-) -> tuple[float, dict[str, int]]:
-    """Seconds of all rounds, and the store's counters."""
+    bench: Bench, passes: Sequence[Workload], num_pages: int, kind: str
+) -> WorkloadRun:
+    """Workloads one after the other in an engine. `kind`: "without", or a `kv_store_write`."""
     store = None if kind == "without" else bench.folder / "workload"
     write = "finish" if kind == "without" else kind
-    params = SamplingParams(max_tokens=workload.num_new, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=passes[0].num_new, temperature=0.0, ignore_eos=True)
     with bench.engine(store, num_pages=num_pages, kv_store_write=write) as runtime:
         runtime.generate(bench.prompts(1, 8, 2), GREEDY)
-        histories: list[list[int]] = [[] for _ in workload.rounds[0]]
-        began = time.perf_counter()
-        for additions in workload.rounds:
-            prompts = [[*old, *new] for old, new in zip(histories, additions, strict=True)]
-            completions = runtime.generate(prompts, params)
-            if len(workload.rounds) > 1:
-                histories = [
-                    prompt + completion.token_ids
-                    for prompt, completion in zip(prompts, completions, strict=True)
-                ]
+        computed, began, began_cpu = 0, time.perf_counter(), time.process_time()
+        for workload in passes:
+            computed += _ask(runtime, workload, params)
         seconds = time.perf_counter() - began
         if store is None:
-            return seconds, {}
+            return WorkloadRun(seconds, time.process_time() - began_cpu, computed)
         runtime._core._engine._connector.flush()  # type: ignore[attr-defined]
+        cpu_seconds = time.process_time() - began_cpu
         stats = runtime._core._engine._connector.stats()  # type: ignore[attr-defined]
     shutil.rmtree(store)
-    return seconds, stats
+    counts = stats["loaded_tokens"], stats["written_tokens"]
+    return WorkloadRun(seconds, cpu_seconds, computed, *counts)
+
+
+def _ask(runtime: Runtime, workload: Workload, params: SamplingParams) -> int:
+    """All rounds of a workload; returns the prompt tokens computed."""
+    histories: list[list[int]] = [[] for _ in workload.rounds[0]]
+    computed = 0
+    for additions in workload.rounds:
+        prompts = [[*old, *new] for old, new in zip(histories, additions, strict=True)]
+        completions = runtime.generate(prompts, params)
+        computed += sum(completion.usage.computed_tokens for completion in completions)
+        histories = [
+            prompt + completion.token_ids
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+    return computed
 
 
 def thrash(bench: Bench) -> Section:
@@ -361,7 +394,7 @@ def path(bench: Bench) -> Section:
                 ):
                     timed = _timed(getattr(owner, method), spent, part)
                     stack.enter_context(patch.object(owner, method, timed))
-                _run_workload(bench, workload, num_pages, "finish")
+                _run_workload(bench, [workload], num_pages, "finish")
             share = round(100 * spent["store"] / spent["steps"], 2)
             rows.append([name, pool, round(spent["steps"], 3), round(spent["store"], 4), share])
     columns = ["workload", "pool", "CPU s of steps", "of the store", "%"]
@@ -394,6 +427,7 @@ def main() -> None:
     models = tuple(name for name in SHAPES if name in ("tiny", "small"))
     only = Names("section", SECTIONS)
     options = {"model": models, "dtype": DTYPES, "tokens": 4000, "only": only, **RUN}
+    options["workload"] = Names("workload", FULL)
     args = parse(__doc__, trace=str, requests=600, **options)
     if args.quick:
         args.tokens = 400
