@@ -30,6 +30,7 @@ from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, PrefixCache, RadixCache
 from radixserve.config import EngineConfig, parse_bytes
 from radixserve.errors import InvalidRequest, OutOfPages
+from radixserve.output import StoredLookup
 from radixserve.request import Request
 from radixserve.store import (
     MAX_RUN_TOKENS,
@@ -204,6 +205,15 @@ class KVConnector:
     def stored_len(self, tokens: IntArray, namespace: str) -> int:
         """Tokens of the longest stored prefix."""
         return self._prefixes.match(tokens, namespace).length
+
+    def lookup(self, tokens: IntArray, namespace: str, cached_len: int) -> StoredLookup:
+        """See `StoredLookup`. `cached_len`: leading tokens of the prompt that are cached."""
+        stored_len = self.stored_len(tokens, namespace)
+        num_tokens = max(0, min(stored_len, len(tokens) - 1) - cached_len)
+        seconds, computed = self._token_cost()
+        load_s = self._load_seconds(num_tokens) if num_tokens else 0.0
+        compute_s = num_tokens * seconds / computed if computed >= _MIN_MEASURED else None
+        return StoredLookup(stored_len, num_tokens, load_s, compute_s)
 
     def hold(self, request: Request, finish: Callable[[int], None]) -> bool:
         """Hold a request back while its stored prefix is loaded; False where loading does not pay:
