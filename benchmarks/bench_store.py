@@ -5,13 +5,17 @@
         [--json] [--save DIR]
 
 restart   first token of a prompt of so many tokens in a new process: cold, and from the store
-workloads W1 to W5 of bench_engine.py with a store and without, in bursts: with room for everything,
-          and with a pool of half of it. Pairs take turns; the median of their ratios
+workloads W1 to W5 of bench_engine.py (--workload NAMES) with a store and without, in bursts, each
+          twice: the second time the same prompts return, in W4 others. With room for everything,
+          and with a pool of a third of the distinct tokens, or of the longest request: what a
+          request leaves is evicted by those that follow. Pairs take turns; the median of their
+          ratios, by wall time and by the process's CPU time until all is written
 path      CPU seconds of the engine's thread in W1 and W4, and those of them for the store; what it
           does when all answers are out counts, too
 thrash    closed rounds over more prompts than the pool holds, with a store and without
 files     writing and reading runs of 32, 256 and 512 tokens beside plain files of the same size,
-          read into memory that was used before
+          read into memory that was used before; x load: reading, and putting the K/V into pages of
+          1 and 16 tokens, in order and shuffled, one after the other in one thread
 agents    with --trace FILE, a text trace of `radixserve replay`: its first --requests prompts, one
           after the other, through a tiny model: hit rates of a pool that holds everything, of one
           of two prompts, and of that with a store of 20 times its size
@@ -29,12 +33,12 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -45,7 +49,7 @@ from harness.workloads import FULL, QUICK, Workload, make_workload, random_promp
 
 from radixserve import Runtime, SamplingParams
 from radixserve.engine.engine import Engine
-from radixserve.engine.kv_connector import KVConnector
+from radixserve.engine.kv_connector import KVConnector, slots_of
 from radixserve.replay.reader import read_trace
 from radixserve.store import FolderStore, KVLayout, StoredPrefix, StoredPrefixes
 
@@ -53,8 +57,9 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 NOTES = (
     "Medians of the repeats; engines take turns. Files are in the system's memory. restart: wall"
     " seconds until the first token. workloads: wall seconds until the last answer; x: without a"
-    " store / with one, the median of pairs. x K/V: bytes written for each byte of K/V."
-    " x write, x read: beside plain files, the median of pairs."
+    " store / with one, the median of pairs; computed, loaded, written: tokens. x K/V: bytes"
+    " written for each byte of K/V. x write, x read, x load: beside plain files, the median"
+    " of pairs."
 )
 
 
@@ -110,56 +115,85 @@ def restart(bench: Bench) -> Section:
 
 
 def workloads(bench: Bench) -> Section:
+    """Each workload is run twice in an engine. The second time the prompts are the same, as of
+    users who return; those of W4 are others, so that nothing is shared."""
     sizes, rows = QUICK if bench.args.quick else FULL, []
-    for name, size in sizes.items():
-        workload = make_workload(name, size, bench.vocab, 0)
+    for name in bench.args.workload:
+        passes = [make_workload(name, sizes[name], bench.vocab, seed) for seed in (0, 1)]
+        first, second = passes if name == "W4" else [passes[0], passes[0]]
+        size, num_sessions = sizes[name], len(first.rounds[0])
         longest = size.shared + size.rounds * (size.own + size.new)
-        pools = {"all": 65_536, "half": max(workload.num_tokens // 2, longest + 8)}
+        distinct = size.shared + num_sessions * (longest - size.shared)
+        pools = {"all": 65_536, "small": max(distinct // 3, longest + 8)}
         for pool, num_pages in pools.items():
-            seconds: dict[str, list[float]] = {"without": [], "finish": [], "reuse": []}
-            stats: dict[str, int] = {}
-            for _ in range(bench.args.repeats):
-                for kind, samples in seconds.items():
-                    spent, counters = _run_workload(bench, workload, num_pages, kind)
-                    samples.append(spent)
-                    stats = counters if kind == "finish" else stats
-            plain = seconds["without"]
+            samples: dict[str, list[WorkloadRun]] = {"without": [], "finish": [], "reuse": []}
+            for repeat in range(bench.args.repeats):
+                for kind in list(samples)[:: 1 if repeat % 2 else -1]:
+                    samples[kind].append(_run_workload(bench, [first, second], num_pages, kind))
+            plain = samples["without"]
             ratios = [
-                round(median(a / b for a, b in zip(plain, seconds[kind], strict=True)), 3)
+                round(median(getattr(a, clock) / getattr(b, clock) for a, b in pairs), 3)
                 for kind in ("finish", "reuse")
+                for pairs in [list(zip(plain, samples[kind], strict=True))]
+                for clock in ("seconds", "cpu_seconds")
             ]
-            counts = [stats["loaded_tokens"], stats["written_tokens"]]
-            rows.append([name, pool, round(median(plain), 3), *ratios, *counts])
-    columns = ["workload", "pool", "s without", "x with", 'x "reuse"', "loaded", "written"]
-    return Section("throughput with a store", Table(columns, rows))
+            of_store = samples["finish"][-1]
+            counts = [plain[-1].computed, of_store.computed, of_store.loaded, of_store.written]
+            seconds = round(median(run.seconds for run in plain), 3)
+            rows.append([name, num_pages if pool == "small" else pool, seconds, *ratios, *counts])
+    columns = [
+        *("workload", "pool", "s without", "x wall", "x CPU", 'x wall "reuse"', 'x CPU "reuse"'),
+        *("computed without", "computed", "loaded", "written"),
+    ]
+    return Section("throughput with a store, each workload twice", Table(columns, rows))
+
+
+class WorkloadRun(NamedTuple):
+    """What an engine did until its last answer, and until its store was written."""
+
+    seconds: float  # until the last answer
+    cpu_seconds: float  # of the whole process, until all was written
+    computed: int  # prompt tokens
+    loaded: int = 0
+    written: int = 0
 
 
 def _run_workload(
-    bench: Bench, workload: Workload, num_pages: int, kind: str
-) -> tuple[float, dict[str, int]]:
-    """Seconds of all rounds, and the store's counters."""
+    bench: Bench, passes: Sequence[Workload], num_pages: int, kind: str
+) -> WorkloadRun:
+    """Workloads one after the other in an engine. `kind`: "without", or a `kv_store_write`."""
     store = None if kind == "without" else bench.folder / "workload"
     write = "finish" if kind == "without" else kind
-    params = SamplingParams(max_tokens=workload.num_new, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=passes[0].num_new, temperature=0.0, ignore_eos=True)
     with bench.engine(store, num_pages=num_pages, kv_store_write=write) as runtime:
         runtime.generate(bench.prompts(1, 8, 2), GREEDY)
-        histories: list[list[int]] = [[] for _ in workload.rounds[0]]
-        began = time.perf_counter()
-        for additions in workload.rounds:
-            prompts = [[*old, *new] for old, new in zip(histories, additions, strict=True)]
-            completions = runtime.generate(prompts, params)
-            if len(workload.rounds) > 1:
-                histories = [
-                    prompt + completion.token_ids
-                    for prompt, completion in zip(prompts, completions, strict=True)
-                ]
+        computed, began, began_cpu = 0, time.perf_counter(), time.process_time()
+        for workload in passes:
+            computed += _ask(runtime, workload, params)
         seconds = time.perf_counter() - began
         if store is None:
-            return seconds, {}
+            return WorkloadRun(seconds, time.process_time() - began_cpu, computed)
         runtime._core._engine._connector.flush()  # type: ignore[attr-defined]
+        cpu_seconds = time.process_time() - began_cpu
         stats = runtime._core._engine._connector.stats()  # type: ignore[attr-defined]
     shutil.rmtree(store)
-    return seconds, stats
+    counts = stats["loaded_tokens"], stats["written_tokens"]
+    return WorkloadRun(seconds, cpu_seconds, computed, *counts)
+
+
+def _ask(runtime: Runtime, workload: Workload, params: SamplingParams) -> int:
+    """All rounds of a workload; returns the prompt tokens computed."""
+    histories: list[list[int]] = [[] for _ in workload.rounds[0]]
+    computed = 0
+    for additions in workload.rounds:
+        prompts = [[*old, *new] for old, new in zip(histories, additions, strict=True)]
+        completions = runtime.generate(prompts, params)
+        computed += sum(completion.usage.computed_tokens for completion in completions)
+        histories = [
+            prompt + completion.token_ids
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+    return computed
 
 
 def thrash(bench: Bench) -> Section:
@@ -185,56 +219,105 @@ def thrash(bench: Bench) -> Section:
 
 
 def files(bench: Bench) -> Section:
-    columns = ["tokens", "bytes a token", "x K/V", "write GB/s", "read GB/s", "x write", "x read"]
-    rows = [_files_of(bench, count) for count in (32, 256, 512)]
-    return Section("runs beside plain files of the same bytes", Table(columns, rows))
+    counts, orders = (32, 256, 512), [("in order", 1), ("shuffled", 16), ("shuffled", 1)]
+    rows = [_files_of(bench, count) for count in counts]
+    title, columns = (
+        "runs beside plain files of the same bytes",
+        [
+            *("tokens", "bytes a token", "x K/V", "write GB/s", "read GB/s", "x write", "x read"),
+            *(f"x load, {page_size} {order}" for order, page_size in orders),
+        ],
+    )
+    for row, count in zip(rows, counts, strict=True):
+        row += [_load_ratio(bench, count, page_size, order) for order, page_size in orders]
+    return Section(title, Table(columns, rows))
+
+
+class RunFiles:
+    """Runs of so many tokens in a store, and plain files of the same bytes."""
+
+    def __init__(self, bench: Bench, num_tokens: int) -> None:
+        layout = bench.layout
+        self.folder = bench.folder / f"files-{num_tokens}"
+        self.prefixes = StoredPrefixes(FolderStore(self.folder, 1 << 40), "0" * 32, layout)
+        kv_shape = layout.num_layers, 2, num_tokens, layout.row_bytes
+        self.kv = np.random.default_rng(0).integers(0, 255, kv_shape, np.uint8)
+        self.data = self.kv.tobytes()
+        self.count = min(200, max(8, (64 << 20) // len(self.data)))
+        prompts = bench.prompts(self.count, num_tokens - 1, 5)
+        self.sequences = [np.array([first, *rest], np.int32) for first, rest in enumerate(prompts)]
+        self.used = np.zeros(self.prefixes.max_file_bytes, np.uint8)  # the system has mapped it
+
+    def write_runs(self) -> None:
+        for tokens in self.sequences:
+            list(self.prefixes.put(tokens, "", StoredPrefix(0, [], ""), [self.kv]))
+
+    def read_runs(self) -> Iterator[np.ndarray]:
+        for tokens in self.sequences:
+            (run,) = self.prefixes.match(tokens).runs
+            kv = self.prefixes.read(run, tokens, self.used.data)
+            assert kv is not None
+            yield kv
+
+    def write_files(self) -> None:
+        for index in range(self.count):
+            (self.folder / "new").write_bytes(self.data)
+            (self.folder / "new").replace(self.folder / f"plain-{index}")
+
+    def read_files(self) -> None:
+        for index in range(self.count):
+            with open(self.folder / f"plain-{index}", "rb", buffering=0) as file:
+                file.readinto(self.used.data[: len(self.data)])
+
+    def compare(
+        self, ours: Callable[[], object], plain: Callable[[], object], repeats: int
+    ) -> tuple[float, float]:
+        """Median bytes a second of `ours`, and the median ratio to those of `plain`; the two take
+        turns."""
+        samples: tuple[list[float], list[float]] = [], []
+        for number in range(repeats):
+            for side in (0, 1) if number % 2 else (1, 0):
+                seconds = _seconds((ours, plain)[side])
+                samples[side].append(len(self.data) * self.count / seconds)
+        os.sync()  # else what was written is still written to the disk beside what follows
+        return median(samples[0]), median(a / b for a, b in zip(*samples, strict=True))
 
 
 def _files_of(bench: Bench, num_tokens: int) -> list[Cell]:
     """A row of `files`: runs of so many tokens."""
-    layout = bench.layout
-    folder = bench.folder / f"files-{num_tokens}"
-    prefixes = StoredPrefixes(FolderStore(folder, 1 << 40), "0" * 32, layout)
-    kv_shape = layout.num_layers, 2, num_tokens, layout.row_bytes
-    kv = np.random.default_rng(0).integers(0, 255, kv_shape, np.uint8)
-    count, data = min(200, max(8, (64 << 20) // kv.nbytes)), kv.tobytes()
-    prompts = bench.prompts(count, num_tokens - 1, 5)
-    sequences = [np.array([first, *prompt], np.int32) for first, prompt in enumerate(prompts)]
+    files, repeats = RunFiles(bench, num_tokens), 1 if bench.args.quick else 10
+    rates, ratios = zip(
+        files.compare(files.write_runs, files.write_files, repeats),
+        files.compare(lambda: list(files.read_runs()), files.read_files, repeats),
+        strict=True,
+    )
+    on_disk = sum(file.num_bytes for file in files.prefixes.store.list())
+    on_disk_token = on_disk / (files.count * num_tokens)
+    shutil.rmtree(files.folder)
+    numbers = round(on_disk_token), round(on_disk_token / bench.token_bytes, 3)
+    return [num_tokens, *numbers, *(round(rate / 1e9, 2) for rate in rates), *np.round(ratios, 2)]
 
-    def write_runs() -> None:
-        for tokens in sequences:
-            list(prefixes.put(tokens, "", StoredPrefix(0, [], ""), [kv]))
 
-    used = np.zeros(prefixes.max_file_bytes, np.uint8)  # memory that the system has mapped
+def _load_ratio(bench: Bench, num_tokens: int, page_size: int, order: str) -> Cell:
+    """A run is read and put into pages: its speed beside that of reading a plain file."""
+    files, num_pages = RunFiles(bench, num_tokens), 4 * num_tokens // page_size
+    with bench.engine(None, num_pages=num_pages, page_size=page_size) as runtime:
+        pool, *_ = runtime._core._engine._runner.storable_pool()  # type: ignore[attr-defined]
+        pages = np.arange(num_pages)
+        if order == "shuffled":
+            pages = np.random.default_rng(0).permutation(num_pages)
+        slots = slots_of(pages, 0, num_tokens, page_size)
 
-    def read_runs() -> None:
-        for tokens in sequences:
-            (run,) = prefixes.match(tokens).runs
-            assert prefixes.read(run, tokens, used.data) is not None
+        def load() -> None:
+            for kv in files.read_runs():
+                pool.write(slots, kv)
 
-    def write_files() -> None:
-        for index in range(count):
-            (folder / "new").write_bytes(data)
-            (folder / "new").replace(folder / f"plain-{index}")
-
-    def read_files() -> None:
-        for index in range(count):
-            with open(folder / f"plain-{index}", "rb", buffering=0) as file:
-                file.readinto(used.data[: len(data)])
-
-    num_bytes, ours, ratios = len(data) * count, [], []
-    for pair in ((write_runs, write_files), (read_runs, read_files)):
-        samples: dict[Callable[[], None], list[float]] = {work: [] for work in pair}
-        for number in range(1 if bench.args.quick else 10):
-            for work in pair[:: 1 if number % 2 else -1]:
-                samples[work].append(num_bytes / _seconds(work))
-        os.sync()  # else what was written is still written to the disk beside the reads
-        rates = [samples[work] for work in pair]
-        ours.append(round(median(rates[0]) / 1e9, 2))
-        ratios.append(round(median(a / b for a, b in zip(*rates, strict=True)), 2))
-    on_disk = sum(file.num_bytes for file in prefixes.store.list()) / (count * num_tokens)
-    shutil.rmtree(folder)
-    return [num_tokens, round(on_disk), round(on_disk / layout.token_bytes, 3), *ours, *ratios]
+        files.write_runs()
+        files.write_files()
+        os.sync()
+        _, ratio = files.compare(load, files.read_files, 1 if bench.args.quick else 10)
+    shutil.rmtree(files.folder)
+    return round(ratio, 2)
 
 
 def _seconds(work: Callable[[], None]) -> float:
@@ -311,7 +394,7 @@ def path(bench: Bench) -> Section:
                 ):
                     timed = _timed(getattr(owner, method), spent, part)
                     stack.enter_context(patch.object(owner, method, timed))
-                _run_workload(bench, workload, num_pages, "finish")
+                _run_workload(bench, [workload], num_pages, "finish")
             share = round(100 * spent["store"] / spent["steps"], 2)
             rows.append([name, pool, round(spent["steps"], 3), round(spent["store"], 4), share])
     columns = ["workload", "pool", "CPU s of steps", "of the store", "%"]
@@ -344,6 +427,7 @@ def main() -> None:
     models = tuple(name for name in SHAPES if name in ("tiny", "small"))
     only = Names("section", SECTIONS)
     options = {"model": models, "dtype": DTYPES, "tokens": 4000, "only": only, **RUN}
+    options["workload"] = Names("workload", FULL)
     args = parse(__doc__, trace=str, requests=600, **options)
     if args.quick:
         args.tokens = 400

@@ -25,6 +25,16 @@ MissReason = Literal[
 ]
 
 
+class StoredLookup(NamedTuple):
+    """How much of a prompt the kv_store holds, and what its missing tokens cost, by what was
+    measured since the start: of the tokens that are stored and neither cached nor the last one."""
+
+    stored_len: int  # leading tokens, cached or not
+    load_tokens: int  # those that could be loaded
+    load_s: float  # seconds until they are loaded
+    compute_s: float | None  # seconds to compute them; None until prompts were computed
+
+
 class Lookup(NamedTuple):
     """How much of a prompt is cached, and why not more.
 
@@ -48,6 +58,7 @@ class Lookup(NamedTuple):
     position: int  # first position at which the prompt and the cached tokens differ
     expected: int | None = None  # for diverged: a token cached at that position
     found: int | None = None  # for diverged: the prompt's token there
+    stored: StoredLookup | None = None  # of an engine with a kv_store
 
     @property
     def missing_state_tokens(self) -> int:

@@ -238,8 +238,12 @@ class Engine:
     def lookup(
         self, token_ids: IntArray, namespace: str = "", *, compare_namespaces: bool = True
     ) -> Lookup:
-        """How much of a prompt is cached, and why not more. Changes nothing."""
-        return self._cache.lookup(token_ids, namespace, compare_namespaces=compare_namespaces)
+        """How much of a prompt is cached and stored, and why not more. Changes nothing."""
+        lookup = self._cache.lookup(token_ids, namespace, compare_namespaces=compare_namespaces)
+        if self._connector is None:
+            return lookup
+        stored = self._connector.lookup(token_ids, namespace, lookup.cached_len)
+        return lookup._replace(stored=stored)
 
     def stored_len(self, token_ids: IntArray, namespace: str = "") -> int:
         """Leading tokens of a prompt that the kv_store holds; 0 without one."""

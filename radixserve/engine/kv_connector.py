@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,7 @@ from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, PrefixCache, RadixCache
 from radixserve.config import EngineConfig, parse_bytes
 from radixserve.errors import InvalidRequest, OutOfPages
+from radixserve.output import StoredLookup
 from radixserve.request import Request
 from radixserve.store import (
     MAX_RUN_TOKENS,
@@ -53,7 +54,8 @@ _BACKLOG_BYTES = 256 << 20  # K/V that waits to be written; more is not written
 _READ_AHEAD = 2  # runs read while one is loaded
 _PATIENCE_S = 2.0  # a read is given up after so long and four times what is expected
 _FIRST_BANDWIDTH = 1e9  # bytes/s, until reads were timed
-_LATENCY_S = 0.5e-3  # fixed cost of a load
+_FIRST_LATENCY_S = 0.5e-3  # of a load beside its bytes, until loads were timed; never taken as less
+_FORGETTING = 0.02  # of the measured latency, each time that a load does not pay
 _STEP_S = 0.005  # of a step's time for loads
 _MAX_FREE_BUFFERS = 8
 _CHECK_S = 60.0  # `check` waits at most so long for writes
@@ -68,6 +70,7 @@ class HeldRequest(NamedTuple):
 
     request: Request
     finish: Callable[[int], None]
+    num_missing: int  # tokens that are stored and not cached
 
 
 class BufferPool:
@@ -104,6 +107,13 @@ class BufferedRun(NamedTuple):
     buffer: ByteArray
 
 
+class Missing(NamedTuple):
+    """What to load for a request."""
+
+    stored: StoredPrefix
+    num_tokens: int  # of it, that are not cached
+
+
 @dataclass(eq=False)
 class Load:
     """The request whose runs are being loaded. Between steps it holds no page."""
@@ -114,6 +124,7 @@ class Load:
     reads: deque[tuple[StoredRun, Future[BufferedRun | None]]] = field(default_factory=deque)
     deadline: float = 0.0  # of the first read: time.monotonic()
     num_loaded: int = 0
+    began: float = field(default_factory=time.monotonic)
 
 
 @dataclass(eq=False)
@@ -172,6 +183,7 @@ class KVConnector:
         self._unsaved: deque[Unsaved] = deque()
         self._writes: dict[str, Unsaved] = {}  # under way, by the names of their first runs
         self._bandwidth = _FIRST_BANDWIDTH
+        self._latency_s = _FIRST_LATENCY_S
         self._counts = TierStats()
         self._logged_at = -_LOG_EVERY_S
 
@@ -194,13 +206,23 @@ class KVConnector:
         """Tokens of the longest stored prefix."""
         return self._prefixes.match(tokens, namespace).length
 
+    def lookup(self, tokens: IntArray, namespace: str, cached_len: int) -> StoredLookup:
+        """See `StoredLookup`. `cached_len`: leading tokens of the prompt that are cached."""
+        stored_len = self.stored_len(tokens, namespace)
+        num_tokens = max(0, min(stored_len, len(tokens) - 1) - cached_len)
+        seconds, computed = self._token_cost()
+        load_s = self._load_seconds(num_tokens) if num_tokens else 0.0
+        compute_s = num_tokens * seconds / computed if computed >= _MIN_MEASURED else None
+        return StoredLookup(stored_len, num_tokens, load_s, compute_s)
+
     def hold(self, request: Request, finish: Callable[[int], None]) -> bool:
         """Hold a request back while its stored prefix is loaded; False where loading does not pay:
         it is cached, not stored, or computed sooner. `finish`: see `HeldRequest`."""
         is_stuck = self._late_read is not None and not self._late_read.done()
-        if is_stuck or self._find_missing(request) is None:
+        missing = None if is_stuck else self._find_missing(request, self._all_held())
+        if missing is None:
             return False
-        self._held.append(HeldRequest(request, finish))
+        self._held.append(HeldRequest(request, finish, missing.num_tokens))
         return True
 
     def release(self, request_id: str | None = None) -> None:
@@ -229,7 +251,10 @@ class KVConnector:
             wait([load.reads[0][1]], _STEP_S)
         began = time.monotonic()
         while load.reads[0][1].done() and time.monotonic() - began < _STEP_S:
-            if not self._install(load, *load.reads.popleft()) or not load.reads:
+            if not self._install(load, *load.reads.popleft()):
+                return self._end_load(load)
+            if not load.reads:
+                self._time_load(load)
                 return self._end_load(load)
             self._set_deadline(load)
         if time.monotonic() > load.deadline:
@@ -239,8 +264,8 @@ class KVConnector:
             self._end_load(load)
         return None
 
-    def _find_missing(self, request: Request) -> StoredPrefix | None:
-        """The stored prefix to load for a request; None if loading does not pay."""
+    def _find_missing(self, request: Request, ahead: Sequence[HeldRequest]) -> Missing | None:
+        """What to load for a request after those ahead; None if loading does not pay."""
         tokens, namespace = _reusable_tokens(request), request.params.namespace
         if len(tokens) < MIN_TOKENS:
             return None
@@ -249,25 +274,40 @@ class KVConnector:
             return None
         stored = self._prefixes.match(tokens, namespace)
         num_missing = stored.length - lookup.cached_len
-        return stored if num_missing >= MIN_TOKENS and self._pays(num_missing) else None
+        if num_missing < MIN_TOKENS or not self._pays(num_missing, ahead):
+            return None
+        return Missing(stored, num_missing)
 
-    def _pays(self, num_tokens: int) -> bool:
-        """Whether loading them takes less time than computing them, by what was measured."""
+    def _pays(self, num_tokens: int, ahead: Sequence[HeldRequest]) -> bool:
+        """Whether loading them, after what is loaded for the requests ahead, takes less time than
+        computing them, by what was measured."""
         seconds, computed = self._token_cost()
         if computed < _MIN_MEASURED:
             return True
-        return self._load_seconds(num_tokens) < num_tokens * seconds / computed
+        waits_s = sum(self._load_seconds(held.num_missing) for held in ahead)
+        pays = waits_s + self._load_seconds(num_tokens) < num_tokens * seconds / computed
+        if not pays:  # once loads do not pay, none is timed: what was slow may be fast again
+            self._latency_s += _FORGETTING * (_FIRST_LATENCY_S - self._latency_s)
+        return pays
 
     def _load_seconds(self, num_tokens: int) -> float:
-        return _LATENCY_S + num_tokens * self._prefixes.layout.token_bytes / self._bandwidth
+        return self._latency_s + num_tokens * self._prefixes.layout.token_bytes / self._bandwidth
+
+    def _time_load(self, load: Load) -> None:
+        """Keep the latency of loads up to date by one that has ended well."""
+        seconds = time.monotonic() - load.began
+        num_bytes = load.num_loaded * self._prefixes.layout.token_bytes
+        latency_s = max(_FIRST_LATENCY_S, seconds - num_bytes / self._bandwidth)
+        self._latency_s += 0.2 * (latency_s - self._latency_s)
 
     def _begin(self, held: HeldRequest) -> Load | None:
         """Start to read what is not cached; None if loading no longer pays."""
         request = held.request
-        stored = self._find_missing(request)
-        if stored is None:
+        missing = self._find_missing(request, ())
+        if missing is None:
             held.finish(0)
             return None
+        stored = missing.stored
         tokens, namespace = request.token_ids[: stored.length], request.params.namespace
         cached = self._cache.lookup(tokens, namespace, allow_full=True, compare_namespaces=False)
         runs = [run for run in stored.runs if run.start + run.num_tokens > cached.cached_len]
@@ -591,6 +631,7 @@ class KVConnector:
             "loading_requests": len(self),
             "unsaved_requests": len(self._unsaved),
             "read_bytes_per_s": round(self._bandwidth),
+            "load_latency_us": round(1e6 * self._latency_s),
             "store_bytes": self._prefixes.store.num_bytes,
             "store_dropped_files": self._prefixes.store.num_dropped,
         }

@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -28,7 +29,7 @@ VERSION = 2
 _LENGTH = struct.Struct("<I")
 _CHECKSUM = struct.Struct("<Q")
 _MAX_HEADER = 1 << 20
-CHUNK_BYTES = 128 << 10  # read or written at a time: less than a processor's cache has
+WRITE_BYTES = 1 << 20  # at a time, at multiples of it: the system then keeps files in large pages
 _ALIGNMENT = 64  # bytes, of the K/V in a file
 XXH3, CRC32 = "xxh3_64", "crc32"
 ByteArray = NDArray[np.uint8]
@@ -107,27 +108,32 @@ class _Crc32:
 
 def make_hasher(algorithm: str) -> Hasher:
     """Raises BadRun for an algorithm that is unknown here."""
-    if algorithm == CRC32:
-        return _Crc32()
-    if algorithm != XXH3:
-        raise BadRun(f"its checksum is {algorithm!r}, which this version does not know")
-    try:
-        from xxhash import xxh3_64
-    except ImportError as error:
-        raise BadRun("its checksum needs the package xxhash (pip install xxhash)") from error
-    return xxh3_64()
+    return _Crc32() if algorithm == CRC32 else _xxhash(algorithm).xxh3_64()
 
 
 def checksum_of(data: Buffer, algorithm: str) -> int:
-    """O(bytes). Raises BadRun, see `make_hasher`."""
-    hasher = make_hasher(algorithm)
-    hasher.update(data)
-    return hasher.intdigest()
+    """As of a hasher, and faster. O(bytes). Raises BadRun, see `make_hasher`."""
+    if algorithm == CRC32:
+        return zlib.crc32(data)
+    checksum: int = _xxhash(algorithm).xxh3_64_intdigest(data)
+    return checksum
+
+
+def _xxhash(algorithm: str) -> ModuleType:
+    """The package xxhash, if it makes the checksum. Raises BadRun."""
+    if algorithm != XXH3:
+        raise BadRun(f"its checksum is {algorithm!r}, which this version does not know")
+    try:
+        import xxhash
+    except ImportError as error:
+        raise BadRun("its checksum needs the package xxhash (pip install xxhash)") from error
+    return xxhash
 
 
 def encode_run(run: KVRun, layout: KVLayout, checksum: str | None = None) -> Iterator[Buffer]:
-    """The parts of a file, in order. K/V is not copied. The checksum is made part by part: whoever
-    writes each at once finds it in the processor's cache.
+    """The parts of a file, in order. K/V is not copied. No part extends over a multiple of
+    WRITE_BYTES. The checksum is made part by part: whoever writes each soon finds it in the
+    processor's cache.
 
     checksum  algorithm, see `default_checksum`
     """
@@ -147,43 +153,16 @@ def encode_run(run: KVRun, layout: KVLayout, checksum: str | None = None) -> Ite
     head, hasher = MAGIC + _LENGTH.pack(len(text)) + text + tokens.tobytes(), make_hasher(algorithm)
     hasher.update(head)
     yield head
+    offset = len(head)
     for block in _contiguous_blocks(run.kv):
         view = block.reshape(-1).data
-        for begin in range(0, len(view), CHUNK_BYTES):
-            chunk = view[begin : begin + CHUNK_BYTES]
-            hasher.update(chunk)
-            yield chunk
+        while len(view):
+            part = view[: WRITE_BYTES - offset % WRITE_BYTES]
+            hasher.update(part)
+            yield part
+            offset += len(part)
+            view = view[len(part) :]
     yield _CHECKSUM.pack(hasher.intdigest())
-
-
-class FileChecksum:
-    """The checksum of a file that is being read: each part is added while it is in the processor's
-    cache."""
-
-    def __init__(self) -> None:
-        self._hasher: Hasher | None = None
-        self._end = 0  # of what was added
-        self._is_readable = True
-
-    def add(self, data: memoryview, num_bytes: int) -> None:
-        """`data`: room for the whole file, of which `num_bytes` were read so far."""
-        if self._hasher is None and self._is_readable and num_bytes >= 8:
-            try:
-                self._hasher = make_hasher(decode_head(data[:num_bytes]).checksum)
-            except ShortHead:
-                return  # the next part may complete it
-            except BadRun:
-                self._is_readable = False
-        end = min(num_bytes, len(data) - _CHECKSUM.size)
-        if self._hasher is not None and end > self._end:
-            self._hasher.update(data[self._end : end])
-            self._end = end
-
-    def value(self, num_bytes: int) -> int | None:
-        """The checksum of a file of so many bytes; None if not all of it was added."""
-        if self._hasher is None or self._end != num_bytes - _CHECKSUM.size:
-            return None
-        return self._hasher.intdigest()
 
 
 def _contiguous_blocks(kv: ByteArray) -> list[ByteArray]:
@@ -194,11 +173,8 @@ def _contiguous_blocks(kv: ByteArray) -> list[ByteArray]:
     return [np.ascontiguousarray(rows) for layer in kv for rows in layer]
 
 
-def decode_run(
-    data: Buffer, layout: KVLayout | None = None, computed: FileChecksum | None = None
-) -> KVRun:
+def decode_run(data: Buffer, layout: KVLayout | None = None) -> KVRun:
     """The run of a whole file, checked. `layout`: what its K/V must be; None: whatever it is.
-    `computed`: the checksum as `data` was read.
 
     Raises BadRun. The arrays are views of `data`.
     """
@@ -210,9 +186,7 @@ def decode_run(
     end = len(view) - _CHECKSUM.size
     if end < head.num_bytes:
         raise BadRun("it ends before its checksum")
-    checksum = None if computed is None else computed.value(len(view))
-    if checksum is None:
-        checksum = checksum_of(view[:end], head.checksum)
+    checksum = checksum_of(view[:end], head.checksum)
     if checksum != _CHECKSUM.unpack(view[end:])[0]:
         raise BadRun("its checksum is wrong: it is damaged or cut short")
     if layout is not None and head.layout != layout.as_list():

@@ -21,7 +21,6 @@ from radixserve.store.folder_store import FolderStore
 from radixserve.store.run_file import (
     BadRun,
     ByteArray,
-    FileChecksum,
     KVLayout,
     KVRun,
     RunHead,
@@ -120,13 +119,12 @@ class StoredPrefixes:
         None if it is gone or has other tokens by now. Raises BadRun, and drops the file, if it is
         damaged; OSError.
         """
-        checksum = FileChecksum()
-        data = self.store.get(run.name, into=into, on_read=checksum.add)
+        data = self.store.get(run.name, into=into)
         if data is None:
             self._tokens.pop(run.name, None)
             return None
         try:
-            stored = decode_run(data, self.layout, checksum)
+            stored = decode_run(data, self.layout)
         except BadRun as error:
             self._tokens.pop(run.name, None)
             self.store.drop(run.name)

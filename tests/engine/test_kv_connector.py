@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from radixserve import InvalidRequest, Runtime, SamplingParams
+from radixserve.engine.kv_connector import HeldRequest
 from radixserve.errors import RequestFailed
 from radixserve.output import Completion
 from tests.store.faulty_store import DAMAGES, Faults
@@ -102,6 +103,49 @@ def test_a_request_in_memory_or_not_stored_is_not_held(tmp_path: Path) -> None:
         runtime._core._engine._connector.flush()
         assert runtime.stored_len(tokens(0, 100) + [7] * 9) == 100
         assert runtime.stored_len(tokens(5, 100)) == 0
+
+
+def test_lookup_says_what_lies_where_and_what_it_costs(tmp_path: Path) -> None:
+    prompt = tokens(0, 300)
+    run(tmp_path, [prompt])
+    with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
+        lookup = runtime.lookup(prompt)
+        assert (lookup.cached_len, lookup.reason) == (0, "never_seen")
+        assert lookup.stored is not None
+        assert lookup.stored[:2] == (300, 299)
+        assert lookup.stored.compute_s is None  # nothing was computed yet
+        assert 0 < lookup.stored.load_s < 1
+        runtime.generate(tokens(1, 200), PARAMS)
+        stored = runtime.lookup([*prompt, 5]).stored
+        assert stored is not None
+        assert stored[:2] == (300, 300)
+        assert stored.compute_s is not None
+        assert 0 < stored.load_s < stored.compute_s
+        runtime.generate(prompt, PARAMS)
+        lookup = runtime.lookup(prompt)
+        assert lookup.stored is not None
+        assert (lookup.cached_len, lookup.stored.load_tokens) == (299, 0)
+        assert lookup.stored.load_s == lookup.stored.compute_s == 0
+    with Runtime("demo", num_pages=NUM_PAGES) as runtime:
+        assert runtime.lookup(prompt).stored is None
+
+
+def test_a_load_that_waits_for_others_or_takes_long_does_not_pay(tmp_path: Path) -> None:
+    """Computing is sooner: by the loads before it, by the bandwidth, by the latency."""
+    run(tmp_path, [tokens(seed, 40) for seed in range(2)])
+    with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
+        connector = runtime._core._engine._connector
+        connector._token_cost = lambda: (1.0, 1000)  # 1 ms a token
+        assert connector._pays(40, ())
+        assert not connector._pays(40, [HeldRequest(None, None, 10_000_000)])
+        connector._latency_s = 0.2
+        for seed, is_loaded in ((0, False), (0, False)):
+            assert (runtime.generate(tokens(seed, 40), PARAMS).usage.loaded_tokens > 0) == is_loaded
+        for _ in range(200):  # the latency that was measured once is forgotten
+            connector._pays(1, [HeldRequest(None, None, 10_000_000)])
+        assert runtime.generate(tokens(1, 40), PARAMS).usage.loaded_tokens == 39
+        connector._bandwidth = 1.0
+        assert not connector._pays(40, ())
 
 
 def test_only_what_was_reused_is_written_on_demand(tmp_path: Path) -> None:

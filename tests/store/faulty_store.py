@@ -78,15 +78,11 @@ class FaultyStore(FolderStore):
         self.faults = faults
 
     def get(
-        self,
-        name: str,
-        num_bytes: int | None = None,
-        into: memoryview | None = None,
-        on_read: Callable[[memoryview, int], None] | None = None,
+        self, name: str, num_bytes: int | None = None, into: memoryview | None = None
     ) -> memoryview | None:
         fault = self.faults.read
         if not fault:
-            return super().get(name, num_bytes, into, on_read)
+            return super().get(name, num_bytes, into)
         data = super().get(name, num_bytes, into)
         if num_bytes is not None or data is None:
             return data

@@ -25,6 +25,8 @@ router = APIRouter(route_class=JsonRoute)
 _MAX_NODES = 10_000
 _MAX_DEPTH = 64
 
+_STORED_FIELDS = ("load_tokens", "load_s", "compute_s")  # of a lookup where there is a kv_store
+
 
 @router.post("/v1/cache/lookup")
 async def lookup(request: Request, body: LookupRequest) -> Response:
@@ -59,6 +61,10 @@ async def lookup(request: Request, body: LookupRequest) -> Response:
     lookups = await asyncio.to_thread(look_up_all)
     for lookup_fields in lookups:
         lookup_fields["cached_tokens"] = lookup_fields.pop("cached_len")
+        stored = lookup_fields.pop("stored")
+        if stored is not None:
+            lookup_fields["stored_tokens"] = stored.stored_len
+            lookup_fields |= {name: getattr(stored, name) for name in _STORED_FIELDS}
     return answer({"object": "list", "data": lookups} if is_list else lookups[0])
 
 

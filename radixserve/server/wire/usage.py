@@ -32,15 +32,19 @@ def completion_usage(groups: Iterable[Group]) -> dict[str, Any]:
     """A prompt counts once, as its first completion found it; generated tokens count each time.
 
     cached_tokens is exact: so many tokens of the prompts were not computed for this request.
-    missing_state_tokens are named where there are any.
+    loaded_tokens, those of the cached ones that came from the kv_store, and missing_state_tokens
+    are named where there are any.
     """
-    prompt = cached = generated = missing = 0
+    prompt = cached = generated = missing = loaded = 0
     for group in groups:
         prompt += group[0].usage.prompt_tokens
         cached += group[0].usage.cached_tokens
         missing += group[0].usage.missing_state_tokens
+        loaded += group[0].usage.loaded_tokens
         generated += sum(completion.usage.completion_tokens for completion in group)
     body = usage_body(prompt, cached, generated)
+    if loaded:
+        body["prompt_tokens_details"]["loaded_tokens"] = loaded
     if missing:
         body["prompt_tokens_details"]["missing_state_tokens"] = missing
     return body
