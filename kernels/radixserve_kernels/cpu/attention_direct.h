@@ -9,7 +9,14 @@
 #include "pack_kv.h"
 
 constexpr int FOUR = 4;  // rows of one step
-constexpr int64_t DIRECT_KEYS = 64;  // of a block: what is prefetched a block ahead is still in the cache, measured
+constexpr int64_t DIRECT_KEYS = 64;  // of a block, at most
+constexpr int64_t DIRECT_BYTES = 12 << 10;  // of a block's keys, about: they, its values and the next keys fit into L1
+
+// Keys of a block, of which a row has `size` bytes: what is prefetched a block ahead is still in L1. Measured.
+inline int64_t direct_keys(int64_t size) {
+    const int64_t keys = DIRECT_BYTES / size / 16 * 16;
+    return keys < 16 ? 16 : min(keys, DIRECT_KEYS);
+}
 
 // Whether bfloat16 is multiplied by AMX: see attention_amx.h.
 template <class T> inline bool is_by_tiles() { return has_amx && sizeof(Operand<T>) == 2; }
@@ -33,9 +40,10 @@ class RowPrefetcher {
     // `count` rows of `size` bytes, at from + offsets[...].
     RowPrefetcher(const char *from, const int64_t *offsets, int64_t count, int64_t size)
         : from(from), offsets(offsets), end(offsets + count), size(size) {}
-    void fetch(int lines) {
+    // NEAR: into the first cache level, for readers whose blocks fit there; else into the second.
+    template <bool NEAR = false> void fetch(int lines) {
         for (; lines && offsets < end; lines--) {
-            __builtin_prefetch(from + *offsets + at, 0, 2);
+            __builtin_prefetch(from + *offsets + at, 0, NEAR ? 3 : 2);
             at += 64;
             if (at >= size) at = 0, offsets++;
         }
@@ -71,7 +79,7 @@ inline void qk_panel(const Operand<T> *queries, int64_t depth, const HeadRows<T>
     RowPrefetcher prefetcher = shared_prefetcher;  // a copy stays in registers
     vec sums[H][N] = {};
     for (int64_t d = 0; d < keys.dim; d += STEP) {
-        prefetcher.fetch(N * LANES / 4);  // as much as is read
+        prefetcher.fetch<true>(N * LANES / 4);  // as much as is read
 #pragma GCC unroll 2
         for (int n = 0; n < N; n++) {
             uvec words[4];
@@ -101,7 +109,7 @@ inline void pv_vectors(const float *weights, int64_t stride, const HeadRows<T> &
         vec some[V];
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) some[v] = load(values.rows[k] + at + v * LANES);
-        prefetcher.fetch((V * LANES * sizeof(T) + 63) / 64);
+        prefetcher.fetch<true>((V * LANES * sizeof(T) + 63) / 64);
 #pragma GCC unroll 4
         for (int h = 0; h < H; h++) {
             const vec weight = broadcast(weights[h * stride + k]);
@@ -150,7 +158,7 @@ inline void pv_vectors(const bf16 *weights, int64_t stride, const HeadRows<bf16>
         for (int v = 0; v < V; v++) {
             const __m512i even = _mm512_loadu_si512(values.rows[k] + at + v * 32);
             const __m512i odd = _mm512_loadu_si512(values.rows[k + 1] + at + v * 32);
-            prefetcher.fetch(2);
+            prefetcher.fetch<true>(2);
             some[2 * v] = _mm512_unpacklo_epi16(even, odd);
             some[2 * v + 1] = _mm512_unpackhi_epi16(even, odd);
         }
@@ -240,17 +248,18 @@ void attend_direct(const PagedKv<T> &kv, const TaskState<T> &state, const Task *
     float *scores = scratch.scores.get<float>(task.num_heads * rows * KEYS);
     Operand<T> *weights = scratch.weights.get<Operand<T>>(rows * KEYS);
     const int64_t num_bytes = task.num_heads * kv.head_bytes;  // of a row as it is stored
+    const int64_t most = direct_keys(num_bytes);
     const T *zeros = scratch.zeros.get<T>(size);
     const T *keys[KEYS], *values[KEYS];
     const BlockScales scales = kv.scales(task, scratch);
     T *widened_keys = nullptr, *widened_values = nullptr;
     if (kv.type != SAME_KV) {
-        widened_keys = scratch.key_rows.get<T>(DIRECT_KEYS * size);
-        widened_values = scratch.value_rows.get<T>(DIRECT_KEYS * size);
+        widened_keys = scratch.key_rows.get<T>(most * size);
+        widened_values = scratch.value_rows.get<T>(most * size);
     }
     int64_t offsets_of[2][KEYS], *offsets = offsets_of[0], *later = offsets_of[1];  // of a block and of the next one
     int64_t from = state.begin, num_later = 0;
-    int64_t count = from < state.end ? kv.key_offsets(task, from, state.block_end(from, DIRECT_KEYS), offsets) : 0;
+    int64_t count = from < state.end ? kv.key_offsets(task, from, state.block_end(from, most), offsets) : 0;
     for (; from < state.end; from += count, count = num_later, std::swap(offsets, later)) {
         state.begin_block(from);
         if (widened_keys) {
@@ -259,7 +268,7 @@ void attend_direct(const PagedKv<T> &kv, const TaskState<T> &state, const Task *
             point_at(keys, kv.k, offsets, count, zeros);
             point_at(values, kv.v, offsets, count, zeros);
         }
-        num_later = kv.next_offsets(state, from + count, DIRECT_KEYS, next, later);
+        num_later = kv.next_offsets(state, from + count, most, next, later);
         RowPrefetcher prefetcher(kv.v, offsets, count, num_bytes);
         qk_block(state, keys, count, dim, scores, prefetcher);
         prefetcher = RowPrefetcher(kv.k, later, num_later, num_bytes);

@@ -1,0 +1,173 @@
+"""How fast decode attention reads K and V, beside how fast the same cores read weights.
+
+    python benchmarks/bench_attention.py [--dtypes float32,bfloat16,int8] [--threads 1]
+        [--cases 1x4096,1x16384,32x512,256x512] [--orders sequence,runs,scattered,interleaved]
+        [--heads 9x3x64] [--rounds 5] [--clock cpu] [--json]
+
+GB of K and V a second in decode steps of a layer. A case is rows x tokens of each; every row has K
+and V of its own. Heads are query heads x K/V heads x features, by default those of SmolLM2-135M.
+RADIXSERVE_CPU_LEVEL=avx2 (or another level of this processor) chooses the instructions.
+
+sequence     a row's tokens follow one another in the pool
+runs         16 tokens follow one another; where the next 16 lie is random
+scattered    where a token lies is random
+interleaved  the rows' first tokens come first, then their second ones, as when rows decode together
+
+Weights are those of an output layer of 49,152 tokens and 576 features, multiplied with one row, in
+bfloat16, beside float32 in float32. A step's layers, and the weights, are 192 MB or more together,
+so that none is in a cache. Weights and attention take turns in each round; the best of the rounds
+counts, and beside it the ratio of both, with the median of the rounds' ratios. Of each call, what
+it takes for one token of one row is taken off.
+
+int8 is the dtype of K and V in a bfloat16 model. --clock cpu, on a machine with other work:
+seconds of the process's CPU time, divided by the threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from itertools import product
+from statistics import median
+
+import numpy as np
+import torch
+from harness.arguments import Names, parse
+from harness.report import Cell, print_table
+
+from radixserve.arrays import IntArray
+from radixserve.attention.cpu import CpuBackend
+from radixserve.runner.input_batch import build_forward_batch
+from radixserve.schedule import ScheduledRequest
+from radixserve_kernels.cpu_attention import PagedAttention
+from radixserve_kernels.cpu_weights import PackedWeight
+from radixserve_kernels.stored_kv import stored_width, to_stored
+
+LEAST_BYTES = 192e6  # that are read before any of them is read again
+VOCAB, FEATURES = 49_152, 576
+RUN = 16
+COLUMNS = ("dtype", "rows", "tokens", "order", "GB/s", "weights, GB/s", "ratio (median)")
+ORDERS = ("sequence", "runs", "scattered", "interleaved")
+DTYPES = {  # of the model, of K and V
+    "float32": (torch.float32, torch.float32),
+    "bfloat16": (torch.bfloat16, torch.bfloat16),
+    "int8": (torch.bfloat16, torch.int8),
+}
+
+
+def slots(order: str, rows: int, tokens: int) -> IntArray:
+    """[rows, tokens] where each token of each row lies."""
+    numbers = np.arange(rows * tokens, dtype=np.int32)
+    rng = np.random.default_rng(0)
+    if order == "interleaved":
+        return np.ascontiguousarray(numbers.reshape(tokens, rows).T)
+    if order == "scattered":
+        numbers = rng.permutation(numbers)
+    if order == "runs":
+        numbers = rng.permutation(numbers.reshape(-1, RUN))
+    return numbers.reshape(rows, tokens)
+
+
+class Layers:
+    """Decode steps of several layers over one pool's K and V."""
+
+    def __init__(self, name: str, heads: tuple[int, ...], rows: int, tokens: int) -> None:
+        self._dtype, stored = DTYPES[name]
+        num_heads, num_kv_heads, dim = heads
+        layer = to_stored(torch.randn(2, rows * tokens, 1, num_kv_heads, dim), stored)
+        self._layer_bytes = layer.nbytes
+        num_layers = int(-(-LEAST_BYTES // layer.nbytes))
+        width = stored_width(dim, stored)
+        pool = torch.empty(num_layers, 2, rows * tokens, 1, num_kv_heads, width, dtype=stored)
+        pool[:] = layer
+        self._backend = CpuBackend(pool, num_heads, dtype=self._dtype)
+        self._attention = PagedAttention(self._dtype)
+        self._q = torch.randn(rows, num_heads, dim).to(self._dtype)
+
+    def rate(self, pages: IntArray) -> float:
+        """GB of K and V a second."""
+        self._plan(pages[:1, :1])
+        own = self._seconds(self._q[:1])
+        self._plan(pages)
+        return self._layer_bytes / (self._seconds(self._q) - own) / 1e9
+
+    def _plan(self, pages: IntArray) -> None:
+        new, last = np.zeros(1, np.int32), pages.shape[1] - 1
+        batch = [ScheduledRequest("", new, last, row, None, new) for row in pages]
+        self._backend.plan(build_forward_batch(batch, 1, torch.device("cpu")))
+
+    def _seconds(self, q: torch.Tensor) -> float:
+        """Of a layer."""
+        plan, scale = self._backend.planned, q.shape[-1] ** -0.5
+        began = CLOCK()
+        for k, v in self._backend.slots:
+            self._attention.run(plan, q, k, v, scale)
+        return (CLOCK() - began) / len(self._backend.slots)
+
+
+class Weights:
+    def __init__(self, dtype: torch.dtype) -> None:
+        weight = torch.randn(VOCAB, FEATURES).to(dtype)
+        count = int(-(-LEAST_BYTES // weight.nbytes))
+        self._matrices = [PackedWeight(weight) for _ in range(count)]
+        self._x = torch.randn(1, FEATURES).to(dtype)
+
+    def rate(self) -> float:
+        """GB a second."""
+        began = CLOCK()
+        for matrix in self._matrices:
+            matrix(self._x)
+        return sum(matrix.num_bytes for matrix in self._matrices) / (CLOCK() - began) / 1e9
+
+
+def measure(
+    name: str, case: tuple[int, ...], args: argparse.Namespace, weights: Weights
+) -> list[list[Cell]]:
+    num_rows, num_tokens = case
+    layers = Layers(name, numbers_of(args.heads), num_rows, num_tokens)
+    attention: dict[str, list[float]] = {order: [] for order in args.orders}
+    of_weights: dict[str, list[float]] = {order: [] for order in args.orders}
+    for _, order in product(range(args.rounds), args.orders):
+        attention[order].append(layers.rate(slots(order, num_rows, num_tokens)))
+        of_weights[order].append(weights.rate())
+    rows: list[list[Cell]] = []
+    for order, rates in attention.items():
+        best, floor = max(rates), max(of_weights[order])
+        middle = median(rate / own for rate, own in zip(rates, of_weights[order], strict=True))
+        rows.append([name, *case, order, best, floor, f"{best / floor:.2f} ({middle:.2f})"])
+    return rows
+
+
+def numbers_of(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split("x")))
+
+
+def main() -> None:
+    global CLOCK
+    args = parse(
+        __doc__,
+        dtypes=Names("dtype", DTYPES),
+        threads=1,
+        cases=["1x4096", "1x16384", "32x512", "256x512"],
+        orders=Names("order", ORDERS),
+        heads="9x3x64",
+        rounds=5,
+        clock=("wall", "cpu"),
+        json=False,
+    )
+    torch.set_num_threads(args.threads)
+    CLOCK = time.perf_counter
+    if args.clock == "cpu":
+        CLOCK = lambda: time.process_time() / args.threads  # noqa: E731
+    table: list[list[Cell]] = []
+    for name in args.dtypes:
+        weights = Weights(DTYPES[name][0])
+        for case in args.cases:
+            table += measure(name, numbers_of(case), args, weights)
+            print(f"{name}, {case}", file=sys.stderr, flush=True)
+    print_table(args, COLUMNS, table, ("torch",))
+
+
+if __name__ == "__main__":
+    main()
