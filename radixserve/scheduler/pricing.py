@@ -5,6 +5,7 @@ All prices are in seconds. See docs/scheduling.md for the derivation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from radixserve.cache import PrefixCache, ReturnEstimate
@@ -14,6 +15,7 @@ from radixserve.scheduler.returns import ReturnTimes, waiting_return
 from radixserve.scheduler.running_requests import RunningRequests
 
 _DECAY = 0.95  # of earlier steps in the measured costs
+_MAX_BACKLOGS = 2.0  # that a request waits: the time that all waiting tokens take to compute
 _MIN_PREFILL = 16  # prefill tokens of a step that is a measurement of their cost
 
 
@@ -91,6 +93,14 @@ class PricedAdmission:
 
     # -- the decision -------------------------------------------------------------------------
 
+    def max_wait_s(self, num_tokens: int) -> float:
+        """How long a request may wait at most when so many tokens wait; inf until costs are known.
+
+        Requests that start at any price for having waited so long take at most half of the time.
+        """
+        seconds = _MAX_BACKLOGS * num_tokens * self.costs.prefill_token_s
+        return seconds or math.inf
+
     def begin_pass(self) -> None:
         """What runs or is cached has changed. O(1)."""
         self._victims, self._known = None, []
@@ -130,9 +140,12 @@ class PricedAdmission:
                 lost += taken * expected.probability
                 seconds += num_pages * expected.seconds_left(self._now)
         missing = min(wanted, reserved + wanted - have)
-        if missing > 0:  # the room that others will need
-            lost += missing
+        if missing > 0:  # the room that others will need: they return as the population does
+            typical = self.returns.typical(self._now)
+            lost += missing * (1.0 if typical is None else typical.probability)
             dear += missing
+            if typical is not None:
+                seconds += missing * typical.wait_s
         if lost * size <= cached_len:
             return True  # what it would lose by waiting is more
         price = lost * size * self.costs.prefill_token_s * (1 + len(self._running))

@@ -68,6 +68,7 @@ class Scheduler:
         self._pricing: PricedAdmission | None = None  # "greedy": none
         if admission == "priced" and cache.tracks_returns:
             self._pricing = PricedAdmission(cache, self._running, clock)
+            self._waiting.backlog_bound = self._pricing.max_wait_s
         self.sessions = Sessions(cache, None if self._pricing is None else self._pricing.returns)
         self.hints = Hints(cache, self.sessions, hint_limits or HintLimits())
         self._admission = Admission(
@@ -175,6 +176,10 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
 
     @property
     def num_held(self) -> int:
