@@ -22,10 +22,10 @@ from radixserve.errors import InvalidRequest
 from radixserve.output import RequestOutput
 from radixserve.replay.caches import CacheSpec, ReplayResult, TraceClock
 from radixserve.replay.paths import PathTable
-from radixserve.replay.scheduled import Serving, StepModel, recorded_sample
+from radixserve.replay.scheduled import Serving, StepModel, recorded_samples
 from radixserve.replay.trace import Floats, Ints, Trace
 from radixserve.request import Request, SamplingParams
-from radixserve.schedule import ModelRunnerOutput, SampleOutput, ScheduledRequest
+from radixserve.schedule import ModelRunnerOutput
 from radixserve.scheduler import Scheduler
 
 MAX_THINK_S = 900.0  # longer gaps of a trace are breaks: the session goes on after so long
@@ -95,6 +95,7 @@ class ClosedLoopResult(ReplayResult):
     steps: int
     makespan_s: float
     num_held: int  # decisions to let a request wait: see `PricedAdmission`
+    max_running: int  # the most requests that ran at once
     max_queue_s: float  # the longest that a request waited for its first admission
 
     @property
@@ -216,6 +217,7 @@ class _Run:
         self._is_served = np.zeros(len(trace), np.bool_)
         self._outputs: dict[str, IntArray] = {}  # recorded ones, of requests in the scheduler
         self._max_queue_s = 0.0
+        self._max_running = 0
 
     def drain(self) -> None:
         clock, scheduler, arrivals = self._clock, self._scheduler, self._arrivals
@@ -226,9 +228,10 @@ class _Run:
             if schedule is None:
                 self._wait()
                 continue
+            self._max_running = max(self._max_running, scheduler.num_running)
             clock.now += self._serving.step.seconds(schedule)
-            sampled = tuple(self._sample(row) for row in schedule.rows)
-            for output in scheduler.update(schedule, ModelRunnerOutput(sampled, {})):
+            sampled = ModelRunnerOutput(recorded_samples(schedule, self._outputs), {})
+            for output in scheduler.update(schedule, sampled):
                 self._note_output(output)
 
     def _wait(self) -> None:
@@ -259,6 +262,7 @@ class _Run:
             steps=counts.steps,
             makespan_s=self._clock.now - float(loop.starts.min(initial=self._clock.now)),
             num_held=self._scheduler.num_held,
+            max_running=self._max_running,
             max_queue_s=self._max_queue_s,
         )
 
@@ -291,9 +295,6 @@ class _Run:
                 session=session or "",
             )
         )
-
-    def _sample(self, row: ScheduledRequest) -> SampleOutput | None:
-        return recorded_sample(row, self._outputs)
 
     def _note_output(self, output: RequestOutput) -> None:
         index = int(output.request_id)
@@ -359,8 +360,8 @@ def bound_closed_loop(
     gaps, sizes = [], []
     for requests in loop.sessions:
         for before, index in itertools.pairwise(requests):
-            path, old = paths.path(index)[: paths.num_usable[index]], paths.path(before)
-            shared = path[np.isin(path, old) & (users[path] == 1)]
+            path = _common(paths.path(index)[: paths.num_usable[index]], paths.path(before))
+            shared = path[users[path] == 1]
             gaps.append(float(loop.think_s[index]))
             sizes.append(int(paths.lengths[shared].sum()))
     order = np.argsort(gaps, kind="stable")
@@ -394,6 +395,18 @@ def bound_closed_loop(
 def _session_counts(paths: PathTable, loop: ClosedLoop) -> Ints:
     """[segments] in how many sessions each one is."""
     counts = np.zeros(len(paths.lengths), np.int64)
-    for requests in loop.sessions:
-        counts[np.unique(np.concatenate([paths.path(index) for index in requests]))] += 1
+    last_session = np.full(len(paths.lengths), -1, np.int64)  # that was counted
+    for session, requests in enumerate(loop.sessions):
+        for index in requests:
+            path = paths.path(index)
+            new = path[last_session[path] != session]
+            last_session[new] = session
+            counts[new] += 1
     return counts
+
+
+def _common(path: IntArray, other: IntArray) -> IntArray:
+    """The first segments that two paths have in common."""
+    size = min(len(path), len(other))
+    differs = path[:size] != other[:size]
+    return path[: int(differs.argmax()) if differs.any() else size]

@@ -185,6 +185,23 @@ class PackedTokens:
         other._sequences = [self._sequences[index] for index in order]
         return other
 
+    def coarser(self, unit: int) -> PackedTokens:
+        """The same sequences where `unit` tokens are one: their checksum. What two sequences have
+        in common they still have, up to the last whole unit."""
+        other = PackedTokens()
+        for index in range(len(self)):
+            prompt, output = self.tokens(index)
+            ids = np.concatenate((prompt, output))
+            if len(ids) % unit:
+                ids = np.concatenate((ids, np.full(-len(ids) % unit, index, np.int32)))
+            weights = np.uint64(_ID_STEP) ** np.arange(1, unit + 1, dtype=np.uint64)
+            sums = _mix((ids.reshape(-1, unit).astype(np.uint64) * weights).sum(axis=1))
+            units = (_FIRST_TOKEN + sums % np.uint64(2**31 - _FIRST_TOKEN)).astype(np.int32)
+            num_prompt = max(1, len(prompt) // unit)
+            num_output = max(1, len(output) // unit)
+            other.add(units[:num_prompt], units[num_prompt : num_prompt + num_output])
+        return other
+
     def tokens(self, index: int) -> tuple[IntArray, IntArray]:
         """Prompt and output. O(tokens), a copy at memory speed."""
         rows, tail, num_prompt = self._sequences[index]

@@ -258,8 +258,10 @@ class Admission:
             if self._cache.sharing_enabled and sharing.must_wait(state):
                 waiting.mark_blocked(state)
                 continue
+            fits = page_budget.fits(state, spare, window_pages)
             if (
-                pricing is not None
+                fits
+                and pricing is not None
                 and self._running
                 and not waiting.must_start(state)
                 and not pricing.is_worth(state)
@@ -269,7 +271,7 @@ class Admission:
                 if num_held[state.tenant] == self._max_held and not waiting.skip_tenant(state):
                     return
                 continue
-            if page_budget.fits(state, spare, window_pages) and self._start(state, batch):
+            if fits and self._start(state, batch):
                 if pricing is not None:
                     pricing.note_started(state)
                 sharing.add(state)

@@ -5,6 +5,7 @@ All prices are in seconds. See docs/scheduling.md for the derivation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from radixserve.cache import PrefixCache, ReturnEstimate
@@ -12,6 +13,8 @@ from radixserve.scheduler.request_state import RequestState
 from radixserve.scheduler.returns import ReturnTimes, waiting_return
 from radixserve.scheduler.running_requests import RunningRequests
 from radixserve.scheduler.step_costs import StepCosts
+
+_MAX_BACKLOGS = 2.0  # that a request waits: the time that all waiting tokens take to compute
 
 
 class PricedAdmission:
@@ -29,7 +32,7 @@ class PricedAdmission:
     ) -> None:
         """`clock`: the scheduler's; the cache's may be another one."""
         self._cache, self._running, self._clock = cache, running, clock
-        self._costs = costs
+        self.costs = costs
         self.returns = ReturnTimes()
         self.num_held = 0  # decisions to let a request wait, since the start
         self._has_adopted = False  # the cache knows what is expected of what was released before
@@ -64,6 +67,14 @@ class PricedAdmission:
             state.sequence.expected_return = waiting_return(self._cache.time(), length)
 
     # -- the decision -------------------------------------------------------------------------
+
+    def max_wait_s(self, num_tokens: int) -> float:
+        """How long a request may wait at most when so many tokens wait; inf until costs are known.
+
+        So they start at any price before long, however large they and their prices are.
+        """
+        seconds = _MAX_BACKLOGS * num_tokens * self.costs.prefill_token_s
+        return seconds or math.inf
 
     def begin_pass(self) -> None:
         """What runs or is cached has changed. O(1)."""
@@ -104,12 +115,15 @@ class PricedAdmission:
                 lost += taken * expected.probability
                 seconds += num_pages * expected.seconds_left(self._now)
         missing = min(wanted, reserved + wanted - have)
-        if missing > 0:  # the room that others will need
-            lost += missing
+        if missing > 0:  # the room that others will need: they return as the population does
+            typical = self.returns.typical(self._now)
+            lost += missing * (1.0 if typical is None else typical.probability)
             dear += missing
+            if typical is not None:
+                seconds += missing * typical.wait_s
         if lost * size <= cached_len:
             return True  # what it would lose by waiting is more
-        price = lost * size * self._costs.prefill_token_s * (1 + len(self._running))
+        price = lost * size * self.costs.prefill_token_s * (1 + len(self._running))
         is_worth = price <= seconds / dear
         self.num_held += not is_worth
         return is_worth

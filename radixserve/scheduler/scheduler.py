@@ -70,6 +70,7 @@ class Scheduler:
         self._pricing: PricedAdmission | None = None  # "greedy": none
         if admission == "priced" and cache.tracks_returns:
             self._pricing = PricedAdmission(cache, self._running, self._step_costs, clock)
+            self._waiting.backlog_bound = self._pricing.max_wait_s
         self.sessions = Sessions(cache, None if self._pricing is None else self._pricing.returns)
         self.hints = Hints(cache, self.sessions, hint_limits or HintLimits())
         self._admission = Admission(
@@ -179,6 +180,10 @@ class Scheduler:
         return bool(self._requests)
 
     @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
     def num_held(self) -> int:
         """Decisions of priced admission to let a request wait, since the start."""
         return 0 if self._pricing is None else self._pricing.num_held
@@ -264,7 +269,7 @@ class Scheduler:
             batch.add_states(self._cache)
         self.counts.steps += 1
         self._in_flight.append(batch)
-        if self._pricing is not None or self._running.are_shared:
+        if self._pricing is not None or self._shares.are_shared:
             batch.begun_at = self._step_costs.clock()
         schedule = batch.build(self._cache if self._has_windows else None)
         self._charge(batch, schedule)
@@ -280,9 +285,9 @@ class Scheduler:
             state.tenant.charge(num_tokens)
 
     def _step_tokens(self) -> int:
-        """Prefill tokens that a step may compute. Where several tenants run, their chunks take no
-        longer than the decode rows, so that no tenant's prompts hold up another's tokens."""
-        if self._running.are_shared:
+        """Prefill tokens that a step may compute. With requests of several tenants, their chunks
+        take no longer than the decode rows: no tenant's prompts hold up another's tokens."""
+        if self._shares.are_shared:
             return self._step_costs.tokens_beside_decodes(self._chunked_prefill_size)
         return self._chunked_prefill_size
 

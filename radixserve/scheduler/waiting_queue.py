@@ -312,6 +312,7 @@ class WaitingQueue:
         self.num_tokens = 0  # of all of them
         self.num_changes = 0  # requests added, removed or unblocked since the start
         self._needs: SortedList = SortedList()  # (pages, arrival) of requests without a producer
+        self.backlog_bound: Callable[[int], float] | None = None  # seconds, by waiting tokens
 
     def __len__(self) -> int:
         return len(self._by_watch)
@@ -510,8 +511,11 @@ class WaitingQueue:
         return queue.admission_limit(self._since()) < math.inf
 
     def _since(self) -> float:
-        """When a request was queued that has reached `max_wait_s`."""
-        return -math.inf if self._max_wait_s is None else self._clock() - self._max_wait_s
+        """When a request was queued that has reached its bound in seconds."""
+        max_wait_s = math.inf if self._max_wait_s is None else self._max_wait_s
+        if self.backlog_bound is not None:
+            max_wait_s = min(max_wait_s, self.backlog_bound(self.num_tokens))
+        return self._clock() - max_wait_s
 
 
 def _to_compute(running: Iterable[RequestState]) -> Counter[Tenant]:

@@ -150,7 +150,7 @@ class TestPriced:
         loop = in_turn(sessions, 0.2)
         greedy, priced = (serve(trace, loop, 9_000, name) for name in ("greedy", "priced"))
         assert greedy.hit_tokens < 0.01 * greedy.prompt_tokens
-        assert priced.computed_tokens <= 0.82 * greedy.computed_tokens
+        assert priced.computed_tokens <= 0.83 * greedy.computed_tokens
         assert priced.mean_session_s <= greedy.mean_session_s
 
     def test_a_shared_prefix_counts_once(self) -> None:

@@ -65,6 +65,7 @@ class HotSessions:
 def test_a_cold_session_is_held_and_never_starves() -> None:
     """The bound in requests: later ones that are hot overtake it no more often."""
     driver = priced(130, max_running_requests=4, max_overtake=30, chunked_prefill_size=64)
+    driver.scheduler._waiting.backlog_bound = None
     hot = HotSessions(driver, 3, 30)
     for _ in range(60):
         hot.step()
@@ -82,6 +83,7 @@ def test_a_cold_session_waits_no_longer_than_max_wait_s() -> None:
     driver = priced(
         130, max_running_requests=4, max_overtake=10_000, chunked_prefill_size=64, max_wait_s=0.5
     )
+    driver.scheduler._waiting.backlog_bound = None
     hot = HotSessions(driver, 3, 30)
     for _ in range(60):
         hot.step()
@@ -90,6 +92,25 @@ def test_a_cold_session_waits_no_longer_than_max_wait_s() -> None:
     while "cold" not in driver.admitted:
         hot.step()
         assert driver.now - sent_at <= 0.5 + 0.2  # and what runs ends
+    assert driver.scheduler.num_held > 0
+
+
+def test_a_cold_session_waits_no_longer_than_the_waiting_tokens_take() -> None:
+    driver = priced(130, max_running_requests=4, max_overtake=10_000, chunked_prefill_size=64)
+    hot = HotSessions(driver, 3, 30)
+    for _ in range(60):
+        hot.step()
+    pricing = driver.scheduler._pricing
+    assert pricing is not None
+    pricing.costs._prefill_s, pricing.costs._prefill_tokens = 0.005, 1.0
+    pricing.costs.note = lambda *_: None  # type: ignore[method-assign]
+    driver.add("cold", prompt(50, 60), max_tokens=2, ignore_eos=True, session="cold")
+    sent_at = driver.now
+    while "cold" not in driver.admitted:
+        hot.step()
+        most = 60 + 3 * 64  # tokens that wait
+        assert driver.now - sent_at <= 2 * most * 0.005 + 0.2  # and what runs ends
+    assert driver.now - sent_at >= 2 * 60 * 0.005
     assert driver.scheduler.num_held > 0
 
 

@@ -536,11 +536,11 @@ class _EvictedPoints:
 
 class ExpectedReturn(EvictionOrder):
     """LRU, except that paths of sessions with regular think times are ordered by their next use.
-    The scheduler estimates when a released path is used again. Three queues, evicted in this order:
+    The scheduler estimates when a released path is used again. Two queues, evicted in this order:
 
         recency   least recently used first: paths without an expected return, and those whose
-                  think times vary so much that recency tells more
-        late      a regular return was expected and is overdue, the first overdue one first
+                  think times vary so much that recency tells more; also paths whose regular return
+                  is overdue, as if used when they became so
         regular   the one that returns last first: sessions that come round in turn do not push
                   each other out, as they do under LRU
 
@@ -555,7 +555,6 @@ class ExpectedReturn(EvictionOrder):
         super().__init__(num_pages)
         self.clock: Callable[[], float] = time.monotonic  # that of the returns
         self._recency = LRU(num_pages)
-        self._late: OrderedDict[Node, None] = OrderedDict()
         self._regular: SortedDict = SortedDict()  # (-return time, tick) -> node
         self._by_late_at: SortedDict = SortedDict()  # (late time, tick) -> node, the same nodes
         self._keys: dict[Node, tuple[float, float, int]] = {}  # return time, late time, tick
@@ -575,35 +574,32 @@ class ExpectedReturn(EvictionOrder):
         self._recency.discard(node)
         if node in self._keys:
             self._drop_key(node)
-        else:
-            self._late.pop(node, None)
 
     def victim(self) -> Node | None:
         victim = self._recency.victim()
         if victim is not None:
             return victim
         self._move_late()
-        for node in self._late:
-            return node
+        victim = self._recency.victim()
+        if victim is not None:
+            return victim
         regular: Node | None = self._regular.peekitem(0)[1] if self._regular else None
         return regular
 
     def pop(self, num_pages: int) -> Node | None:
-        if not self._keys and not self._late:
+        if not self._keys:
             return self._recency.pop(num_pages)
         return super().pop(num_pages)
 
     def preview(self) -> Iterator[tuple[Node, str]]:
         self._move_late()
         yield from self._recency.preview()
-        for node in self._late:
-            yield node, "expected back, but late"
         for node in self._regular.values():
             yield node, "expected back after all others"
 
     def queues(self) -> list[Iterable[Node]]:
         self._move_late()
-        return [*self._recency.queues(), self._late, self._regular.values()]
+        return [*self._recency.queues(), self._regular.values()]
 
     def check(self) -> None:
         self._sort()
@@ -627,8 +623,7 @@ class ExpectedReturn(EvictionOrder):
         """The path to `node` is expected back then. Locked nodes hear of it when they are released.
         O(depth)."""
         for ancestor in path(node):
-            is_here = ancestor in self._keys or ancestor in self._late
-            is_here = is_here or self._recency.has(ancestor)
+            is_here = ancestor in self._keys or self._recency.has(ancestor)
             if is_here:
                 self.discard(ancestor)
             ancestor.expected = join_returns(ancestor.expected, expected)
@@ -645,7 +640,7 @@ class ExpectedReturn(EvictionOrder):
                 )
 
     def _move_late(self) -> None:
-        """Paths that are overdue now are evicted first. O(log nodes) each."""
+        """Paths that are overdue now join those in order of recency. O(log nodes) each."""
         self._sort()
         if not self._by_late_at:
             return
@@ -653,7 +648,7 @@ class ExpectedReturn(EvictionOrder):
         while self._by_late_at and self._by_late_at.keys()[0][0] < now:
             node = self._by_late_at.peekitem(0)[1]
             self._drop_key(node)
-            self._late[node] = None
+            self._recency.add(node)
 
     def _sort(self) -> None:
         """O(log nodes) for each node added since."""
