@@ -288,7 +288,6 @@ class Driver:
         )
         self.engine = OpenEngine(self.runner, config, self.cache)
         self.scheduler = self.engine.scheduler
-        self.scheduler._step_costs.clock = lambda: self.now
         self.prompts: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
         self.seeds: dict[str, int] = {}

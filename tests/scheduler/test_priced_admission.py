@@ -103,7 +103,7 @@ def test_a_cold_session_waits_no_longer_than_the_waiting_tokens_take() -> None:
     pricing = driver.scheduler._pricing
     assert pricing is not None
     pricing.costs._prefill_s, pricing.costs._prefill_tokens = 0.005, 1.0
-    pricing.costs.note = lambda *_: None  # type: ignore[method-assign]
+    pricing.costs.note_step = lambda *_: None  # type: ignore[method-assign]
     driver.add("cold", prompt(50, 60), max_tokens=2, ignore_eos=True, session="cold")
     sent_at = driver.now
     while "cold" not in driver.admitted:
