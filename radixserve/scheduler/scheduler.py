@@ -66,7 +66,8 @@ class Scheduler:
         self._waiting = WaitingQueue(cache, policy, max_overtake, max_wait_s, clock, self._shares)
         self._running = RunningRequests(max_running_requests)
         self._page_budget = PageBudget(cache, self._running, self._waiting, max_running_requests)
-        self._step_costs = StepCosts(clock)  # measured where prices or tenants need them
+        self._step_costs = StepCosts(clock)
+        self._measures_steps = False  # where prices or tenants need it
         self._pricing: PricedAdmission | None = None  # "greedy": none
         if admission == "priced" and cache.tracks_returns:
             self._pricing = PricedAdmission(cache, self._running, self._step_costs, clock)
@@ -269,7 +270,7 @@ class Scheduler:
             batch.add_states(self._cache)
         self.counts.steps += 1
         self._in_flight.append(batch)
-        if self._pricing is not None or self._shares.are_shared:
+        if self._measures_steps:
             batch.begun_at = self._step_costs.clock()
         schedule = batch.build(self._cache if self._has_windows else None)
         self._charge(batch, schedule)
@@ -287,9 +288,11 @@ class Scheduler:
     def _step_tokens(self) -> int:
         """Prefill tokens that a step may compute. With requests of several tenants, their chunks
         take no longer than the decode rows: no tenant's prompts hold up another's tokens."""
-        if self._shares.are_shared:
-            return self._step_costs.tokens_beside_decodes(self._chunked_prefill_size)
-        return self._chunked_prefill_size
+        self._measures_steps = self._pricing is not None
+        if not self._shares.are_shared:
+            return self._chunked_prefill_size
+        self._measures_steps = True
+        return self._step_costs.tokens_beside_decodes(self._chunked_prefill_size)
 
     def _new_batch(self) -> Batch:
         batch = Batch(self.counts.steps, self._step_tokens())
