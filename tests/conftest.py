@@ -10,7 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Triton's interpreter multiplies with numpy. On some processors (Zen 5) OpenBLAS has products in
 # which a row's bits depend on the rows beside it; those for AVX have not.
-os.environ.setdefault("OPENBLAS_CORETYPE", "Sandybridge")
+os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it; commands print as into a pipe
 
 # The same examples in every run, however slow the machine is; new ones are for long runs.

@@ -350,13 +350,13 @@ class TestReasons:
 
     def test_full(self, cache: RadixCache) -> None:
         put(cache, [1, 2, 3, 4]).release()
-        assert cache.lookup([1, 2, 3, 4]) == (3, "full", 3, None, None)
+        assert cache.lookup([1, 2, 3, 4])[:5] == (3, "full", 3, None, None)
         assert cache.lookup([1, 2, 3, 4], allow_full=True).cached_len == 4
 
     def test_diverged_names_both_tokens(self, cache: RadixCache) -> None:
         put(cache, list(range(100))).release()
         answer = cache.lookup([*range(70), 5, 6])
-        assert answer == (70, "diverged", 70, 70, 5)
+        assert answer[:5] == (70, "diverged", 70, 70, 5)
 
     def test_evicted(self, cache: RadixCache) -> None:
         tokens = list(range(256))
@@ -387,7 +387,7 @@ class TestReasons:
         cache = RadixCache(2, page_size=16)
         held = put(cache, list(range(32)))
         answer = cache.lookup([*range(20), 99, 98])
-        assert answer == (16, "diverged", 20, 20, 99)
+        assert answer[:5] == (16, "diverged", 20, 20, 99)
         held.release()
 
     def test_namespace(self, cache: RadixCache) -> None:
