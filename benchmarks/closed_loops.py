@@ -13,8 +13,8 @@ back outside of the server, where no bound counts them.
 
 Fixed numbers are tried from `FIRST` on, up and down, as long as makespan, mean or 99th percentile
 of session time get better. A limit that greedy admission never reached is not run again. With
-`--json` each finished setting is kept in the file, and one that is there already is not run again;
-delete the lines of a rule whose code has changed. With `--jobs` cells run in so many processes.
+`--json` the file keeps each setting that has finished, and it is not run again: delete the lines of
+a rule whose code has changed. With `--jobs` cells run in so many processes.
 Deterministic but for the seconds that a replay takes.
 """
 
@@ -64,7 +64,7 @@ Row = dict[str, Any]
 _WORKLOADS: dict[str, Workload] = {}  # the processes of `--jobs` find them here
 
 
-class HeldTokens:
+class PreparedTokens:
     """The tokens of each request, made once for all replays."""
 
     def __init__(self, tokens: list[tuple[IntArray, IntArray]]) -> None:
@@ -114,7 +114,7 @@ def load(name: str, folder: Path, num_sessions: int | None) -> Workload:
     source = whole.source if unit == 1 else whole.source.coarser(unit)
     trace = replace(
         whole,
-        source=HeldTokens([source.tokens(index) for index in kept.tolist()]),
+        source=PreparedTokens([source.tokens(index) for index in kept.tolist()]),
         times=whole.times[kept],
         sessions=[whole.sessions[index] for index in kept.tolist()],
         namespaces=[whole.namespaces[index] for index in kept.tolist()],

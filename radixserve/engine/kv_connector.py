@@ -107,7 +107,7 @@ class BufferedRun(NamedTuple):
     buffer: ByteArray
 
 
-class Missing(NamedTuple):
+class LoadPlan(NamedTuple):
     """What to load for a request."""
 
     stored: StoredPrefix
@@ -264,7 +264,7 @@ class KVConnector:
             self._end_load(load)
         return None
 
-    def _find_missing(self, request: Request, ahead: Sequence[HeldRequest]) -> Missing | None:
+    def _find_missing(self, request: Request, ahead: Sequence[HeldRequest]) -> LoadPlan | None:
         """What to load for a request after those ahead; None if loading does not pay."""
         tokens, namespace = _reusable_tokens(request), request.params.namespace
         if len(tokens) < MIN_TOKENS:
@@ -276,7 +276,7 @@ class KVConnector:
         num_missing = stored.length - lookup.cached_len
         if num_missing < MIN_TOKENS or not self._pays(num_missing, ahead):
             return None
-        return Missing(stored, num_missing)
+        return LoadPlan(stored, num_missing)
 
     def _pays(self, num_tokens: int, ahead: Sequence[HeldRequest]) -> bool:
         """Whether loading them, after what is loaded for the requests ahead, takes less time than

@@ -287,7 +287,8 @@ class Scheduler:
 
     def _step_tokens(self) -> int:
         """Prefill tokens that a step may compute. With requests of several tenants, their chunks
-        take no longer than the decode rows: no tenant's prompts hold up another's tokens."""
+        take no longer than the decode rows: no tenant's prompts hold up another's tokens. Decides
+        whether this step is measured."""
         self._measures_steps = self._pricing is not None
         if not self._shares.are_shared:
             return self._chunked_prefill_size

@@ -139,8 +139,7 @@ def test_a_load_that_waits_for_others_or_takes_long_does_not_pay(tmp_path: Path)
         assert connector._pays(40, ())
         assert not connector._pays(40, [HeldRequest(None, None, 10_000_000)])
         connector._latency_s = 0.2
-        for seed, is_loaded in ((0, False), (0, False)):
-            assert (runtime.generate(tokens(seed, 40), PARAMS).usage.loaded_tokens > 0) == is_loaded
+        assert runtime.generate(tokens(0, 40), PARAMS).usage.loaded_tokens == 0
         for _ in range(200):  # the latency that was measured once is forgotten
             connector._pays(1, [HeldRequest(None, None, 10_000_000)])
         assert runtime.generate(tokens(1, 40), PARAMS).usage.loaded_tokens == 39

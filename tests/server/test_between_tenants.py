@@ -31,6 +31,7 @@ from radixserve.server.gate.session_table import SessionTable
 from radixserve.server.gate.state import AppState
 from radixserve.server.gate.tenant_threads import TenantThreads, tenant_of_task
 from radixserve.server.gate.tenants import TenantConversations, Tenants
+from radixserve.server.prompt.prompt_input import are_long
 from radixserve.server.wire.errors import ApiError
 from radixserve.text.conversations import AnsweredChat
 from tests.pacing import PATIENCE_S, held, wait_until
@@ -363,6 +364,15 @@ def test_grammars_of_a_tenant_leave_a_thread_to_others() -> None:
         threads.close()
 
     asyncio.run(compile_all())
+
+
+def test_many_short_prompts_are_read_beside_the_event_loop() -> None:
+    """Each costs more than its text: 1,024 of one token held the loop for 50 ms."""
+    assert are_long([[1]] * 1_024)
+    assert are_long(["b c d"] * 200)
+    assert are_long(["a" * 10_000])
+    assert not are_long(["How do I sort a list?"] * 20)
+    assert not are_long([])
 
 
 def test_threads_of_a_tenant_leave_some_to_others() -> None:
