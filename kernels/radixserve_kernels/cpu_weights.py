@@ -69,12 +69,6 @@ def fresh_memory(num_bytes: int) -> NDArray[np.uint8]:
     return fresh[start : start + num_bytes]
 
 
-def return_freed_memory() -> None:
-    """Let glibc's allocator return freed memory to the system; no effect with other allocators."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 _arena = Arena()
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as C numbers them
 

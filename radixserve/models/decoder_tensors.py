@@ -36,9 +36,9 @@ from radixserve.models.rope import RotaryTable, rope_frequencies
 from radixserve.models.source import ModelSource, TensorSource
 from radixserve.models.weights import architecture_of
 from radixserve_kernels.attention_features import PLAIN, AttentionFeatures
-from radixserve_kernels.cpu_weights import return_freed_memory
 from radixserve_kernels.decoder_layer import ExpertsBeside, LayerInput, LayerInputs
 from radixserve_kernels.delta_net import DeltaNet
+from radixserve_kernels.freed_memory import return_freed_memory
 from radixserve_kernels.quantized import (
     BITS,
     AnyWeight,

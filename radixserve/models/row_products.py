@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from radixserve_kernels.cpu_ops import unsupported_reason
-from radixserve_kernels.cpu_weights import PackedWeight, return_freed_memory
+from radixserve_kernels.cpu_weights import PackedWeight
+from radixserve_kernels.freed_memory import return_freed_memory
 
 # PyTorch computes activations by vectors, two at a time, and what is left over at the end of a
 # thread's part one by one, with other roundings: no row may lie there.

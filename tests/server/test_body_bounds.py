@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,7 +17,8 @@ pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 from radixserve.checks import MAX_NESTING, shown
 from radixserve.server.app import make_app
 from radixserve.server.config import ServerConfig
-from radixserve.server.gate import json_parse
+from radixserve.server.gate import json_body, json_parse
+from radixserve.server.gate.json_body import FreedMemory
 from radixserve.server.gate.json_parse import (
     MAX_DEPTH,
     TOKEN_IDS,
@@ -173,6 +176,30 @@ def test_values_are_counted_before_they_are_made(monkeypatch: pytest.MonkeyPatch
     for read in (parse, lambda body: parse_large(bytearray(body))):
         with pytest.raises(BodyError):
             read(body)
+
+
+def test_what_large_bodies_took_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for every 128 MiB of them, beside the event loop."""
+    threads = []
+
+    def return_memory() -> None:
+        threads.append(threading.current_thread())
+
+    monkeypatch.setattr(json_body, "return_freed_memory", return_memory)
+
+    async def end_requests() -> None:
+        freed = FreedMemory()
+        for index in range(3 * 128):
+            freed.add(1 << 20)
+            if index % 128 == 127:
+                await asyncio.sleep(0.05)
+        for _ in range(8192):
+            freed.add(32 * 1024)
+        await asyncio.sleep(0.01)
+
+    asyncio.run(end_requests())
+    assert len(threads) == 3
+    assert threading.main_thread() not in threads
 
 
 def all_places() -> list[Place]:

@@ -215,7 +215,7 @@ def test_the_store_is_bounded_and_each_tenants_own() -> None:
     store = ResponseStore(3, 1_000)
 
     def put(tenant: str, name: str, num_bytes: int = 10) -> None:
-        store.put(tenant, StoredResponse(tenant, {"id": name}, [], (), 0, num_bytes))
+        store.put(tenant, StoredResponse(name, tenant, "{}", (), (), 0, num_bytes))
 
     for name in "abc":
         put("ann", name)

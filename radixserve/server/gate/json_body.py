@@ -22,11 +22,13 @@ from starlette.responses import Response
 
 from radixserve.server.gate import json_parse
 from radixserve.server.wire.errors import ApiError
+from radixserve_kernels.freed_memory import return_freed_memory
 
 _INLINE_BYTES = 32 * 1024  # the largest body that the event loop parses itself
 _LARGE_BODY = 32 * 1024  # bytes
 _PIPE_BYTES = 1 << 20  # that are read ahead
 _BODIES_A_PROCESS = 64  # then a new one takes over, and its memory is given back
+_RETURN_EVERY = 128 * 1024 * 1024  # bytes of large bodies
 # Large blocks go back to the system at once; 1 arena: the process has one thread.
 _MALLOC = {
     "MALLOC_ARENA_MAX": "1",
@@ -150,6 +152,27 @@ class _Pieces:
 
     def readline(self) -> bytes:
         raise pickle.UnpicklingError("no binary pickle has lines")
+
+
+class FreedMemory:
+    """Returns to the system what large bodies took. Owned by the event loop.
+
+    The allocator keeps freed memory for the engine's steps, for each thread by itself.
+    """
+
+    def __init__(self) -> None:
+        self._num_bytes = 0  # of large bodies since the last return
+        self._returning: asyncio.Task[None] | None = None
+
+    def add(self, num_bytes: int) -> None:
+        """A request with a body of so many bytes has ended."""
+        if num_bytes <= _LARGE_BODY:
+            return
+        self._num_bytes += num_bytes
+        is_returning = self._returning is not None and not self._returning.done()
+        if self._num_bytes >= _RETURN_EVERY and not is_returning:
+            self._num_bytes = 0
+            self._returning = asyncio.create_task(asyncio.to_thread(return_freed_memory))
 
 
 class JsonRoute(APIRoute):

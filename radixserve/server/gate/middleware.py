@@ -66,6 +66,7 @@ class RequestMiddleware:
             await error_response(error, scope)(scope, receive, send_with_id)
         finally:
             self._server.counters.statuses[str(status)] += 1
+            self._server.freed_memory.add(scope.get("radixserve.body_bytes", 0))
             if self._server.config.log_requests:
                 log_request(scope, status, time.perf_counter() - started)
 

@@ -8,21 +8,25 @@ from typing import Any
 
 from radixserve.server.wire.json_response import dump
 
+_OBJECT_BYTES = 300  # a message's dict and its texts' headers
+
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
     """An answer with all that was said before it.
 
-    response       as it was answered
-    input_items    of its request alone, without ids
+    response       as it was answered, as JSON
+    input_items    of its request alone, each as JSON, without ids
     messages       the conversation in the format of chats, with the answer, without instructions
-    message_bytes  of `messages`: of the requests' bodies, and of the answers as JSON
+    message_bytes  of `messages`: of the requests' bodies, of the answers as JSON, and of the
+                   objects that hold them
     num_bytes      of all three: a history counts for each answer that continues it
     """
 
+    response_id: str
     namespace: str
-    response: dict[str, Any]
-    input_items: list[dict[str, Any]]
+    response: str
+    input_items: tuple[str, ...]
     messages: tuple[dict[str, Any], ...]
     message_bytes: int
     num_bytes: int
@@ -32,16 +36,21 @@ def next_response(
     known: StoredResponse | None,
     namespace: str,
     response: dict[str, Any],
-    input_items: list[dict[str, Any]],
+    input_items: tuple[str, ...],
     new: list[dict[str, Any]],
     body_bytes: int,
 ) -> StoredResponse:
     """The record of an answer, the last of the `new` messages, to a body of `body_bytes`.
     O(answer), and a pointer for each earlier message."""
     messages = tuple(new) if known is None else (*known.messages, *new)
-    message_bytes = body_bytes + len(dump(new[-1])) + (0 if known is None else known.message_bytes)
-    num_bytes = message_bytes + body_bytes + len(dump(response))
-    return StoredResponse(namespace, response, input_items, messages, message_bytes, num_bytes)
+    message_bytes = body_bytes + len(dump(new[-1])) + _OBJECT_BYTES * len(new)
+    message_bytes += 0 if known is None else known.message_bytes
+    text = dump(response)
+    num_bytes = message_bytes + len(text) + sum(map(len, input_items))
+    num_bytes += _OBJECT_BYTES * len(input_items)
+    return StoredResponse(
+        response["id"], namespace, text, input_items, messages, message_bytes, num_bytes
+    )
 
 
 class ResponseStore:
@@ -100,7 +109,7 @@ class _TenantStore:
         self.num_bytes = 0
 
     def add(self, stored: StoredResponse) -> None:
-        self.responses[stored.response["id"]] = stored
+        self.responses[stored.response_id] = stored
         self.num_bytes += stored.num_bytes
 
     def drop(self, response_id: str) -> None:

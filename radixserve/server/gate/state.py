@@ -14,7 +14,7 @@ from radixserve.server.answer.parser_configs import OutputParserConfigs
 from radixserve.server.config import ServerConfig
 from radixserve.server.gate.branch_table import BranchTable
 from radixserve.server.gate.counters import ServerCounters
-from radixserve.server.gate.json_body import JsonParser
+from radixserve.server.gate.json_body import FreedMemory, JsonParser
 from radixserve.server.gate.limits import GrammarThreads, Limits
 from radixserve.server.gate.prompt_records import PromptRecords
 from radixserve.server.gate.response_store import ResponseStore
@@ -35,6 +35,7 @@ class AppState:
         self.tenants = tenants
         self.limits = Limits(config)
         self.json_parser = JsonParser()
+        self.freed_memory = FreedMemory()
         self.grammar_threads = GrammarThreads()
         self.started_at = int(time.time())
         self.is_draining = False

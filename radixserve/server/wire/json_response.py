@@ -18,7 +18,12 @@ def dump(value: Any) -> str:
 
 def answer(value: Any, status: int = 200) -> Response:
     """A response of compact JSON in ASCII, since texts may not be valid Unicode."""
-    return Response(dump(value), status, media_type="application/json")
+    return answer_json(dump(value), status)
+
+
+def answer_json(text: str, status: int = 200) -> Response:
+    """A response of what `dump` returned."""
+    return Response(text, status, media_type="application/json")
 
 
 def event(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal
 
 from fastapi import APIRouter
@@ -26,7 +27,7 @@ from radixserve.server.turn.cache_use import CacheUse
 from radixserve.server.turn.chat_turn import ChatTurn, TurnRequest
 from radixserve.server.wire.cache_fields import retain_hints
 from radixserve.server.wire.errors import ApiError
-from radixserve.server.wire.json_response import answer
+from radixserve.server.wire.json_response import answer, answer_json, dump
 
 router = APIRouter(route_class=JsonRoute)
 _MOST_ITEMS = 100
@@ -43,7 +44,7 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
 
     may_store = body.store is not False and server.responses.keeps
 
-    def read() -> tuple[list[dict[str, Any]], list[dict[str, Any]], TurnRequest]:
+    def read() -> tuple[tuple[str, ...], list[dict[str, Any]], TurnRequest]:
         new = messages_of(items)
         messages = new if known is None else [*known.messages, *new]
         check_calls(messages[: -len(new)], items)
@@ -51,7 +52,7 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
             body.prompt_cache_options, body.prompt_cache_retention, body.breakpoints()
         )
         cache = CacheUse.read(request, body, hints)
-        inputs = listed_items(items) if may_store else []
+        inputs = tuple(map(dump, listed_items(items))) if may_store else ()
         return inputs, new, turn_request(server, body, messages, cache)
 
     inputs, new, asked = await in_thread_if(has_large_body(request), read)
@@ -75,7 +76,7 @@ async def show_response(
 ) -> Response:
     """A response that is stored."""
     _check_query(request, "cache_salt")
-    return answer(_stored(request, response_id, cache_salt).response)
+    return answer_json(_stored(request, response_id, cache_salt).response)
 
 
 @router.delete("/v1/responses/{response_id}")
@@ -104,14 +105,15 @@ async def list_input_items(
     if not 1 <= limit <= _MOST_ITEMS:
         raise ApiError(400, f"limit must be 1 to {_MOST_ITEMS}, got {limit}", param="limit")
     items = _stored(request, response_id, cache_salt).input_items
-    items = [{**item, "id": f"{response_id}_{index}"} for index, item in enumerate(items)]
-    ordered = items if order == "asc" else items[::-1]
+    ordered = [(f"{response_id}_{index}", item) for index, item in enumerate(items)]
+    if order == "desc":
+        ordered.reverse()
     if after is not None:
-        places = [index for index, item in enumerate(ordered) if item["id"] == after]
-        if not places:
+        ids = [item_id for item_id, _ in ordered]
+        if after not in ids:
             raise ApiError(400, f"after {after!r} is no item of this input", param="after")
-        ordered = ordered[places[0] + 1 :]
-    page = ordered[:limit]
+        ordered = ordered[ids.index(after) + 1 :]
+    page = [{**json.loads(item), "id": item_id} for item_id, item in ordered[:limit]]
     ends = {
         "first_id": page[0]["id"] if page else None,
         "last_id": page[-1]["id"] if page else None,
