@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import threading
+import time
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -38,6 +39,7 @@ JSON = {"content-type": "application/json"}
 LONGEST_HOLD_S = 0.05
 ON_ANY_MACHINE_S = 0.5  # a slow or busy one; what hurts others takes longer
 ALWAYS_TAKEN = 32 * MEGABYTE  # bytes of memory that a body may take whatever its size
+SETTLED_S = 3.0  # after the last body: freed memory has been returned
 _A_GROUP = 16  # bodies that are measured together
 _MANY_FAULTS = 20  # then the rest is not tried
 
@@ -179,7 +181,7 @@ def test_values_are_counted_before_they_are_made(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_large_bodies_took_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for every 128 MiB of them, beside the event loop."""
+    """Once for every 128 MiB of them and when no more come, beside the event loop."""
     threads = []
 
     def return_memory() -> None:
@@ -196,9 +198,13 @@ def test_what_large_bodies_took_is_returned(monkeypatch: pytest.MonkeyPatch) -> 
         for _ in range(8192):
             freed.add(32 * 1024)
         await asyncio.sleep(0.01)
+        assert len(threads) == 3
+        monkeypatch.setattr(json_body, "_RETURN_AFTER_S", 0.02)
+        freed.add(1 << 20)
+        await asyncio.sleep(0.2)
 
     asyncio.run(end_requests())
-    assert len(threads) == 3
+    assert len(threads) == 4
     assert threading.main_thread() not in threads
 
 
@@ -233,7 +239,8 @@ def watched() -> Iterator[WatchedServer]:
     server = WatchedServer("demo", "--num-pages", "4096")
     try:
         server.wait_until_ready()
-        for content in ('{"prompt": "a", "max_tokens": 2}', json.dumps({"prompt": [1] * 50_000})):
+        for tokens in ([1, 2], [7] * 4_000, [1] * 50_000):  # the last is refused
+            content = json.dumps({"prompt": tokens, "max_tokens": 2})
             server.client.post("/v1/completions", content=content, headers=JSON)
         yield server
     finally:
@@ -300,6 +307,7 @@ def check_bombs(watched: WatchedServer, count: int, seed: int, longest_s: float)
     They are measured in groups, and one by one where a group is beyond the bounds.
     """
     chance, all_of_them = random.Random(seed), all_places()
+    time.sleep(SETTLED_S)
     before = watched.memory().present
     faults = []
     for first in range(0, count, _A_GROUP):
@@ -313,6 +321,7 @@ def check_bombs(watched: WatchedServer, count: int, seed: int, longest_s: float)
         if len(faults) >= _MANY_FAULTS:
             break
     assert not faults, "\n".join(faults)
+    time.sleep(SETTLED_S)
     assert watched.memory().present < before + 150 * MEGABYTE
 
 

@@ -29,6 +29,7 @@ _LARGE_BODY = 32 * 1024  # bytes
 _PIPE_BYTES = 1 << 20  # that are read ahead
 _BODIES_A_PROCESS = 64  # then a new one takes over, and its memory is given back
 _RETURN_EVERY = 128 * 1024 * 1024  # bytes of large bodies
+_RETURN_AFTER_S = 1.0  # without a large body
 # Large blocks go back to the system at once; 1 arena: the process has one thread.
 _MALLOC = {
     "MALLOC_ARENA_MAX": "1",
@@ -155,7 +156,8 @@ class _Pieces:
 
 
 class FreedMemory:
-    """Returns to the system what large bodies took. Owned by the event loop.
+    """Returns to the system what large bodies took: while they come, and when none came for a
+    second. Owned by the event loop.
 
     The allocator keeps freed memory for the engine's steps, for each thread by itself.
     """
@@ -163,14 +165,21 @@ class FreedMemory:
     def __init__(self) -> None:
         self._num_bytes = 0  # of large bodies since the last return
         self._returning: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def add(self, num_bytes: int) -> None:
         """A request with a body of so many bytes has ended."""
         if num_bytes <= _LARGE_BODY:
             return
         self._num_bytes += num_bytes
-        is_returning = self._returning is not None and not self._returning.done()
-        if self._num_bytes >= _RETURN_EVERY and not is_returning:
+        if self._num_bytes >= _RETURN_EVERY:
+            self._return()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(_RETURN_AFTER_S, self._return)
+
+    def _return(self) -> None:
+        if self._num_bytes and (self._returning is None or self._returning.done()):
             self._num_bytes = 0
             self._returning = asyncio.create_task(asyncio.to_thread(return_freed_memory))
 

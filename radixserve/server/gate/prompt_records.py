@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,18 +16,20 @@ _MAX_TOKENS = 4_000_000  # of a tenant's prompts and answers; four bytes each
 
 @dataclass(frozen=True, slots=True)
 class PromptParts:
-    """What a prompt was made of, so that two can be told apart by their parts.
+    """Hashes of what a prompt was made of, so that two can be told apart by their parts.
 
-    tools      a hash
-    system     a hash of the system messages that it begins with
-    variables  of the template, which effort, thinking and verbosity become
-    messages   a hash of each other message
+    tools      of all tools
+    system     of the system messages that it begins with
+    verbosity  of the template's variable of that name
+    variables  of the template's other variables, such as effort and thinking
+    messages   of each other message
     """
 
     tools: int
     system: int
-    variables: Mapping[str, Any]
-    messages: tuple[int, ...]
+    verbosity: int
+    variables: int
+    messages: array[int]
 
     @classmethod
     def of(
@@ -42,8 +45,15 @@ class PromptParts:
             (index for index, role in enumerate(roles) if role not in ("system", "developer")),
             len(roles),
         )
-        system, rest = hashes[:num_system], hashes[num_system:]
-        return cls(hash(repr(list(tools))), hash(tuple(system)), variables or {}, tuple(rest))
+        others = {**(variables or {})}
+        verbosity = others.pop("verbosity", None)
+        return cls(
+            tools=hash(repr(list(tools))),
+            system=hash(tuple(hashes[:num_system])),
+            verbosity=hash(repr(verbosity)),
+            variables=hash(repr(sorted(others.items()))),
+            messages=array("q", hashes[num_system:]),
+        )
 
     def changed_since(self, previous: PromptParts) -> str:
         """The first part that differs, in the order in which templates render them; "messages" also
@@ -54,11 +64,9 @@ class PromptParts:
             return "system"
         goes_on = self.messages[: len(previous.messages)] == previous.messages
         if goes_on and self.variables != previous.variables:
-            names = self.variables.keys() | previous.variables.keys()
-            changed = {
-                name for name in names if self.variables.get(name) != previous.variables.get(name)
-            }
-            return "verbosity" if changed == {"verbosity"} else "reasoning"
+            return "reasoning"
+        if goes_on and self.verbosity != previous.verbosity:
+            return "verbosity"
         return "messages"
 
 
