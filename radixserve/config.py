@@ -142,8 +142,8 @@ class EngineConfig(StrictFields):
                         fits into the pool, divided by the tokens whose other K/V fits. Below 1 the
                         pool holds more tokens in the same memory, and drops K/V before the windows
                         in use when it is full. 1 drops none. Default: 0.5 for windows of up to
-                        1,024 positions, else 1; 1 if num_pages is given, with cache "hash",
-                        several ranks or attention_backend "flashinfer"
+                        1,024 positions, else 1; 1 if num_pages is given, with cache "hash" or
+                        several ranks
     cache               "radix" (to the token), "hash" (whole blocks of page_size tokens), or
                         "off" to reuse nothing
     hash_algorithm      hash of a block's key with cache "hash": "sha256", or "xxh3", which is

@@ -86,8 +86,8 @@ def facts(document: dict[str, Any]) -> list[str]:
         f" {num['longest_request']:,} tokens",
         f"{num['prompt_tokens']:,} prompt tokens, {num['output_tokens']:,} output tokens",
         f"reusable at all: {num['reusable_tokens']:,} prompt tokens,"
-        f" {100 * num['ideal_hit_rate']:.2f} % (what a cache without end would reuse)",
-        f"distinct: {num['distinct_tokens']:,} tokens (what a cache without end would hold)",
+        f" {100 * num['ideal_hit_rate']:.2f} % (what an unlimited cache would reuse)",
+        f"distinct: {num['distinct_tokens']:,} tokens (what an unlimited cache would hold)",
     ]
 
 
