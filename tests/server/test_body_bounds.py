@@ -236,12 +236,16 @@ BOMBS: list[Any] = [
 
 @pytest.fixture(scope="module")
 def watched() -> Iterator[WatchedServer]:
-    server = WatchedServer("demo", "--num-pages", "4096")
+    """A server that has answered ordinary requests: what they take is not a body's fault."""
+    server = WatchedServer("demo", "--num-pages", "4096", "--max-response-bytes", "16MB")
+    chat = {"messages": [user("a")], "logprobs": True, "response_format": {"type": "json_object"}}
     try:
         server.wait_until_ready()
         for tokens in ([1, 2], [7] * 4_000, [1] * 50_000):  # the last is refused
             content = json.dumps({"prompt": tokens, "max_tokens": 2})
             server.client.post("/v1/completions", content=content, headers=JSON)
+        content = json.dumps({**chat, "max_tokens": 50})
+        server.client.post("/v1/chat/completions", content=content, headers=JSON)
         yield server
     finally:
         server.stop()
