@@ -1,4 +1,5 @@
-"""The application: all routes, the checks before them, and errors in one format."""
+"""`make_app`: the FastAPI application with all routes, the checks before them, and the error
+handlers."""
 
 from __future__ import annotations
 
@@ -36,21 +37,22 @@ from radixserve.server.routes.dashboard_page import Comparison, Snapshots
 from radixserve.server.routes.responses import routes as responses
 from radixserve.server.wire.errors import ApiError, as_api_error
 
-_SUBJECTS = (
+_ROUTE_MODULES = (
     *(health, models, completions, chat, generate, anthropic_messages, responses),
     *(scores, decisions, branches, metrics, cache, hints, dashboard_page),
 )
-_MAX_PATH = 100  # characters of a path that is not known which are compared and shown
-_GONE = 499  # the client closed the connection; it never sees this
+_MAX_PATH = 100  # characters of an unknown path that are compared and shown
+_CLIENT_CLOSED = 499  # the status for the log; the client has closed its connection
 
 
 def make_app(server: AppState) -> FastAPI:
+    """The application. Routes find `server` with `server_of(request)`."""
     app = FastAPI(title="radixserve", version=__version__, docs_url=None, redoc_url=None)
     app.state.server = server
     app.state.snapshots = Snapshots(server)
     app.state.comparison = Comparison()
-    for subject in _SUBJECTS:
-        app.include_router(subject.router)
+    for module in _ROUTE_MODULES:
+        app.include_router(module.router)
     kinds = (ApiError, RadixServeError, RequestValidationError, HTTPException, RecursionError)
     for kind in (*kinds, Exception):
         app.add_exception_handler(kind, _failed)
@@ -66,6 +68,7 @@ def make_app(server: AppState) -> FastAPI:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
+    """The response to an exception that a route raised."""
     api_error = as_api_error(error)
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         api_error = _no_route(request)
@@ -75,12 +78,13 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 def _no_route(request: Request) -> ApiError:
-    """404 with the most similar paths, or 405 with the methods that the path takes."""
-    included = (route for subject in _SUBJECTS for route in subject.router.routes)
+    """The error for an unknown path, 404 with the most similar paths, or for a wrong method, 405
+    with the methods of the path."""
+    included = (route for module in _ROUTE_MODULES for route in module.router.routes)
     routes = [route for route in included if isinstance(route, Route)]
     path = request.url.path[:_MAX_PATH]
-    taken = [route for route in routes if route.matches(request.scope)[0] != Match.NONE]
-    methods = sorted({method for route in taken for method in route.methods or ()} - {"HEAD"})
+    matching = [route for route in routes if route.matches(request.scope)[0] != Match.NONE]
+    methods = sorted({method for route in matching for method in route.methods or ()} - {"HEAD"})
     if methods:
         message = f"{request.method} is not allowed for {path}: use {' or '.join(methods)}"
         return ApiError(405, message, headers={"allow": ", ".join(methods)})
@@ -90,4 +94,4 @@ def _no_route(request: Request) -> ApiError:
 
 
 async def _gone(_: Request, __: Exception) -> Response:
-    return Response(status_code=_GONE)
+    return Response(status_code=_CLIENT_CLOSED)

@@ -1,4 +1,8 @@
-"""Settings of the server: one frozen record, from flags and a settings file."""
+"""`ServerConfig`: the server's settings, from flags and a settings file.
+
+Each field is a flag of `radixserve serve` and a name in its settings file; its help is its line in
+the docstring.
+"""
 
 from __future__ import annotations
 
@@ -168,11 +172,12 @@ class ServerConfig(StrictFields):
         if not is_open and not is_loopback(self.host):
             raise InvalidRequest(
                 f"host {self.host!r} is reachable from other machines: give --api-key-file, or "
-                "--allow-unauthenticated-network-access if everybody there may use the model"
+                "--allow-unauthenticated-network-access if all of them may use the model"
             )
 
 
 def _read_names(name: str, value: object) -> tuple[str, ...]:
+    """One text or several as a tuple. Raises InvalidRequest, which names the setting `name`."""
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, Iterable):
         raise InvalidRequest(f"{name} must be text or a list of texts, got {shown(value)}")
@@ -183,13 +188,15 @@ def _read_names(name: str, value: object) -> tuple[str, ...]:
 
 
 def is_loopback(host: str) -> bool:
+    """Whether a host can be reached from this machine only."""
     return host in LOOPBACK or host.startswith("127.")
 
 
 def read_settings(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of ServerConfig and of EngineConfig in a TOML file; names may have dashes.
+    """Read a TOML file of settings. Returns the fields of ServerConfig and those of EngineConfig.
 
-    Raises InvalidRequest for other names.
+    Names may have dashes instead of underscores. Raises InvalidRequest for an unknown name or a
+    file that is not TOML, OSError for a file that cannot be read.
     """
     try:
         settings = tomllib.loads(Path(path).read_text(encoding="utf-8"))

@@ -1,4 +1,7 @@
-"""The server as a process: its socket, loading of the model, signals, shutdown."""
+"""`serve`: the server's process: its socket, loading the model, signals, and shutdown.
+
+SIGTERM drains: `Process._drain` refuses new requests and waits for those in flight.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +31,16 @@ from radixserve.server.wire.errors import ApiError
 
 _log = logging.getLogger("radixserve")
 _BACKLOG = 2048
-_SWITCH_INTERVAL_S = 0.0005  # between the engine's thread and the loop's; Python's own is 5 ms
+_SWITCH_INTERVAL_S = 0.0005  # of the GIL between the threads of engine and loop; default: 5 ms
 _SWEEP_EVERY_S = 5.0
 _TERMINATED = 128 + signal.SIGTERM
 
 
 def serve(model: str, engine: Mapping[str, Any], config: ServerConfig) -> int:
-    """Listen, load the model, answer until a signal. Returns the exit code.
+    """Listen, load the model, and answer requests until a signal. Returns the exit code.
 
-    Raises InvalidRequest, ModelNotSupported or OSError where that cannot be: a wrong setting, a
-    port in use, a model that is not there.
+    Raises InvalidRequest for a wrong setting, ModelNotSupported for a model that cannot be run,
+    OSError for a port in use or a model that does not exist.
     """
     tenants = Tenants.load(config.api_key_file)
     sock = listen(config)
@@ -50,14 +53,14 @@ def serve(model: str, engine: Mapping[str, Any], config: ServerConfig) -> int:
 def _run(process: Process) -> int:
     try:
         import uvloop
-    except ImportError:  # not on this system
+    except ImportError:  # not available on this system
         return asyncio.run(process.run())
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(process.run())
 
 
 def listen(config: ServerConfig) -> socket.socket:
-    """OSError names the address."""
+    """A listening socket at the configured address. Raises OSError, which names the address."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     sock = socket.socket(family)
     try:
@@ -73,7 +76,7 @@ def listen(config: ServerConfig) -> socket.socket:
 
 
 def uvicorn_config(server: AppState, **options: Any) -> uvicorn.Config:
-    """uvicorn's options for the application; `options` take precedence."""
+    """uvicorn's configuration for the application. `options` override ours."""
     config = server.config
     counts = ConnectionCounts(config.max_connections, config.max_connections_per_address)
     return uvicorn.Config(
@@ -92,7 +95,8 @@ def uvicorn_config(server: AppState, **options: Any) -> uvicorn.Config:
 
 
 class Process:
-    """Serves from the first moment on: health while the model is loaded, all else after."""
+    """Runs the server. While the model is being loaded, only health is answered; other requests get
+    503."""
 
     def __init__(
         self,
@@ -112,6 +116,8 @@ class Process:
         self._stopping: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
+        """Load the model and serve until a signal. Returns the exit code; raises what loading the
+        model raised."""
         asyncio.get_running_loop().set_default_executor(TenantThreads())
         self._take_signals()
         loading = asyncio.create_task(self._load())
@@ -120,7 +126,7 @@ class Process:
         try:
             await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_COMPLETED)
             if not serving.done():
-                loading.result()  # raises what the model's loading raised
+                loading.result()  # raises the error of `_load`
             await serving
             return 0
         finally:
@@ -136,9 +142,9 @@ class Process:
 
     async def _load(self) -> None:
         runtime = await asyncio.to_thread(self._make_runtime)
-        self._take_signals()  # Ray has a handler of its own, which aborts 3 seconds after SIGTERM
+        self._take_signals()  # replaces Ray's handler, which aborts 3 seconds after SIGTERM
         gc.collect()
-        gc.freeze()  # what the model's loading left is never garbage: later collections skip it
+        gc.freeze()  # the loaded model never becomes garbage: later collections skip its objects
         self.server.set_runtime(runtime)
         host, port = self._sock.getsockname()[:2]
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -164,14 +170,14 @@ class Process:
         )
 
     async def _sweep(self) -> None:
-        """Close expired sessions."""
+        """Close sessions and branches whose leases have ended, every few seconds."""
         while True:
             await asyncio.sleep(_SWEEP_EVERY_S)
             if self.server.is_loaded:
                 self.server.sessions.close_expired()
                 self.server.branches.close_expired()
 
-    # -- the end ------------------------------------------------------------------------------
+    # -- shutdown -----------------------------------------------------------------------------
 
     def _take_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -179,13 +185,15 @@ class Process:
             loop.add_signal_handler(number, self._stop)
 
     def _stop(self) -> None:
-        """The first signal drains, the second one ends at once."""
+        """The first signal drains; the second one, or one before the model is loaded, exits at
+        once."""
         if self._stopping is not None or not self.server.is_loaded:
             os._exit(_TERMINATED)
         self._stopping = asyncio.get_running_loop().create_task(self._drain())
 
     async def _drain(self) -> None:
-        """Refuse new requests, wait for those in flight, and end those that take too long."""
+        """Refuse new requests with 503, wait up to `shutdown_timeout` for those in flight, then end
+        the rest with an error."""
         server = self.server
         server.is_draining = True
         _log.info("shutting down: %d requests in flight", len(server.in_flight))
@@ -199,13 +207,13 @@ class Process:
             if not server.in_flight:
                 break
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)  # answers on their way
+        await asyncio.sleep(0.05)  # for answers that are being sent
         self._uvicorn.should_exit = True
         self._uvicorn.force_exit = True
 
 
 class _Uvicorn(uvicorn.Server):
-    """Signals are the process's."""
+    """uvicorn's server without its signal handlers: `Process` has its own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -397,7 +397,7 @@ def test_threads_of_a_tenant_leave_some_to_others() -> None:
         slow = [asyncio.create_task(work("ann", str(number))) for number in range(40)]
         await asyncio.sleep(0)
         await asyncio.wait_for(asyncio.create_task(work("bob", "bob")), PATIENCE_S)
-        assert len(running) <= tenant_threads._THREADS_OF_A_TENANT + 1
+        assert len(running) <= tenant_threads._THREADS_PER_TENANT + 1
         slow[-1].cancel()  # before its turn
         await asyncio.wait(slow[-1:], timeout=PATIENCE_S)
         gate.set()

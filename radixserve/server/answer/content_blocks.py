@@ -1,7 +1,7 @@
-"""`ContentBlocks`: an answer as blocks of reasoning, text and tool calls, one after the other.
+"""`ContentBlocks`: an answer as a sequence of blocks of reasoning, text and tool calls.
 
-Each block starts, gets deltas and stops. Anthropic calls them content blocks, OpenAI's responses
-output items.
+Each block starts, gets deltas and stops. Anthropic calls them content blocks; OpenAI's responses
+call them output items.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ContentBlock:
 
 
 class ContentBlockEvent(NamedTuple):
-    """`delta`: the text that the block gets, for events of that kind."""
+    """A block starts, gets the text `delta`, or stops."""
 
     kind: Literal["start", "delta", "stop"]
     block: ContentBlock
@@ -39,7 +39,8 @@ class ContentBlockEvent(NamedTuple):
 
 
 class ContentBlocks:
-    """The blocks of a stream: `push` each Delta, then `finish`. One block is open at a time."""
+    """Makes the blocks of a stream: `push` each Delta, then `finish`. One block is open at a time.
+    `blocks` are those so far."""
 
     def __init__(self) -> None:
         self.blocks: list[ContentBlock] = []
@@ -47,6 +48,7 @@ class ContentBlocks:
         self._calls: dict[int, ContentBlock] = {}  # by their index in the deltas
 
     def push(self, delta: Delta) -> Iterator[ContentBlockEvent]:
+        """Add a delta. Yields the events that it causes."""
         if delta.reasoning:
             yield from self._add("reasoning", delta.reasoning)
         for part in delta.parts:
@@ -56,6 +58,7 @@ class ContentBlocks:
                 yield from self._add_call(part)
 
     def finish(self) -> Iterator[ContentBlockEvent]:
+        """The answer has ended: stop the open block."""
         if self._is_open:
             self._is_open = False
             yield ContentBlockEvent("stop", self.blocks[-1])
@@ -87,7 +90,7 @@ class ContentBlocks:
 
 
 def content_blocks_of(answer: ParsedAnswer) -> list[ContentBlock]:
-    """The blocks of a whole answer: those that its stream has."""
+    """The blocks of a whole answer, the same as in its stream."""
     blocks: list[ContentBlock] = []
     if answer.reasoning:
         blocks.append(ContentBlock("reasoning", 0, pieces=[answer.reasoning]))
@@ -103,4 +106,5 @@ def content_blocks_of(answer: ParsedAnswer) -> list[ContentBlock]:
 
 
 def reasoning_of(blocks: Iterable[ContentBlock]) -> str:
+    """The text of all reasoning blocks."""
     return "".join(block.text for block in blocks if block.kind == "reasoning")

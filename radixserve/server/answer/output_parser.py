@@ -1,4 +1,8 @@
-"""`OutputParser`: an answer's text as content, reasoning and tool calls, whole or in pieces."""
+"""`OutputParser`: splits an answer's text into content, reasoning and tool calls.
+
+It combines a `ReasoningParser` (`reasoning.py`) with the `ToolParser` of the model's style
+(`tool_styles.py`). The text comes from the engine already cut at stop strings.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from radixserve.server.answer.tool_parsers.base import (
 
 
 class ToolCall(NamedTuple):
-    """A function that the model calls."""
+    """A tool call in an answer."""
 
     id: str
     name: str
@@ -27,7 +31,7 @@ class ToolCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of a call; `id` and `name` are in its first one only."""
+    """A piece of a tool call. Only the first piece of a call has `id` and `name`."""
 
     index: int
     id: str | None
@@ -37,7 +41,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The new part of an answer. `parts`: content and calls, in order, none empty."""
+    """The new part of an answer. `parts`: non-empty content and calls, in order."""
 
     parts: tuple[str | ToolCallDelta, ...] = ()
     reasoning: str = ""
@@ -58,8 +62,14 @@ class Delta:
 
 
 class ParsedAnswer(NamedTuple):
-    """content: None for an answer of reasoning or calls alone. reasoning: None without any.
-    is_whole: no call was left out. parts: content and calls in order."""
+    """A whole answer.
+
+    content     None for an answer of reasoning or calls alone
+    reasoning   None without any
+    tool_calls  in order
+    is_whole    False: calls beyond `max_calls` were left out
+    parts       content and calls in order
+    """
 
     content: str | None
     reasoning: str | None
@@ -74,16 +84,16 @@ def new_call_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class OutputParserConfig:
-    """How a request's answers are to be read. A plain one is content from end to end.
+    """How the answers to a request are parsed.
 
-    calls       makes the parser of one answer; None: calls are content
-    grammar     of answers that must call; None: any text is allowed
-    thoughts    the marks around reasoning; None: reasoning is not parsed. `is_thinking`: the
-                answer begins with reasoning, which the prompt has opened
-    keep_special_ids  special tokens that the parsers read; `hidden`: their texts, left out of the
-                answer
-    max_calls   calls after so many are left out
-    new_id      makes the id of a call
+    calls        makes the tool parser of one answer; None: calls are not parsed
+    grammar      the Lark grammar of the answers; None: any text is allowed
+    thoughts     the marks around reasoning; None: reasoning is not parsed
+    is_thinking  the prompt ends with the opening mark: answers begin with reasoning
+    keep_special_ids  special tokens that the parsers need in the text
+    hidden       marks that are removed from content and reasoning
+    max_calls    calls beyond this number are left out; None: all are kept
+    new_id       makes the id of a call
     """
 
     calls: Callable[[], ToolParser] | None = None
@@ -97,6 +107,7 @@ class OutputParserConfig:
 
     @property
     def is_plain(self) -> bool:
+        """Whether the whole text is content."""
         return self.calls is None and self.thoughts is None
 
 
@@ -104,10 +115,10 @@ PLAIN = OutputParserConfig()
 
 
 class OutputParser:
-    """Reads one answer.
+    """Parses one answer, whole (`parse_all`) or in pieces (`feed`, then `finish`).
 
-    White space around calls and reasoning is left out. A call is held back until all of it is
-    there, so that its arguments are valid JSON; other text stays content.
+    White space around calls and reasoning is removed. A call is returned when it is complete, so
+    that its arguments are valid JSON. Text that turns out not to be a call stays content.
     """
 
     def __init__(self, config: OutputParserConfig = PLAIN) -> None:
@@ -118,7 +129,7 @@ class OutputParser:
         self._calls = config.calls() if config.calls is not None else None
         self._content_filter = MarkFilter(config.hidden)
         self._reasoning_filter = MarkFilter(config.hidden)
-        self._space = ""  # white space that is content if more content follows
+        self._space = ""  # white space that becomes content only if more content follows
         self._has_content = False
         self._follows_call = False
         self._is_whole = True
@@ -127,7 +138,7 @@ class OutputParser:
         self._tool_calls: list[ToolCall] = []
 
     def feed(self, text: str) -> Delta:
-        """The parts that became certain with this text."""
+        """Add the next text of the answer. Returns the parts that are certain now."""
         if self._config.is_plain:
             return Delta(self._content(text))
         reasoning = ""
@@ -136,7 +147,7 @@ class OutputParser:
         return self._delta(self._reasoning_filter.feed(reasoning), self._pieces(text))
 
     def finish(self) -> Delta:
-        """The rest, after the last text."""
+        """The answer has ended. Returns the remaining parts."""
         reasoning, text = ("", "") if self._think is None else self._think.finish()
         pieces = self._pieces(text)
         if self._calls is not None:
@@ -149,7 +160,7 @@ class OutputParser:
         return delta + Delta(self._content(rest))
 
     def answer(self) -> ParsedAnswer:
-        """All that was returned so far."""
+        """All parts that were returned so far, as one answer."""
         content = "".join(part for part in self._parts if isinstance(part, str))
         reasoning = "".join(self._reasoning)
         has_more = bool(reasoning or self._tool_calls)
@@ -162,7 +173,7 @@ class OutputParser:
         )
 
     def parse_all(self, text: str) -> ParsedAnswer:
-        """A whole answer at once."""
+        """Parse a whole answer."""
         self.feed(text)
         self.finish()
         return self.answer()
@@ -186,7 +197,7 @@ class OutputParser:
         return Delta(tuple(parts), reasoning)
 
     def _content(self, content: str) -> tuple[str, ...]:
-        """As a part of the answer; none where it is empty."""
+        """Add content to the answer. Returns it as a part; () if it is empty."""
         if not content:
             return ()
         self._parts.append(content)
@@ -206,7 +217,7 @@ class OutputParser:
         return [ToolCallDelta(index, *made)]
 
     def _text(self, piece: str) -> str:
-        """The part of a piece of content that is surely not white space around a call."""
+        """The part of a piece of content that is certainly not white space around a call."""
         if self._calls is None:
             return piece
         if self._follows_call:

@@ -1,4 +1,4 @@
-"""`OutputParserConfigs`: which parsers read a model's answers."""
+"""`OutputParserConfigs`: chooses the parsers and the tool grammar for a model's answers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 class OutputParserConfigs:
-    """How the answers of one model are parsed."""
+    """The parsers of one model's answers: of tool calls, by name, and of reasoning."""
 
     def __init__(self, tokenizer: Tokenizer | None, tool_parser: str, reasoning: str) -> None:
-        """`tool_parser` and `reasoning`: as in ServerConfig; "auto" takes what the tokenizer's chat
-        template shows."""
+        """`tool_parser` and `reasoning`: `tool_call_parser` and `reasoning_parser` of ServerConfig;
+        "auto" chooses by the tokenizer's chat template."""
         template = "" if tokenizer is None else str(tokenizer.facts()["chat_template"] or "")
         self.tool_parser = tool_parser
         if tool_parser == "auto":
@@ -37,7 +37,7 @@ class OutputParserConfigs:
         self._is_harmony = self.tool_parser == "harmony" or shown_style(template) == "harmony"
         if reasoning == "auto":
             reasoning = "none" if self._is_harmony else shown_thoughts(template)
-        self.thoughts = THOUGHTS.get(reasoning)  # None: no parser of its own
+        self.thoughts = THOUGHTS.get(reasoning)  # None: reasoning is not parsed, or by `harmony`
         self._special = {} if tokenizer is None else _special_marks(tokenizer)
 
     def config(
@@ -48,14 +48,15 @@ class OutputParserConfigs:
         structured_outputs: StructuredOutput | None,
         keeps_special: bool,
     ) -> OutputParserConfig:
-        """How the answers to a prompt's text are read.
+        """How the answers to a request are parsed.
 
-        structured_outputs  the client's own constraint on the answer. JSON may come after a
-                            thought, and tools may be called instead; other constraints begin with
-                            the first token
-        keeps_special       the client wants to see special tokens
+        prompt              the prompt's text, which may end with the mark that opens reasoning
+        structured_outputs  the client's own constraint. JSON may follow reasoning, and tools may be
+                            called instead; other constraints apply from the first token
+        keeps_special       keep special tokens in the answer
 
-        Raises ApiError where calls cannot be read.
+        Raises ApiError if the constraint and the tool choice exclude each other, or a schema of the
+        tools cannot be enforced.
         """
         parser = self.tool_parser if tools.may_call else "none"
         if tools.must_call and structured_outputs is not None:
@@ -66,9 +67,9 @@ class OutputParserConfigs:
                 param="tool_choice",
             )
         if tools.must_call and parser == "none":
-            parser = "llama3"  # whose calls are plain JSON
+            parser = "llama3"  # its calls are plain JSON
         if parser == "none" and self._is_harmony:
-            parser = "harmony"  # its channels exist without tools, too
+            parser = "harmony"  # answers have channels without tools, too
         style = STYLES.get(parser)
         marks = () if style is None else (*style.marks, *style.around)
         marks += () if self.thoughts is None else self.thoughts[:2]
@@ -77,9 +78,9 @@ class OutputParserConfigs:
         is_thinking = self.thoughts is not None and prompt.rstrip().endswith(self.thoughts.head)
         is_thinking = is_thinking and (structured_outputs is None or schema is not None)
         thinks = self.thoughts is not None or parser == "harmony"
-        is_held = parser == "generic" and tools.choice == "auto" and structured_outputs is None
+        may_speak = parser == "generic" and tools.choice == "auto" and structured_outputs is None
         grammar = None
-        if tools.must_call or is_held or (schema is not None and (tools.may_call or thinks)):
+        if tools.must_call or may_speak or (schema is not None and (tools.may_call or thinks)):
             opened = "open" if is_thinking else "may"
             functions = tools.functions if tools.may_call else ()
             try:
@@ -91,7 +92,7 @@ class OutputParserConfigs:
                     thinking=opened if thinks else "none",
                     thoughts=self.thoughts,
                     schema=schema,
-                    may_speak=is_held,
+                    may_speak=may_speak,
                 )
             except InvalidRequest as error:
                 raise invalid(error, param="tools") from None
@@ -109,7 +110,7 @@ class OutputParserConfigs:
 
 
 def _special_marks(tokenizer: Tokenizer) -> dict[str, int]:
-    """The marks that are special tokens, with their ids."""
+    """The marks of all styles that are special tokens of the tokenizer, with their ids."""
     known = {mark for style in STYLES.values() for mark in (*style.marks, *style.around)}
     known.update(mark for thoughts in THOUGHTS.values() for mark in thoughts[:2])
     texts = {tokenizer.decode([token], keep_special=True): token for token in tokenizer.special_ids}
@@ -117,5 +118,5 @@ def _special_marks(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def _nine_characters() -> str:
-    """A call id as Mistral's templates require it."""
+    """A call id in the form that Mistral's templates require."""
     return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))

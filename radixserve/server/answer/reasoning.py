@@ -1,4 +1,7 @@
-"""Splits the reasoning from an answer's text, and counts its tokens."""
+"""`ReasoningParser`: separates the reasoning at the start of an answer from the rest.
+
+THOUGHTS has the marks around reasoning of each reasoning parser.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,17 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from radixserve.output import Completion
-from radixserve.server.answer.tool_parsers.base import held_len
+from radixserve.server.answer.tool_parsers.base import partial_mark_len
 from radixserve.text.tokenizer import Tokenizer
 
 
 class ThoughtMarks(NamedTuple):
     """The texts around a model's reasoning.
 
-    opening, closing  tags, special tokens of most models
-    label   what follows the opening tag, before the reasoning
-    call    mark of a tool call that ends reasoning without its closing tag; "": none does
+    opening  the tag before reasoning; for most models a special token
+    closing  the tag after it
+    label    text between the opening tag and the reasoning
+    call     mark of a tool call that ends reasoning without the closing tag; "": none does
     """
 
     opening: str
@@ -26,7 +30,7 @@ class ThoughtMarks(NamedTuple):
 
     @property
     def head(self) -> str:
-        """What reasoning begins with, without the white space after it."""
+        """The opening tag and the label, without white space after them."""
         return self.opening + self.label.rstrip()
 
 
@@ -36,7 +40,7 @@ THOUGHTS: Mapping[str, ThoughtMarks] = {  # by the names of the reasoning parser
     "mistral": ThoughtMarks("[THINK]", "[/THINK]"),
     "gemma4": ThoughtMarks("<|channel>", "<channel|>", "thought\n", "<|tool_call>"),
 }
-# Texts of a chat template, one of which shows a reasoning parser; the first that fits counts.
+# A chat template has a parser's reasoning if it contains one of the texts; the first one counts.
 _SHOWN_BY: Sequence[tuple[str, tuple[str, ...]]] = (
     ("gemma4", ("<|channel>", "<channel|>")),
     ("mistral", ("[THINK]", "[/THINK]")),
@@ -45,7 +49,7 @@ _SHOWN_BY: Sequence[tuple[str, tuple[str, ...]]] = (
 
 
 def shown_thoughts(template: str) -> str:
-    """The reasoning parser for a chat template; "none" where the template shows no reasoning."""
+    """The name of the reasoning parser for a chat template; "none" for one without reasoning."""
     for name, texts in _SHOWN_BY:
         if any(text in template for text in texts):
             return name
@@ -53,18 +57,18 @@ def shown_thoughts(template: str) -> str:
 
 
 class ReasoningParser:
-    """Reasoning is at the start of an answer only. White space around it is left out; without the
-    closing tag all of the answer is reasoning."""
+    """Separates reasoning at the start of an answer from its content. White space around reasoning
+    is removed. Without a closing tag, the whole answer is reasoning."""
 
     def __init__(self, is_thinking: bool, marks: ThoughtMarks = THINK) -> None:
         """`is_thinking`: the prompt ends with the opening tag and its label."""
         self._head, self._marks = marks.head, marks
         self._text = ""  # not returned yet
         self._state = "thinking" if is_thinking else "start"
-        self._has_begun = False  # the reasoning, or the content after it
+        self._has_begun = False  # whether a part of the reasoning was returned
 
     def feed(self, text: str) -> tuple[str, str]:
-        """(reasoning, content) that is certain now and was not before."""
+        """Add the next text of the answer. Returns the new (reasoning, content) that is certain."""
         if self._state == "content":
             return "", text
         self._text += text
@@ -76,6 +80,7 @@ class ReasoningParser:
         return reasoning, self._content()
 
     def finish(self) -> tuple[str, str]:
+        """The answer has ended. Returns the rest as (reasoning, content)."""
         text, self._text = self._text, ""
         if self._state == "thinking":
             return text.rstrip() if self._has_begun else text.strip(), ""
@@ -89,10 +94,10 @@ class ReasoningParser:
             self._state = "content"
 
     def _think(self) -> str:
-        """The new part of the reasoning."""
+        """The next part of the reasoning that is certain."""
         if not self._has_begun:
             self._text = self._text.lstrip()
-            while self._text.startswith(self._head):  # once more, after that of the prompt
+            while self._text.startswith(self._head):  # the model repeats the prompt's opening tag
                 self._text = self._text[len(self._head) :].lstrip()
         closing, call = self._marks.closing, self._marks.call
         position = self._text.find(closing)
@@ -107,7 +112,7 @@ class ReasoningParser:
             self._state = "after"
             return reasoning
         marks = (closing, self._head, call) if call else (closing, self._head)
-        size = len(self._text) - held_len(self._text, marks)
+        size = len(self._text) - partial_mark_len(self._text, marks)
         reasoning = self._text[:size].rstrip()
         self._text = self._text[len(reasoning) :]
         self._has_begun = self._has_begun or bool(reasoning)
@@ -125,7 +130,8 @@ class ReasoningParser:
 
 
 def count_reasoning(tokenizer: Tokenizer, reasoning: str | None, completion: Completion) -> int:
-    """The number of first tokens whose text holds all of `reasoning`. O(log n) decodings."""
+    """The number of tokens from the start of the answer to the end of `reasoning`. O(log n)
+    decodings."""
     if not reasoning:
         return 0
     ids = completion.token_ids

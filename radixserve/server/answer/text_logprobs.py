@@ -17,7 +17,7 @@ Entry = dict[str, Any]  # of a token, in OpenAI's format
 
 
 class _Token(NamedTuple):
-    """A token whose characters `start` to `end` of the pending text are in no block yet."""
+    """A token of the pending text: characters `start` to `end` of it."""
 
     start: int
     end: int
@@ -26,7 +26,7 @@ class _Token(NamedTuple):
 
 @dataclass(slots=True)
 class _Block:
-    """The tokens of a text block; `starts`: the index of each one's first character."""
+    """The tokens of a text block. `starts`: the index of each token's first character."""
 
     starts: list[int] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
@@ -38,9 +38,9 @@ class _Block:
 class TextLogprobs:
     """Attributes the tokens of one answer to its text blocks.
 
-    Parsers remove marks, thoughts, calls and the white space around them, and hold text back. So
-    the answer is parsed here once more, token by token: the text that a token adds to a block
-    tells which tokens it consists of. A token that is in two blocks counts for the first.
+    Parsers remove marks, reasoning, calls and the white space around them, and buffer text. So the
+    answer is parsed here again, token by token, to see which tokens each new text of a block
+    consists of. A token whose text is in two blocks counts for the first.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class TextLogprobs:
         self._content_blocks = ContentBlocks()
         self._blocks: dict[int, _Block] = {}  # by their index among the answer's blocks
         self._partial: list[Entry] = []  # tokens of a character that is not complete yet
-        self._pending = ""  # text that is in no block yet
+        self._pending = ""  # text that is not in a block yet
         self._tokens: list[_Token] = []  # of the pending text
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[float], tops: Tops | None) -> None:
-        """The next tokens. `tops`: {token id: log-probability} of the best ones in each place."""
+        """Add tokens. `tops`: {token id: log-probability} of the best tokens at each position."""
         entries = chat_entries(self._texts, token_ids, logprobs, tops)
         for token_id, entry in zip(token_ids, entries, strict=True):
             piece = self._detokenizer.push([token_id])
@@ -73,14 +73,15 @@ class TextLogprobs:
                 self._partial.append(entry)
 
     def finish(self) -> None:
-        """After the last token."""
+        """The answer has ended: attribute the remaining tokens."""
         rest = self._detokenizer.finish()
         if rest and self._partial:
             self._feed(rest, self._partial.pop())
         self._attribute(self._content_blocks.push(self._parser.finish()))
 
     def next(self, index: int, num_chars: int) -> list[Entry]:
-        """The tokens that begin in the next `num_chars` characters of block `index`."""
+        """The entries of the tokens that begin in the next `num_chars` characters of block
+        `index`."""
         block = self._blocks.setdefault(index, _Block())
         first, starts = block.num_sent, block.starts
         block.num_sent_chars += num_chars
@@ -89,7 +90,7 @@ class TextLogprobs:
         return block.entries[first : block.num_sent]
 
     def all(self, index: int, num_chars: int) -> list[Entry]:
-        """The tokens of block `index`, whose text has `num_chars` characters."""
+        """The entries of all tokens of block `index`, whose text has `num_chars` characters."""
         block = self._blocks.get(index, _Block())
         pairs = zip(block.starts, block.entries, strict=True)
         return [entry for start, entry in pairs if start < num_chars]
@@ -105,19 +106,19 @@ class TextLogprobs:
         for event in events:
             if event.kind != "delta":
                 continue
-            if event.block.kind != "text":  # at most the last token belongs to what follows
+            if event.block.kind != "text":  # only the last token may belong to the next block
                 self._drop(self._tokens[-1].start if self._tokens else len(self._pending))
                 continue
             text = event.delta
-            if text not in self._pending:  # begins with white space from before a call
+            if text not in self._pending:  # it begins with white space that preceded a call
                 text = text.lstrip()
             block = self._blocks.setdefault(event.block.index, _Block())
             block.num_chars += len(event.delta) - len(text)
-            self._drop(max(0, self._pending.rfind(text)))  # marks, and white space around them
+            self._drop(max(0, self._pending.rfind(text)))  # marks and the white space around them
             self._take(block, len(text))
 
     def _take(self, block: _Block, num_chars: int) -> None:
-        """The first characters of the pending text are the next ones of a block."""
+        """Move the first characters of the pending text, and their tokens, to a block."""
         for token in self._tokens:
             if token.start < num_chars:
                 block.starts.append(block.num_chars + max(0, token.start))
@@ -127,8 +128,7 @@ class TextLogprobs:
         self._drop(num_chars)
 
     def _drop(self, num_chars: int) -> None:
-        """The first characters of the pending text are in no block; nor are tokens of these
-        alone."""
+        """Drop the first characters of the pending text, and the tokens that end in them."""
         self._pending = self._pending[num_chars:]
         self._tokens = [
             _Token(token.start - num_chars, token.end - num_chars, token.entry)

@@ -1,5 +1,5 @@
-"""Grammars of answers: calls in the style that the model's parser reads, JSON of a schema, and
-thoughts before them."""
+"""`tool_grammar`: the grammar of an answer with tool calls in the model's style, JSON of a schema,
+or both, after optional reasoning."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from radixserve.structured_outputs import StructuredOutput
 
 _MAX_RULES = 2_000  # of the arguments of a function
 MAX_CALLS = 16  # of one answer
-# Arguments are written as templates write them when the call comes back.
+# The white space of arguments, as templates render them when the call is in a later prompt.
 _JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _TEXT_KEYWORDS = frozenset(
@@ -57,16 +57,17 @@ def tool_grammar(
     schema: Mapping[str, Any] | None = None,
     may_speak: bool = False,
 ) -> str:
-    """A Lark grammar of one call or, where `parallel`, up to MAX_CALLS, of these functions; with
-    `schema` of JSON instead, too, and of that alone where there are no functions.
+    """A Lark grammar of answers that call one of the functions or match `schema`. Raises
+    InvalidRequest for parameters that it cannot express.
 
-    style     a name of STYLES
-    special   the marks that are special tokens, with their ids
-    schema    a JSON schema, with its options: see `annotated_schema`
-    thinking  "open": reasoning has begun in the prompt; "may": it may come first; "none"
-    thoughts  the marks around reasoning, if the style does not define its own; default: THINK
-    may_speak  any text may precede or replace the calls; a call that has begun is held
-              to the grammar
+    style      a name of STYLES
+    functions  those that may be called; with a `schema`, there may be none
+    special    the marks that are special tokens, with their ids
+    parallel   allow up to MAX_CALLS calls instead of one
+    thinking   "open": reasoning has begun in the prompt; "may": it may come first; "none"
+    thoughts   the marks around reasoning, if the style does not have its own; default: THINK
+    schema     a JSON schema with its options, see `annotated_schema`
+    may_speak  allow any text before or instead of the calls; only a call that has begun must match
     """
     pieces = STYLES[style]
     rules: list[str] = []
@@ -102,8 +103,7 @@ def tool_grammar(
 
 
 def annotated_schema(structured_outputs: StructuredOutput) -> dict[str, Any] | None:
-    """The schema that an answer has to follow, with the options of its white space; None for
-    constraints other than JSON."""
+    """The JSON schema of a constraint, with options for white space; None for other constraints."""
     if structured_outputs.kind != "json":
         return None
     schema = narrowed(json.loads(structured_outputs.source), strict=structured_outputs.strict)
@@ -116,7 +116,8 @@ def _sequence(
     own: Mapping[str, str] | None = None,
     arguments: str = "",
 ) -> str:
-    """Texts and special tokens one after the other; texts that follow each other are joined."""
+    """A Lark sequence of texts and special tokens. Adjacent texts are joined. `own`: replacements
+    of placeholders; `arguments`: the rule in place of ARGUMENTS."""
     sequence: list[str] = []
     text = ""
     for piece in pieces:
@@ -133,7 +134,7 @@ def _sequence(
 
 
 def _thought(begin: str, closing: Sequence[str], special: Mapping[str, int]) -> list[str]:
-    """Rules of reasoning up to its closing and the white space after it."""
+    """The rules of reasoning, up to its closing mark and the white space after that."""
     blank = r"BLANK: /\s{0,4}/"
     first, rest = closing[0], _sequence(closing[1:], special)
     if first in special:
@@ -144,7 +145,7 @@ def _thought(begin: str, closing: Sequence[str], special: Mapping[str, int]) -> 
 
 
 def _speech(call: Sequence[str], functions: Functions, special: Mapping[str, int]) -> list[str]:
-    """Rules of an answer of any text and calls: a call follows each mark of a call."""
+    """The rules of an answer of text and calls, in which each opening mark begins a call."""
     opening = call[0]
     if opening in special:
         start = f"start: TEXT | TEXT call (BLANK call){{0,{MAX_CALLS - 1}}} BLANK"
@@ -164,14 +165,14 @@ def _speech(call: Sequence[str], functions: Functions, special: Mapping[str, int
 
 
 def _escaped(text: str) -> str:
-    """A text as a regular expression between slashes."""
+    """The text as a regular expression that may stand between slashes."""
     return re.sub(r"([\\/.^$|()\[\]{}*+?])", r"\\\1", text)
 
 
 def _arguments(
     notation: str, schema: Mapping[str, Any], special: Mapping[str, int], rule: str
 ) -> list[str]:
-    """Rules of the arguments of a function."""
+    """The rules of a function's arguments, in the style's notation. `rule`: the name of theirs."""
     if notation == "json":
         return [f"{rule}: %json {json.dumps({**narrowed(schema), 'x-guidance': _JSON})}"]
     if notation in GEMMA_QUOTES:
@@ -192,7 +193,7 @@ def _arguments(
 def _value_rules(
     rule: str, schema: Any, root: Mapping[str, Any], closing: str, special: Mapping[str, int]
 ) -> list[str]:
-    """Rules of a value with the tag that closes it: text where the schema allows a string."""
+    """The rules of a value and its closing tag: text if the schema allows a string, else JSON."""
     end = _marked(closing, special)
     choices = schema.get("enum") if isinstance(schema, Mapping) else None
     if choices is None and isinstance(schema, Mapping) and "const" in schema:
@@ -208,15 +209,15 @@ def _value_rules(
 
 
 def _json(schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
-    """JSON of a part of the schema `root`, which has the definitions."""
+    """A Lark term for JSON of `schema`, a part of `root`, which has the definitions."""
     definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
     options = {**narrowed(schema), **narrowed(definitions), "x-guidance": _JSON}
     return f"%json {json.dumps(options)}"
 
 
 def _text_expression(schema: Any) -> str | None:
-    """The regular expression of a text by the keywords of its schema; None: any text. Raises
-    InvalidRequest for keywords that cannot be held so."""
+    """The regular expression for a text by its schema; None: any text. Raises InvalidRequest for
+    keywords that cannot be expressed."""
     if not isinstance(schema, Mapping):
         return None
     unknown = sorted(set(schema).difference(_TEXT_KEYWORDS))
@@ -236,14 +237,14 @@ def _text_expression(schema: Any) -> str | None:
 
 
 def _text_rules(rule: str, closing: str, special: Mapping[str, int]) -> list[str]:
-    """Rules of any text up to what closes it."""
+    """The rule of any text up to `closing`."""
     if any(mark in closing for mark in special):
         return [f"{rule}: /(?s:.*)/ {_marked(closing, special)}"]
     return [f"{rule}[suffix={json.dumps(closing)}]: /(?s:.*)/"]
 
 
 def _marked(text: str, special: Mapping[str, int]) -> str:
-    """A text as a sequence in which the marks that are special tokens are tokens."""
+    """A Lark sequence for a text, in which special tokens are written as tokens."""
     pieces = [text]
     for mark in special:
         pieces = [
@@ -257,8 +258,8 @@ def _marked(text: str, special: Mapping[str, int]) -> str:
 
 
 def _list_rules(rule: str, items: Sequence[tuple[str, bool]], comma: str) -> list[str]:
-    """Rules of items in their order with commas between them, each with whether it must be there;
-    the whole list is the rule with "s0" at its end."""
+    """The rules of a list of items in this order, with commas between them. Each item is a term and
+    whether it is required. The rule of the whole list is `rule` + "s0"."""
     rules = []
     for index, (item, is_required) in enumerate(items):
         first, later = f"{rule}s{index + 1}", f"{rule}r{index + 1}"
@@ -270,7 +271,7 @@ def _list_rules(rule: str, items: Sequence[tuple[str, bool]], comma: str) -> lis
 
 
 def _pythonic_rules(root: Mapping[str, Any], rule: str) -> list[str]:
-    """Rules of keyword arguments, in the order of the schema."""
+    """The rules of Python keyword arguments in the order of the schema."""
     required = root.get("required", ())
     items, rules = [], []
     for index, (name, schema) in enumerate(root.get("properties", {}).items()):
@@ -285,12 +286,12 @@ def _pythonic_rules(root: Mapping[str, Any], rule: str) -> list[str]:
     return [*rules, *_list_rules(rule, items, ", "), f"{rule}: {rule}s0"]
 
 
-_PLAIN = r"[^'\\\n\r]"  # characters of a string in single quotes that need no escape
+_PLAIN = r"[^'\\\n\r]"  # a character that is not escaped in a string in single quotes
 _ANY_CHARACTER = rf"({_PLAIN}|\\[\\'nr])"
 
 
 def _pythonic_value(rule: str, schema: Any, root: Mapping[str, Any]) -> list[str]:
-    """Rules of an argument: a string in single quotes where the schema allows one."""
+    """The rules of an argument: a string in single quotes if the schema allows one."""
     if isinstance(schema, Mapping) and ("enum" in schema or "const" in schema):
         choices = schema["enum"] if "enum" in schema else [schema["const"]]
         return [f"{rule}: {' | '.join(json.dumps(as_pythonic(choice)) for choice in choices)}"]
@@ -300,7 +301,7 @@ def _pythonic_value(rule: str, schema: Any, root: Mapping[str, Any]) -> list[str
         name = rule.upper()
         if expression is None:
             text = f"{name}: /{_ANY_CHARACTER}*/"
-        elif "pattern" in schema:  # only characters that are written as they are
+        elif "pattern" in schema:  # only characters without an escape
             text = f"{name}: /{expression}/ & /{_PLAIN}*/"
         else:
             limits = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
@@ -314,7 +315,7 @@ def _pythonic_value(rule: str, schema: Any, root: Mapping[str, Any]) -> list[str
 
 
 class _GemmaRules:
-    """Rules of an object in Gemma's notation."""
+    """Makes the rules of an object in Gemma's notation."""
 
     def __init__(self, root: Mapping[str, Any], quote: str, special: Mapping[str, int]) -> None:
         self._root = root
@@ -327,7 +328,7 @@ class _GemmaRules:
         return self._rules
 
     def _object(self, rule: str, schema: Mapping[str, Any]) -> None:
-        """Members in the order of their names, as templates write them."""
+        """Add the rules of an object, whose members are sorted by name, as templates write them."""
         properties = sorted(schema.get("properties", {}).items())
         required = schema.get("required", ())
         pairs = []

@@ -1,4 +1,10 @@
-"""The styles in which models write tool calls: their parsers, marks and grammars' pieces."""
+"""STYLES: how each family of models writes tool calls: its parser, its marks, its grammar.
+
+The parsers are in `tool_parsers/`: `json_calls.py` (Hermes, Qwen, Llama 3, Mistral, Granite,
+DeepSeek, Kimi), `tagged_calls.py` (Qwen3-Coder, GLM, Gemma), `pythonic_calls.py` (LFM2) and
+`harmony.py` (gpt-oss). To add a style, add an entry here and its name to
+`server.config.TOOL_CALL_PARSERS`.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +33,18 @@ _KIMI_BEGIN, _KIMI_ARGUMENTS = json_calls.KIMI.opening, "<|tool_call_argument_be
 
 
 class ToolStyle(NamedTuple):
-    """make       the parser of one answer, for these functions
-    marks      texts that the parser reads
-    around     texts around all calls, which are not part of an answer
-    call, between, head, tail   pieces of a grammar: of a call, between two, around all; NAME,
-               JSON_NAME, ARGUMENTS and INDEX are replaced by a call's own
-    notation   of the arguments: "json", "function", "glm", "gemma4", "function-gemma" or "pythonic"
-    thought    opening and closing of reasoning before a call, where the style has its own
-    answer     what JSON of the client's own schema begins with
+    """How a family of models writes tool calls.
+
+    make      makes the parser of one answer, for the given functions
+    marks     the texts that the parser recognises
+    around    texts before and after all calls, which are removed from the answer
+    call      grammar of one call, as pieces; NAME, JSON_NAME, ARGUMENTS and INDEX are replaced
+    between   pieces between two calls
+    head      pieces before the first call
+    tail      pieces after the last call
+    notation  of the arguments: "json", "function", "glm", "gemma4", "function-gemma" or "pythonic"
+    thought   pieces that open and close reasoning, if the style has its own
+    answer    pieces before an answer in JSON of the client's schema
     """
 
     make: Callable[[Functions], ToolParser]
@@ -169,7 +179,7 @@ GEMMA_QUOTES = {
     "gemma4": tagged_calls.GEMMA4.quote,
     "function-gemma": tagged_calls.FUNCTION_GEMMA.quote,
 }
-# What shows a style in a chat template's text, the first that fits counts: all of the texts.
+# A chat template has a style if it contains all of the style's texts; the first such style counts.
 _SHOWN_BY: Sequence[tuple[str, tuple[str, ...]]] = (
     ("harmony", (harmony.CHANNEL, harmony.MESSAGE)),
     ("kimi", _AROUND_KIMI[:1]),
@@ -190,7 +200,7 @@ _SHOWN_BY: Sequence[tuple[str, tuple[str, ...]]] = (
 
 
 def shown_style(template: str) -> str:
-    """The style of the calls that a chat template renders; "generic" where it shows none."""
+    """The style of the calls in a chat template; "generic" if it has none of the known styles."""
     for style, texts in _SHOWN_BY:
         if all(text in template for text in texts):
             return style

@@ -1,4 +1,4 @@
-"""`BranchTable`: branches that clients hold by their ids, until their leases end."""
+"""`BranchTable`: the open branches of clients by id, until they are closed or their leases end."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ MAX_TOKENS = 16_777_216  # of all branches of one tenant: 64 MiB of token ids
 
 
 @dataclass(slots=True)
-class HeldBranch:
-    """A branch that a client holds.
+class OpenBranch:
+    """A branch that a client has opened and not closed.
 
-    name       in the table
-    parent_id  of the branch that it was forked from; None for a root
-    length     tokens that count against the tenant's bound
+    id         the client's name of it
+    name       its key in the table: the namespace and the id
+    parent_id  id of the branch that it was forked from; None for a root
+    created    Unix time in seconds
+    length     its tokens as they were last counted against the tenant's bound
     """
 
     id: str
@@ -34,24 +36,26 @@ class HeldBranch:
 
 
 class BranchTable:
-    """Branches by id, with the leases and the order of sessions. Owned by the event loop.
+    """Open branches by id, with leases like those of sessions. Owned by the event loop.
 
-    A tenant that opens more than `max_branches`, or more than MAX_TOKENS in all of them, closes its
-    own least recently used one, never another's.
+    When a tenant has more than `max_branches` open, or more than MAX_TOKENS in all of them, its own
+    least recently used branch is closed.
     """
 
     def __init__(self, lease_s: float, max_branches: int) -> None:
-        """`max_branches`: of each tenant; 0: there are none."""
+        """`lease_s`: seconds that a branch stays open after its last use. `max_branches`: per
+        tenant; 0: branches cannot be opened."""
         self._leases = SessionTable(lease_s, max_branches, self._release)
         self._max_branches = max_branches
-        self._held: dict[str, HeldBranch] = {}  # by name
+        self._open: dict[str, OpenBranch] = {}  # by name
         self._num_tokens: Counter[str] = Counter()  # by tenant
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._open)
 
-    def add(self, branches: Sequence[Branch], parent_id: str | None = None) -> list[HeldBranch]:
-        """Hold new branches. Raises ApiError."""
+    def add(self, branches: Sequence[Branch], parent_id: str | None = None) -> list[OpenBranch]:
+        """Open `branches` under new ids. Raises ApiError 400 if they are more than a tenant may
+        have open."""
         if len(branches) > self._max_branches:
             raise ApiError(
                 400,
@@ -61,56 +65,57 @@ class BranchTable:
             )
         return [self._add(branch, parent_id) for branch in branches]
 
-    def find(self, namespace: str, branch_id: str) -> HeldBranch:
-        """The branch; renews its lease. ApiError 404 where none of this id is held in the
-        namespace."""
-        held = self._held.get(self._leases.name(namespace, branch_id))
-        if held is None:
+    def find(self, namespace: str, branch_id: str) -> OpenBranch:
+        """The open branch with this id; renews its lease. Raises ApiError 404 if the namespace does
+        not have it."""
+        opened = self._open.get(self._leases.name(namespace, branch_id))
+        if opened is None:
             raise ApiError(404, "no such branch is open", param="branch_id")
         self._leases.use(namespace, branch_id)
-        return held
+        return opened
 
-    def note_length(self, held: HeldBranch) -> None:
-        """The branch was moved: count its tokens."""
-        if held.name not in self._held:  # closed meanwhile
+    def note_length(self, opened: OpenBranch) -> None:
+        """Count the tokens of a branch whose length has changed."""
+        if opened.name not in self._open:  # closed meanwhile
             return
-        tenant = tenant_of(held.branch.namespace)
-        self._num_tokens[tenant] += held.branch.length - held.length
-        held.length = held.branch.length
+        tenant = tenant_of(opened.branch.namespace)
+        self._num_tokens[tenant] += opened.branch.length - opened.length
+        opened.length = opened.branch.length
         while self._num_tokens[tenant] > MAX_TOKENS:
             oldest = self._leases.oldest(tenant)
-            if oldest in (None, held.name):
+            if oldest in (None, opened.name):
                 return
             self._leases.close_named(oldest)
 
     def close(self, namespace: str, branch_id: str) -> bool:
-        """Release it. False where it is not held."""
+        """Close a branch and release its K/V. Returns False if it is not open."""
         return self._leases.close(namespace, branch_id)
 
     def close_expired(self) -> None:
-        """O(expired ones)."""
+        """Close branches whose leases have ended. O(branches that are closed)."""
         self._leases.close_expired()
 
-    def begin(self, held: HeldBranch, generation: InFlight) -> None:
-        """An answer begins; the lease lasts at least as long as it."""
-        self._leases.begin(held.name, generation, supersedes=False)
+    def begin(self, opened: OpenBranch, generation: InFlight) -> None:
+        """A request of the branch starts: its lease does not end before `finish`."""
+        self._leases.begin(opened.name, generation, supersedes=False)
 
-    def finish(self, held: HeldBranch, generation: InFlight) -> None:
-        self._leases.finish(held.name, generation)
-        self.note_length(held)
+    def finish(self, opened: OpenBranch, generation: InFlight) -> None:
+        """A request of the branch has ended."""
+        self._leases.finish(opened.name, generation)
+        self.note_length(opened)
 
-    def _add(self, branch: Branch, parent_id: str | None) -> HeldBranch:
+    def _add(self, branch: Branch, parent_id: str | None) -> OpenBranch:
         branch_id = f"branch_{uuid.uuid4().hex}"
         name = self._leases.name(branch.namespace, branch_id)
-        held = self._held[name] = HeldBranch(branch_id, name, branch, parent_id)
+        opened = self._open[name] = OpenBranch(branch_id, name, branch, parent_id)
         self._leases.use(branch.namespace, branch_id)
-        self.note_length(held)
-        return held
+        self.note_length(opened)
+        return opened
 
     def _release(self, name: str) -> None:
-        held = self._held.pop(name)
-        tenant = tenant_of(held.branch.namespace)
-        self._num_tokens[tenant] -= held.length
+        opened = self._open.pop(name)
+        tenant = tenant_of(opened.branch.namespace)
+        self._num_tokens[tenant] -= opened.length
         if not self._num_tokens[tenant]:
             del self._num_tokens[tenant]
-        held.branch.release()
+        opened.branch.release()

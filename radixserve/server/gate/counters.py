@@ -1,4 +1,7 @@
-"""`ServerCounters`: the server's own counters for /metrics, and its histograms."""
+"""`ServerCounters`: what the server itself counts and times for /metrics.
+
+`routes/metrics.py` publishes them, and the counters of the engine.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Sequence
 
 from radixserve.output import Completion
 
+# Upper bounds of the buckets in seconds: for times of tokens, and for times of whole requests.
 FINE = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
         1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)  # fmt: skip
 COARSE = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0,
@@ -15,7 +19,7 @@ COARSE = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 3
 
 
 class Histogram:
-    """A histogram of seconds; adding costs a bisection. Owned by the event loop."""
+    """A histogram of times. Owned by the event loop."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
@@ -23,12 +27,13 @@ class Histogram:
         self.total_s = 0.0
 
     def add(self, seconds: float, count: int = 1) -> None:
-        """`count` times so many seconds."""
+        """Count the value `seconds`, `count` times. O(log(bounds))."""
         self._counts[bisect_left(self._bounds, seconds)] += count
         self.total_s += seconds * count
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, number of values up to it); the last bound is +Inf."""
+        """The cumulative buckets: (upper bound, number of values up to it). The last bound is
+        "+Inf"."""
         buckets: list[tuple[str, float]] = []
         total = 0
         for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
@@ -38,7 +43,7 @@ class Histogram:
 
 
 class ServerCounters:
-    """Owned by the event loop."""
+    """Counters and histograms of HTTP requests. Owned by the event loop."""
 
     def __init__(self) -> None:
         self.timings = {
@@ -48,14 +53,14 @@ class ServerCounters:
             "queue": Histogram(COARSE),
         }
         self.finished: Counter[str] = Counter()  # completions by finish_reason
-        self.rejected: Counter[str] = Counter()  # requests by the code of their error
-        self.statuses: Counter[str] = Counter()  # answers by status
-        self.hints: Counter[tuple[str, str]] = Counter()  # by verb and answer
+        self.rejected: Counter[str] = Counter()  # refused requests by the code of their error
+        self.statuses: Counter[str] = Counter()  # answers by HTTP status
+        self.hints: Counter[tuple[str, str]] = Counter()  # by (verb, answer)
         self.clients_gone = 0
         self.conversation_hits = 0
 
     def add(self, completions: Sequence[Completion]) -> None:
-        """Count ended completions."""
+        """Count completions that have ended, and their times."""
         for completion in completions:
             times, timings = completion.metrics, self.timings
             self.finished[completion.finish_reason] += 1

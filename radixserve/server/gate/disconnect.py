@@ -18,15 +18,18 @@ class ClientGone(Exception):
 
 
 class CancelOnDisconnect:
-    """While it is entered, a client that closes its connection, and `end`, cancel what the task
-    awaits: the block then raises ClientGone or the error given to `end`.
+    """A context manager around the work on one request, entered in the request's task.
+
+    When the client closes its connection, the block raises ClientGone. When `end` is called, the
+    block raises the given error. Both cancel what the task is awaiting. A client that stays
+    connected but stops reading is disconnected by the write timeout: `http_protocol.py`.
     """
 
     def __init__(self, server: AppState, request: Request) -> None:
         self.server = server
         self._request = request
         self.tenant = caller_of(request).tenant
-        self.num_requests = 0
+        self.num_requests = 0  # of the engine
         self._error: Exception | None = None
         self._task: asyncio.Task[Any] | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -50,22 +53,23 @@ class CancelOnDisconnect:
 
     @property
     def unsubmitted(self) -> Sequence[EngineRequest]:
-        """Requests not yet submitted to the engine."""
+        """Its engine requests that have not been submitted yet."""
         return ()
 
     @property
     def has_generated(self) -> bool:
-        """A token has been sampled."""
+        """Whether a token has been sampled."""
         return False
 
     def end(self, error: Exception) -> None:
-        """Have the block raise `error` soon."""
+        """Make the block raise `error` at its next await."""
         if self._task is not None and self._error is None:
             self._error = error
             self._task.cancel()
 
     def note_usage(self, num_requests: int, usage: Mapping[str, Any]) -> None:
-        """So many requests of the engine have ended, with this usage in all."""
+        """Count `num_requests` engine requests that have ended. `usage`: their sum, in OpenAI's
+        format."""
         self.server.limits.note_finished(num_requests, usage["prompt_tokens"])
         self.server.tenant_usage.add(caller_of(self._request).tenant, usage)
         note(self._request.scope, **usage)

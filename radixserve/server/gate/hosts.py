@@ -1,7 +1,8 @@
-"""Which `Host` and `Origin` a server without keys accepts, so that no web page can use it.
+"""`AllowedHosts`: the `Host` and `Origin` headers that a server without keys accepts.
 
-A page can point its own name at 127.0.0.1 (DNS rebinding): the browser then sends that name as
-Host. It cannot make the browser send an IP address as Host.
+The check keeps web pages from using the server. A page can point a name of its own at 127.0.0.1
+(DNS rebinding), but the browser then sends that name as Host. A page cannot make the browser send
+an IP address as Host.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class AllowedHosts:
         self._origins = frozenset(config.cors_origin)
 
     def check(self, headers: Mapping[str, str]) -> None:
-        """Raise ApiError 403 for the name of another host and for a web page of another origin."""
+        """Raise ApiError 403 if the Host header names another host, or if the Origin header names
+        a web page that may not use the server. `headers`: by lower-case name."""
         host = headers.get("host", "")
         name = _host_name(host)
         if host and name not in self._hosts and not (self._takes_addresses and _is_address(name)):

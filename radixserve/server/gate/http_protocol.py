@@ -1,5 +1,9 @@
-"""Limits of HTTP connections: size of a request's head and time for it, time for a client to read
-an answer, number of connections."""
+"""`BoundedHttpProtocol`: limits of HTTP connections.
+
+It bounds the size of a request's head and the time in which it arrives, the number of connections,
+and the time in which a client has to read its answer (the write timeout): a stream whose client
+stops reading ends in `_check_unsent`.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,15 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 * 1024  # of a request line and its headers
 HEAD_TIMEOUT_S = 20.0  # from the connection, or a request's first byte, to the end of its headers
-_SLICE_BYTES = 4 * 1024  # that are read at once: many small requests in it are known at a time
-LEAST_TAKEN_BYTES = 64 * 1024  # of an answer that waits, within the write timeout
+_SLICE_BYTES = 4 * 1024  # parsed at a time, which bounds how many small requests it contains
+# A client must take this much of an answer that waits to be sent, within each write timeout.
+LEAST_TAKEN_BYTES = 64 * 1024
 
 _TOO_LARGE = f"the request line and headers are larger than {MAX_HEAD_BYTES} bytes"
 
 
 class ConnectionCounts:
-    """Open connections, in all and by the address of their client. Owned by the event loop."""
+    """Counts open connections, in total and by client address. Owned by the event loop."""
 
     def __init__(self, max_connections: int, max_per_address: int) -> None:
         self._max_connections = max_connections
@@ -26,7 +31,7 @@ class ConnectionCounts:
         self._by_address: Counter[str] = Counter()
 
     def add(self, address: str) -> bool:
-        """Count a connection. False where there are too many: it is counted all the same."""
+        """Count a connection, until `remove`. Returns False if there are too many now."""
         self._by_address[address] += 1
         return (
             self._by_address.total() <= self._max_connections
@@ -40,9 +45,10 @@ class ConnectionCounts:
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol over httptools, which itself takes heads of any size, for any time."""
+    """uvicorn's HTTP protocol with bounds; uvicorn itself accepts a head of any size and waits for
+    it, and for the client to read, without a limit. One instance per connection."""
 
-    counts: ConnectionCounts  # these two are set by `bounded_protocol`
+    counts: ConnectionCounts  # set by `bounded_protocol`, as is the next one
     write_timeout_s: float
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -51,14 +57,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._reads_head = True  # between requests, and while a head arrives
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
-        self._unread = b""  # behind requests that wait for the answer to an earlier one
-        self._write_timer: asyncio.TimerHandle | None = None  # also where nothing waits any more
-        self._unsent_since: float | None = None  # by the loop's clock; None: nothing waits
-        self._num_unsent = 0  # bytes that waited then
+        self._unparsed = b""  # received while an earlier request of the connection is answered
+        self._write_timer: asyncio.TimerHandle | None = None  # may outlast the unsent bytes
+        self._unsent_since: float | None = None  # by the loop's clock; None: all bytes are sent
+        self._num_unsent = 0  # unsent bytes at that time
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # All that the system does not take pauses the answer: at most one piece of it waits here.
+        # The answer is paused as soon as the socket is full: at most one piece of it waits here.
         transport.set_write_buffer_limits(high=0)
         self._address = self.client[0] if self.client else ""
         if self.counts.add(self._address):
@@ -85,23 +91,24 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unsent_since = None
 
     def data_received(self, data: bytes) -> None:
-        if self._unread:
-            self._unread += data
+        if self._unparsed:
+            self._unparsed += data
         else:
-            self._read(data)
+            self._parse(data)
 
-    def _read(self, data: bytes) -> None:
-        """A slice at a time: a piece of 256 KB may hold 14,000 requests, each of which takes a
-        hundred times its size once it is known."""
+    def _parse(self, data: bytes) -> None:
+        """Parse received bytes in slices, until a request of them has to wait for the answer to an
+        earlier one. The 256 KB that asyncio may deliver at once can contain 14,000 requests, each
+        of which takes a hundred times its size once it is parsed."""
         for start in range(0, len(data), _SLICE_BYTES):
             if self.transport.is_closing():
                 return
             if self.pipeline:
-                self._unread = data[start:]
+                self._unparsed = data[start:]
                 return
-            self._read_slice(data[start : start + _SLICE_BYTES])
+            self._parse_slice(data[start : start + _SLICE_BYTES])
 
-    def _read_slice(self, data: bytes) -> None:
+    def _parse_slice(self, data: bytes) -> None:
         if self._reads_head:
             self._head_bytes += len(data)
             if self._head_timer is None:
@@ -112,15 +119,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._unread and not self.transport.is_closing():
+        if self._unparsed and not self.transport.is_closing():
             self.flow.pause_reading()
             if not self.pipeline:
-                self.loop.call_soon(self._read_rest)
+                self.loop.call_soon(self._parse_rest)
 
-    def _read_rest(self) -> None:
-        data, self._unread = self._unread, b""
-        self._read(data)
-        if not self._unread and not self.pipeline and not self.transport.is_closing():
+    def _parse_rest(self) -> None:
+        data, self._unparsed = self._unparsed, b""
+        self._parse(data)
+        if not self._unparsed and not self.pipeline and not self.transport.is_closing():
             self.flow.resume_reading()
 
     def on_message_begin(self) -> None:
@@ -165,24 +172,26 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_unsent = self.transport.get_write_buffer_size()
 
     def _check_unsent(self) -> None:
-        """Cut the connection of a client that does not read. O(1), once a write timeout at most."""
+        """Close the connection of a client that took less than LEAST_TAKEN_BYTES of its answer
+        within the write timeout; its request is then aborted as after any disconnect. O(1), at most
+        once per write timeout."""
         self._write_timer = None
         if self._unsent_since is None:
             return
         left_s = self._unsent_since + self.write_timeout_s - self.loop.time()
         if left_s <= 0:
             if self.transport.get_write_buffer_size() > self._num_unsent - LEAST_TAKEN_BYTES:
-                self.transport.abort()  # what generates the answer sees its client leave
+                self.transport.abort()  # `CancelOnDisconnect` then ends the generation
                 return
             self._note_unsent()
             left_s = self.write_timeout_s
         self._write_timer = self.loop.call_later(left_s, self._check_unsent)
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer and close: no route sees the request."""
+        """Send an error and close the connection. The request does not reach any route."""
         self._stop_head_timer()
         if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.close()  # the answer to an earlier request is on its way
+            self.transport.close()  # the answer to an earlier request is being sent
             return
         body = f'{{"error":{{"message":"{message}","type":"invalid_request_error"}}}}'.encode()
         self.transport.write(
@@ -196,6 +205,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 def bounded_protocol(counts: ConnectionCounts, write_timeout_s: float) -> type[BoundedHttpProtocol]:
-    """The protocol class for uvicorn, which makes an instance for each connection."""
+    """The protocol class for uvicorn's option `http`. `write_timeout_s`: see `_check_unsent`."""
     shared = {"counts": counts, "write_timeout_s": write_timeout_s}
     return type("_Protocol", (BoundedHttpProtocol,), shared)

@@ -1,7 +1,7 @@
-"""The JSON body of a request: parsed once, large ones in a process of their own.
+"""The JSON body of a request: it is parsed once, a large one in a child process.
 
-Python's JSON parser holds the interpreter for as long as it runs, also in a thread: a body of
-megabytes would stop every stream.
+Python's JSON parser keeps the GIL while it runs, even in another thread: a body of several
+megabytes would stall every stream.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from radixserve.server.wire.errors import ApiError
 from radixserve_kernels.freed_memory import return_freed_memory
 
 _INLINE_BYTES = 32 * 1024  # the largest body that the event loop parses itself
-_LARGE_BODY = 32 * 1024  # bytes
-_PIPE_BYTES = 1 << 20  # that are read ahead
-_BODIES_A_PROCESS = 64  # then a new one takes over, and its memory is given back
-_RETURN_EVERY = 128 * 1024 * 1024  # bytes of large bodies
-_RETURN_AFTER_S = 1.0  # without a large body
-# Large blocks go back to the system at once; 1 arena: the process has one thread.
+_LARGE_BODY = 32 * 1024  # bytes; larger bodies are validated and translated in threads
+_PIPE_BYTES = 1 << 20  # buffered at most between the two processes
+_BODIES_PER_PROCESS = 64  # then a new process is started, so that the system gets the memory back
+_RETURN_EVERY = 128 * 1024 * 1024  # bytes of large bodies between two returns of freed memory
+_RETURN_AFTER_S = 1.0  # without a large body, after which freed memory is returned, too
+# The child returns large blocks to the system at once; it has one thread and needs one arena.
 _MALLOC = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "131072",
@@ -39,19 +39,21 @@ _MALLOC = {
 
 
 class JsonParser:
-    """Owned by the event loop. `close` ends the process of large bodies."""
+    """Parses small bodies in the event loop and large ones in a child process, which is started on
+    demand. Owned by the event loop."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
-        self._num_parsed = 0  # by this process
+        self._num_parsed = 0  # bodies, by the current process
         self._lock = asyncio.Lock()
         self._turns: dict[str, _Turn] = {}  # by tenant
 
     async def parse(self, parts: list[bytes | bytearray], tenant: str) -> Any:
-        """The value of a JSON text in parts, which are taken out of their list. Long lists of token
-        ids are of the type array("q"). Raises ApiError 400.
+        """The value of the JSON text in `parts`, which is emptied. Long lists of token ids become
+        array("q"). Raises ApiError: 400 for wrong JSON, 503 if the child process ended.
 
-        Large bodies of a tenant wait for each other, so that others' wait for one of them only.
+        A tenant's large bodies wait for each other, so that another tenant's body waits for at
+        most one of them.
         """
         if sum(map(len, parts)) <= _INLINE_BYTES:
             body = b"".join(parts)
@@ -74,14 +76,16 @@ class JsonParser:
         return value
 
     def close(self) -> None:
+        """Kill the child process. The next large body starts a new one."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
         self._process = None
 
     async def _parse_large(self, parts: list[bytes | bytearray]) -> tuple[str | None, Any]:
+        """(error message or None, value), from the child process. Raises ApiError 503."""
         is_whole = False
         try:
-            process = await self._running()
+            process = await self._running_process()
             assert process.stdin is not None
             assert process.stdout is not None
             process.stdin.write(sum(map(len, parts)).to_bytes(8, "little"))
@@ -102,13 +106,13 @@ class JsonParser:
             message = "the body could not be parsed; try again"
             raise ApiError(503, message, headers={"retry-after": "1"}) from None
         finally:
-            if not is_whole or self._num_parsed >= _BODIES_A_PROCESS:
-                self.close()  # also where the client left: half an answer may be on its way
+            if not is_whole or self._num_parsed >= _BODIES_PER_PROCESS:
+                self.close()  # after a cancellation, too: the pipe may contain half an answer
         problem, value = pickle.load(answer)
         return problem, value
 
-    async def _running(self) -> asyncio.subprocess.Process:
-        """The process, started where none runs."""
+    async def _running_process(self) -> asyncio.subprocess.Process:
+        """The child process, which is started if it is not running."""
         if self._process is None or self._process.returncode is not None:
             self._num_parsed = 0
             self._process = await asyncio.create_subprocess_exec(
@@ -125,15 +129,15 @@ class JsonParser:
 
 
 class _Turn:
-    """A tenant's turn to parse large bodies."""
+    """The lock under which a tenant's large bodies are parsed one after another."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
-        self.num_waiting = 0
+        self.num_waiting = 0  # bodies, the one that is being parsed included
 
 
 class _Pieces:
-    """A file for `pickle.load` that lets go of what has been read."""
+    """A file object for `pickle.load` that frees what has been read."""
 
     def __init__(self) -> None:
         self._pieces: deque[memoryview] = deque()
@@ -152,23 +156,24 @@ class _Pieces:
         return data.getvalue()
 
     def readline(self) -> bytes:
-        raise pickle.UnpicklingError("no binary pickle has lines")
+        raise pickle.UnpicklingError("a binary pickle does not have lines")
 
 
 class FreedMemory:
-    """Returns to the system what large bodies took: while they come, and when none came for a
-    second. Owned by the event loop.
+    """Returns the memory of large bodies to the operating system: after every _RETURN_EVERY bytes
+    of them, and when none has come for _RETURN_AFTER_S. Owned by the event loop.
 
-    The allocator keeps freed memory for the engine's steps, for each thread by itself.
+    The allocator keeps freed memory, separately for each thread, so that the engine's steps get it
+    again quickly. What large bodies freed would otherwise stay there.
     """
 
     def __init__(self) -> None:
-        self._num_bytes = 0  # of large bodies since the last return
+        self._num_bytes = 0  # of large bodies since memory was last returned
         self._returning: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, num_bytes: int) -> None:
-        """A request with a body of so many bytes has ended."""
+        """Count a request that has ended and had a body of `num_bytes`."""
         if num_bytes <= _LARGE_BODY:
             return
         self._num_bytes += num_bytes
@@ -185,7 +190,8 @@ class FreedMemory:
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is what the middleware has parsed. Large ones are checked in a thread."""
+    """A route that takes its body from `RequestMiddleware`, which has parsed it. Large bodies are
+    validated in a thread."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -198,7 +204,7 @@ class JsonRoute(APIRoute):
                 )
                 if errors:
                     raise RequestValidationError(errors)
-                request.scope["radixserve.json"] = value  # what is checked passes again at once
+                request.scope["radixserve.json"] = value  # a model: validating it again is cheap
             return await handle(_ParsedRequest(request.scope, request.receive))
 
         return handle_parsed
@@ -210,6 +216,6 @@ class _ParsedRequest(Request):
 
 
 def has_large_body(request: Request) -> bool:
-    """Whether its body is so large that all work on it belongs into another thread."""
+    """Whether a request's body is so large that work on it must not run in the event loop."""
     num_bytes: int = request.scope.get("radixserve.body_bytes", 0)
     return num_bytes > _LARGE_BODY

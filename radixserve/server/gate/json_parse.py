@@ -1,7 +1,7 @@
-"""JSON bodies as Python values, within bounds on depth, size, number of values and memory.
+"""Parses JSON bodies within bounds on their depth, size, number of values and memory.
 
-Large bodies are parsed in a process that runs this file as its program: it imports the standard
-library and pydantic_core only.
+Large bodies are parsed in a child process that runs this file as its program (`serve`), so the file
+imports the standard library and pydantic_core only.
 """
 
 from __future__ import annotations
@@ -16,45 +16,44 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, BinaryIO, NamedTuple
 
-MAX_IDS = 1_200_000  # numbers in long lists of integers, more than max_queued_tokens by default
+MAX_IDS = 1_200_000  # numbers in long lists of integers; max_queued_tokens is less by default
 MAX_VALUES = 131_072  # other values of a body
 MAX_CONTAINERS = 65_536  # objects and lists of a body
 MAX_MEMBERS = 4_096  # members of an object
-MAX_ITEMS = 16_384  # items of a list that is not of token ids
-MAX_TEXT_BYTES = 4 << 20  # of a string, as it is written
-# Of a body: twice checks.MAX_NESTING, which bounds the values in it; of large ones 200, which is
-# pydantic's own bound.
+MAX_ITEMS = 16_384  # items of a list that does not contain token ids
+MAX_TEXT_BYTES = 4 << 20  # of a string with its escapes
+# Levels of objects and lists: twice checks.MAX_NESTING, which bounds the values in a body. A large
+# body has at most 200, which is pydantic's own bound.
 MAX_DEPTH = 256
-# Maps from token ids to numbers have a member a token; they are checked where they are read.
+# Maps from token ids to numbers: they may have more members; their readers check them.
 _MAPS = frozenset({"logit_bias"})
-# Where texts are given as token ids, or many of a vocabulary: these lists may be longer than
-# others, and are arrays then.
+# Places of lists of token ids, which may be longer than other lists and then become arrays.
 TOKEN_IDS = frozenset({
     ".prompt", ".prompt[]", ".text", ".text[]", ".input_ids", ".input_ids[]", ".candidates",
     ".candidates[]", ".hints[].prompt", ".hints[].prompt[]", ".tokens", ".allowed_token_ids",
     ".opened", ".path",
 })  # fmt: skip
-_SMALL = 16 * 1024  # bytes; less cannot be beyond a bound but that of depth
-_MARKS = re.compile(rb'[",\[{]')  # a string, or what begins or separates values
+_SMALL = 16 * 1024  # bytes; a smaller text can exceed only the bound of depth
+_MARKS = re.compile(rb'[",\[{]')  # begins a string, list or object, or separates values
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _INTEGERS = re.compile(rb"\[[-\d \t\n\r,]{256,}+\]")
 _LEADING_ZERO = re.compile(rb"(?<!\d)0\d")
-_LONGEST_PATH = 64  # characters that are kept of one
-_PIECE = 64 * 1024  # bytes of a long list that are read at once
+_MAX_PATH = 64  # characters of a path, after which it is cut
+_PIECE = 64 * 1024  # bytes of a long list that are parsed at a time
 
 
 class BodyError(Exception):
-    """The body is not JSON, or is beyond a bound. Its argument is the message."""
+    """The body is not JSON or exceeds a bound. The argument is the message for the client."""
 
 
 def parse(body: bytes) -> Any:
-    """The value of a small JSON text, made of Python's own types. Raises BodyError."""
+    """The value of a small JSON text, as `json.loads` returns it. Raises BodyError."""
     if len(body) > _SMALL:
         _scan(body, finds_ids=False)
     try:
         value = json.loads(body.decode())
     except UnicodeDecodeError as error:
-        raise BodyError(f"the body is not valid JSON: byte {error.start} is no UTF-8") from None
+        raise BodyError(f"the body is not valid JSON: byte {error.start} is not UTF-8") from None
     except RecursionError:
         raise BodyError("the body is nested too deeply") from None
     except ValueError as error:  # a JSONDecodeError, or a number of more than 4,300 digits
@@ -65,10 +64,11 @@ def parse(body: bytes) -> Any:
 
 
 def parse_large(body: bytearray) -> Any:
-    """The same, where lists of token ids are of the type array("q"). Clears `body`.
+    """The value of a large JSON text; long lists of token ids become array("q"). Clears `body`.
+    Raises BodyError.
 
-    Never takes more than three times the body's size and 32 MB: the text is not decoded as a whole,
-    ids take 8 bytes each, and all else is counted before it is made.
+    Takes at most three times the body's size and 32 MB: the text is not decoded as a whole, token
+    ids take 8 bytes each, and other values are counted before they are made.
     """
     from pydantic_core import from_json
 
@@ -87,17 +87,18 @@ def parse_large(body: bytearray) -> Any:
 
 
 def _reason(message: str) -> str:
+    """The message for the client of one of pydantic's errors."""
     if message.startswith("recursion limit"):
         return "the body is nested too deeply"
     if message.startswith("number out of range"):
         return "the body is not valid JSON: a number has too many digits"
     if message.startswith("invalid unicode"):
-        message = f"no UTF-8: {message}"
+        message = f"not UTF-8: {message}"
     return f"the body is not valid JSON: {message}"
 
 
 class _Ids(NamedTuple):
-    """A long list of integers: where it begins and ends in a body, and what it holds."""
+    """A long list of integers, which stands at `body[start:end]`."""
 
     start: int
     end: int
@@ -105,8 +106,11 @@ class _Ids(NamedTuple):
 
 
 def _scan(body: bytes | bytearray, *, finds_ids: bool) -> list[_Ids]:
-    """The long lists of integers. Raises BodyError where the text has too many values or too long
-    ones, before any of them is made. O(len(body)): slow per value, not per byte."""
+    """The long lists of integers in a JSON text; [] unless `finds_ids`.
+
+    Raises BodyError if the text has too many values or too long ones, before any of them is made.
+    O(len(body)); the cost is per value rather than per byte.
+    """
     ids: list[_Ids] = []
     num_values = num_ids = num_containers = num_strings = position = 0
     while mark := _MARKS.search(body, position):
@@ -114,7 +118,7 @@ def _scan(body: bytes | bytearray, *, finds_ids: bool) -> list[_Ids]:
         if mark[0] == b'"':
             string = _STRING.match(body, start)
             if string is None:
-                break  # no JSON: what reads it says so
+                break  # not JSON: the parser will report it
             position = string.end()
             num_strings += 1
             if position - start > MAX_TEXT_BYTES:
@@ -124,8 +128,8 @@ def _scan(body: bytes | bytearray, *, finds_ids: bool) -> list[_Ids]:
         else:
             num_containers += 1
             integers = _INTEGERS.match(body, start) if finds_ids and mark[0] == b"[" else None
-            most = MAX_IDS - num_ids
-            numbers = _read_integers(body, start, integers.end(), most) if integers else None
+            max_ids = MAX_IDS - num_ids
+            numbers = _read_integers(body, start, integers.end(), max_ids) if integers else None
             if integers is not None and numbers is not None:
                 position = integers.end()
                 num_ids += len(numbers)
@@ -137,9 +141,11 @@ def _scan(body: bytes | bytearray, *, finds_ids: bool) -> list[_Ids]:
     return ids
 
 
-def _read_integers(body: bytes | bytearray, start: int, end: int, most: int) -> array[int] | None:
-    """The integers of a list in `body[start:end]`; None where it is no JSON or has one of more than
-    64 bits. BodyError where there are more than `most`."""
+def _read_integers(
+    body: bytes | bytearray, start: int, end: int, max_ids: int
+) -> array[int] | None:
+    """The integers of the list in `body[start:end]`; None if it is not JSON or one of them has more
+    than 64 bits. Raises BodyError for more than `max_ids`."""
     if _LEADING_ZERO.search(body, start, end):
         return None
     numbers = array("q")
@@ -151,14 +157,15 @@ def _read_integers(body: bytes | bytearray, start: int, end: int, most: int) -> 
             numbers.extend(map(int, body[position:stop].split(b",")))
         except (ValueError, OverflowError):
             return None
-        if len(numbers) > most:
+        if len(numbers) > max_ids:
             raise BodyError(f"the body has more than {MAX_IDS} token ids")
         position = stop + 1
     return numbers
 
 
 def _without_ids(body: bytearray, ids: list[_Ids], prefix: str) -> bytearray:
-    """The text with strings in place of its long lists. Clears `body`."""
+    """The JSON text with a string, `prefix` and its index, in place of each of the lists. Clears
+    `body`."""
     rest, position = bytearray(), 0
     for index, (start, end, _) in enumerate(ids):
         rest += body[position:start]
@@ -170,10 +177,11 @@ def _without_ids(body: bytearray, ids: list[_Ids], prefix: str) -> bytearray:
 
 
 def _check_shape(value: Any, prefix: str = "", arrays: Sequence[array[int]] = ()) -> Any:
-    """The value with its arrays in their places: as they are where token ids stand, elsewhere as
-    lists. Raises BodyError where a list or an object is too long, or lies too deep.
+    """Check the sizes and depths of all lists and objects in `value`. Returns it with `arrays` in
+    place of the strings that `_without_ids` put there; "" as `prefix`: there are none.
 
-    A string that begins with `prefix` stands for one of the arrays; "": there are none.
+    In the places of TOKEN_IDS the arrays stay arrays, elsewhere they become lists. Raises
+    BodyError.
     """
     root = [value]
     places = [_Place(root, 0, "", "the body")]
@@ -199,18 +207,19 @@ def _check_shape(value: Any, prefix: str = "", arrays: Sequence[array[int]] = ()
 
 
 class _Place(NamedTuple):
-    """A list or an object of a body, and where it is."""
+    """A list or an object of a body, and its place there."""
 
     container: Any
     depth: int
     path: str  # ".hints[].prompt"
-    name: str  # of the member that it is or belongs to, for errors
+    name: str  # of the member that it is, or is an item of; for error messages
 
     def below(self, key: Any, member: Any) -> _Place:
+        """The place of `member`, which `container` has at `key`."""
         if not self.depth:
             return _Place(member, 1, "", self.name)
         is_item = type(self.container) is list
-        path = "..." if len(self.path) > _LONGEST_PATH else self.path
+        path = "..." if len(self.path) > _MAX_PATH else self.path
         path += "[]" if is_item else f".{key[:64]}"
         return _Place(member, self.depth + 1, path, self.name if is_item else key[:64])
 
@@ -229,7 +238,8 @@ def _check_size(place: _Place) -> None:
 
 
 class _Frames:
-    """A file for `pickle.dump`: frames of a length in 8 bytes, little-endian, and so many bytes."""
+    """A file object for `pickle.dump` that writes frames: a length of 8 bytes, little-endian, and
+    that many bytes."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -242,10 +252,10 @@ class _Frames:
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Parse bodies until `requests` ends.
+    """The child process's loop: parse bodies until `requests` ends.
 
-    A request is a length of 8 bytes, little-endian, and so many bytes; an answer is the pickle of
-    (error or None, value) in such frames, then an empty one.
+    A request is a frame: a length of 8 bytes, little-endian, and that many bytes of JSON. An answer
+    is the pickle of (error message or None, value) in such frames, then an empty frame.
     """
     while length := requests.read(8):
         body = bytearray(int.from_bytes(length, "little"))
@@ -268,5 +278,5 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    os.nice(1)  # streams of tokens come first
+    os.nice(1)  # the server's process, which streams tokens, goes first
     serve(sys.stdin.buffer, sys.stdout.buffer)

@@ -1,4 +1,8 @@
-"""Checks of every request: host, origin, key, shutdown, content type, body; its id and log line."""
+"""`RequestMiddleware`: what happens to every request before its route is called.
+
+It checks the host, origin and API key, refuses requests during shutdown, reads and parses the body,
+gives the request its id, and writes its log line.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +25,22 @@ from radixserve.server.gate.tenant_threads import tenant_of_task
 from radixserve.server.wire.errors import ApiError, anthropic_error_response, is_anthropic
 
 _BODY_TIMEOUT_S = 60.0
-_DISCARD_S = 1.0
+_DISCARD_S = 1.0  # how long the rest of a body that is too large is read
 _PART_BYTES = 64 * 1024
-_BODIES_AT_ONCE = 8  # of the largest size: the memory of all bodies that are being read or parsed
+_MAX_BODIES = 8  # memory for all bodies that are being read or parsed, in units of max_body
 
 
 class RequestMiddleware:
-    """ASGI middleware. The body is read and parsed here, whole, before a route sees it."""
+    """ASGI middleware that checks each request, and reads and parses its whole body, before its
+    route is called. An ApiError of a check becomes the response."""
 
     def __init__(self, app: ASGIApp, server: AppState, public_paths: frozenset[str]) -> None:
-        """public_paths: that need no key."""
+        """`public_paths`: the paths that may be requested without an API key."""
         self._app = app
         self._public_paths = public_paths
         self._server = server
         self._hosts = AllowedHosts(server.config)
-        self._body_bytes: Counter[str] = Counter()  # by tenant, of what is read or parsed now
+        self._body_bytes: Counter[str] = Counter()  # by tenant: bytes being read or parsed now
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -59,7 +64,7 @@ class RequestMiddleware:
         try:
             receive = await self._admit(scope, receive)
             if scope["method"] == "HEAD" and scope["path"] in self._public_paths:
-                scope = {**scope, "method": "GET"}  # the connection leaves the body out
+                scope = {**scope, "method": "GET"}  # uvicorn does not send the body
             await self._app(scope, receive, send_with_id)
         except ApiError as error:
             self._server.counters.rejected[error.code or str(error.status)] += 1
@@ -71,7 +76,8 @@ class RequestMiddleware:
                 log_request(scope, status, time.perf_counter() - started)
 
     async def _admit(self, scope: Scope, receive: Receive) -> Receive:
-        """Raise ApiError, or return where the route reads its body from."""
+        """Check host, origin, API key and shutdown, then read the body. Returns the `receive` of
+        the route. Raises ApiError."""
         headers = _headers(scope)
         if not self._server.tenants:
             self._hosts.check(headers)
@@ -88,7 +94,8 @@ class RequestMiddleware:
         return _replay(b"{}" if has_body else b"", receive)
 
     async def _read_body(self, scope: Scope, headers: dict[str, str], receive: Receive) -> bool:
-        """Put the body's value into the scope. False without a body; raises ApiError."""
+        """Parse the JSON body into `scope["radixserve.json"]`. Returns False for an empty body.
+        Raises ApiError."""
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         limit = self._server.config.max_body
         assert isinstance(limit, int)
@@ -104,7 +111,8 @@ class RequestMiddleware:
             except TimeoutError:
                 message = f"the body did not come within {_BODY_TIMEOUT_S:g} s"
                 raise ApiError(408, message, headers={"connection": "close"}) from None
-            if kind != "application/json":  # also without a body: web pages cannot send this type
+            # An empty body needs the type, too: web pages of other origins cannot send it.
+            if kind != "application/json":
                 raise ApiError(415, f"the content type must be application/json, got {shown(kind)}")
             if not body.size:
                 return False
@@ -119,12 +127,12 @@ class RequestMiddleware:
     async def _read_parts(
         self, body: _BodyParts, receive: Receive, limit: int, tenant: str
     ) -> None:
-        """Collect the body; each part counts against the memory of all bodies."""
+        """Read the body's parts into `body`, while there is memory for them. Raises ApiError."""
         more_body = True
         while more_body:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise ApiError(400, "the client left")
+                raise ApiError(400, "the client disconnected")
             part, more_body = message.get("body", b""), message.get("more_body", False)
             if body.size + len(part) > limit:
                 if more_body:
@@ -138,19 +146,21 @@ class RequestMiddleware:
             self._body_bytes[tenant] += len(part)
 
     def _has_room(self, num_bytes: int, limit: int, tenant: str) -> bool:
-        """Half of the memory for bodies is beyond the reach of any one tenant."""
-        most = _BODIES_AT_ONCE * limit
-        if self._server.tenants and self._body_bytes[tenant] + num_bytes > most // 2:
+        """Whether `num_bytes` more fit into the memory for bodies. A single tenant gets at most
+        half of that memory. `limit`: bytes of the largest body."""
+        max_bytes = _MAX_BODIES * limit
+        if self._server.tenants and self._body_bytes[tenant] + num_bytes > max_bytes // 2:
             return False
-        return self._body_bytes.total() + num_bytes <= most
+        return self._body_bytes.total() + num_bytes <= max_bytes
 
 
 class _BodyParts:
-    """A body as it came; small parts are joined, so that many take no more memory than few."""
+    """The parts of a body in order of arrival. Small parts are joined, so that many small ones do
+    not take more memory than a few large ones."""
 
     def __init__(self) -> None:
         self.parts: list[bytes | bytearray] = []
-        self.size = 0  # bytes of all that was added
+        self.size = 0  # bytes of all added parts, also after `parts` was emptied
 
     def add(self, part: bytes) -> None:
         self.size += len(part)
@@ -162,25 +172,26 @@ class _BodyParts:
 
 
 def error_response(error: ApiError, scope: MutableMapping[str, Any]) -> Response:
-    """In the shape of the protocol that the route belongs to."""
+    """The error as a response, in the format of the protocol that the path belongs to."""
     if is_anthropic(scope["path"]):
         return anthropic_error_response(error, scope["radixserve.request_id"])
     return error.response()
 
 
-async def _discard(receive: Receive, most: int) -> None:
-    """Read the rest for a moment: a client that still sends would get a reset, not the answer."""
+async def _discard(receive: Receive, max_bytes: int) -> None:
+    """Read and drop the rest of a body, at most `max_bytes`, for at most _DISCARD_S seconds. A
+    client that is still sending would otherwise get a connection reset instead of the answer."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DISCARD_S):
-            while most > 0:
+            while max_bytes > 0:
                 message = await receive()
-                most -= len(message.get("body", b""))
+                max_bytes -= len(message.get("body", b""))
                 if not message.get("more_body"):
                     return
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that returns the body again, then the messages after it."""
+    """Returns a `receive` that returns `body` first, then what the given `receive` returns."""
     is_read = False
 
     async def replay() -> Message:

@@ -1,4 +1,5 @@
-"""`PromptRecords`: each tenant's earlier requests, with which later ones are compared."""
+"""`PromptRecords`: each tenant's earlier prompts, with which later ones are compared to diagnose
+cache misses."""
 
 from __future__ import annotations
 
@@ -16,12 +17,13 @@ _MAX_TOKENS = 4_000_000  # of a tenant's prompts and answers; four bytes each
 
 @dataclass(frozen=True, slots=True)
 class PromptParts:
-    """Hashes of what a prompt was made of, so that two can be told apart by their parts.
+    """Hashes of the parts that a prompt was rendered from, to find the part in which two prompts
+    differ.
 
     tools      of all tools
-    system     of the system messages that it begins with
+    system     of the system messages at its beginning
     verbosity  of the template's variable of that name
-    variables  of the template's other variables, such as effort and thinking
+    variables  of the template's other variables, to which effort and thinking are mapped
     messages   of each other message
     """
 
@@ -38,7 +40,7 @@ class PromptParts:
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any] | None,
     ) -> PromptParts:
-        """O(all of it)."""
+        """The parts of a prompt. O(length of the tools and messages)."""
         hashes = [hash(repr(message)) for message in messages]
         roles = [message["role"] for message in messages]
         num_system = next(
@@ -56,23 +58,26 @@ class PromptParts:
         )
 
     def changed_since(self, previous: PromptParts) -> str:
-        """The first part that differs, in the order in which templates render them; "messages" also
-        where these merely continue in another way."""
+        """The first part that differs from that of `previous`, in the order in which templates
+        render them: "tools", "system", "reasoning" or "verbosity" (variables), or "messages".
+
+        It is "messages" also if nothing but the new messages at the end differs.
+        """
         if self.tools != previous.tools:
             return "tools"
         if self.system != previous.system:
             return "system"
-        goes_on = self.messages[: len(previous.messages)] == previous.messages
-        if goes_on and self.variables != previous.variables:
+        continues = self.messages[: len(previous.messages)] == previous.messages
+        if continues and self.variables != previous.variables:
             return "reasoning"
-        if goes_on and self.verbosity != previous.verbosity:
+        if continues and self.verbosity != previous.verbosity:
             return "verbosity"
         return "messages"
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRecord:
-    """A request that has ended, with its samples."""
+    """The prompt and the samples of a request that has ended."""
 
     namespace: str
     parts: PromptParts
@@ -80,16 +85,17 @@ class PromptRecord:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the prompt and of all samples."""
         answers = sum(len(completion.token_ids) for completion in self.completions)
         return len(self.completions[0].prompt_token_ids) + answers
 
 
 class PromptRecords:
-    """The oldest ones of a tenant are dropped first; another tenant's never. Owned by the event
-    loop."""
+    """Records by request id, bounded for each tenant: its own oldest records are dropped. Owned by
+    the event loop."""
 
     def __init__(self, max_records: int) -> None:
-        """`max_records`: of each tenant; 0: none are kept."""
+        """`max_records`: per tenant; 0: nothing is recorded."""
         self._max_records = max_records
         self._by_tenant: dict[str, _TenantRecords] = {}
 
@@ -103,7 +109,7 @@ class PromptRecords:
         parts: PromptParts,
         completions: Sequence[Completion],
     ) -> None:
-        """Remember a request by its id. O(1), and what is dropped."""
+        """Add a record. O(1), and O(records that are dropped)."""
         if not self._max_records:
             return
         slim = tuple(
@@ -121,8 +127,8 @@ class PromptRecords:
             own.num_tokens -= oldest.num_tokens
 
     def find(self, namespace: str, answer_id: str) -> PromptRecord | None:
-        """The request with this answer id: "chatcmpl-...", "resp_...", "msg_...". None if it is
-        unknown or of another namespace."""
+        """The record of the request that was answered under this id: "chatcmpl-...", "resp_..." or
+        "msg_...". None if the namespace does not have it."""
         own = self._by_tenant.get(tenant_of(namespace))
         request_id = answer_id.replace("-", "_").rpartition("_")[2]
         record = None if own is None else own.records.get(request_id)

@@ -1,4 +1,4 @@
-"""Logs a line of JSON per request to standard error, and names fields that had no effect."""
+"""The log: a line of JSON per request, and the names of fields that had no effect."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ from radixserve.server.wire.errors import ApiError
 
 log = logging.getLogger("radixserve.requests")
 _KEPT_HEADERS = (b"traceparent", b"x-request-id", b"user-agent")
-_LONGEST = 256  # characters of a header
+_MAX_HEADER = 256  # characters of a header's value in the log
 _server_log = logging.getLogger("radixserve.server")
 SKIPPED_HEADER = "x-radixserve-skipped-fields"
 _MAX_SKIPPED = 32  # names in the header
-_PLAIN = re.compile(r"[\w.\[\]-]{1,96}", re.ASCII)  # fit for a header
-_MAX_LOGGED = 1_024  # names that the log has seen
+_PLAIN = re.compile(r"[\w.\[\]-]{1,96}", re.ASCII)  # names that may stand in a header
+_MAX_LOGGED = 1_024  # names that are logged, each once
 
 
 def note(scope: Scope, **facts: Any) -> None:
-    """Add facts to the line of this request."""
+    """Add members to the request's log line."""
     scope["radixserve.notes"].update(facts)
 
 
 def log_request(scope: Scope, status: int, seconds: float) -> None:
-    """Write the line: counts, times and ids, never prompts or answers."""
+    """Write the request's log line: counts, times and ids, never prompts or answers. `status` 0:
+    the client disconnected before the answer."""
     line: dict[str, Any] = {
         "time": round(time.time(), 3),
         "id": scope["radixserve.request_id"],
         "method": scope["method"],
         "path": scope["path"],
-        "status": status or None,  # none where the client left before the answer
+        "status": status or None,
         "seconds": round(seconds, 6),
     }
     caller = scope.get("radixserve.caller")
@@ -48,15 +49,15 @@ def log_request(scope: Scope, status: int, seconds: float) -> None:
     for name, value in scope["headers"]:
         if name in _KEPT_HEADERS:
             key = name.decode().replace("-", "_").replace("x_request_id", "client_request_id")
-            line[key] = value.decode("latin-1")[:_LONGEST]
+            line[key] = value.decode("latin-1")[:_MAX_HEADER]
     line |= scope["radixserve.notes"]
     log.info(json.dumps(line))
 
 
 async def note_skipped(request: Request, body: Body) -> None:
-    """Report the skipped fields and tools of a body in a header and in the log.
+    """Report the skipped fields and tools of a body in a header of the answer and in the log.
 
-    With --strict-fields raises ApiError for the first of them.
+    With --strict-fields, raises ApiError 400 for the first of them.
     """
     server = server_of(request)
     labels: dict[str, None] = {}

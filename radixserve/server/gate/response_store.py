@@ -1,4 +1,7 @@
-"""`ResponseStore`: each tenant's answers that later requests may continue."""
+"""`ResponseStore`: stored responses, which `previous_response_id` of a later request may name.
+
+`ServerConfig.max_responses` and `max_response_bytes` bound it for each tenant.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,19 @@ from typing import Any
 
 from radixserve.server.wire.json_response import dump
 
-_OBJECT_BYTES = 300  # a message's dict and its texts' headers
+_OBJECT_BYTES = 300  # memory of a message's dict and of its strings, beside their characters
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """An answer with all that was said before it.
+    """A response and the conversation up to it.
 
-    response       as it was answered, as JSON
-    input_items    of its request alone, each as JSON, without ids
-    messages       the conversation in the format of chats, with the answer, without instructions
-    message_bytes  of `messages`: of the requests' bodies, of the answers as JSON, and of the
-                   objects that hold them
-    num_bytes      of all three: a history counts for each answer that continues it
+    response       the body of the answer, as JSON
+    input_items    the items of its own request, each as JSON, without ids
+    messages       the conversation as chat messages, its answer included, without instructions
+    message_bytes  memory of `messages`, counted as the bodies of all requests, the answers as JSON,
+                   and _OBJECT_BYTES for each message
+    num_bytes      memory of the three; a history counts again for each response that continues it
     """
 
     response_id: str
@@ -40,8 +43,12 @@ def next_response(
     new: list[dict[str, Any]],
     body_bytes: int,
 ) -> StoredResponse:
-    """The record of an answer, the last of the `new` messages, to a body of `body_bytes`.
-    O(answer), and a pointer for each earlier message."""
+    """The record of a new response. O(answer), and a pointer for each earlier message.
+
+    known       the response that it continues; None: it begins a conversation
+    new         the messages of its request, then that of the answer
+    body_bytes  size of the request's body
+    """
     messages = tuple(new) if known is None else (*known.messages, *new)
     message_bytes = body_bytes + len(dump(new[-1])) + _OBJECT_BYTES * len(new)
     message_bytes += 0 if known is None else known.message_bytes
@@ -54,13 +61,11 @@ def next_response(
 
 
 class ResponseStore:
-    """The least recently used ones of a tenant are dropped first; another tenant's never.
-
-    Owned by the event loop.
-    """
+    """Responses by id, bounded for each tenant: its own least recently used ones are dropped. Owned
+    by the event loop."""
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:
-        """Bounds for each tenant; `max_responses` 0: nothing is kept."""
+        """The bounds of each tenant. `max_responses` 0: nothing is stored."""
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._by_tenant: dict[str, _TenantStore] = {}
@@ -70,14 +75,17 @@ class ResponseStore:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all tenants' responses."""
         return sum(own.num_bytes for own in self._by_tenant.values())
 
     @property
     def keeps(self) -> bool:
+        """Whether responses are stored at all."""
         return self._max_responses > 0
 
     def put(self, tenant: str, stored: StoredResponse) -> None:
-        """Store a response that is within the bound. O(1), plus O(dropped responses)."""
+        """Store a response, unless it alone exceeds the bound. O(1), and O(responses that are
+        dropped)."""
         if not self._max_responses or stored.num_bytes > self._max_bytes:
             return
         own = self._by_tenant.setdefault(tenant, _TenantStore())
@@ -86,7 +94,7 @@ class ResponseStore:
             own.drop(next(iter(own.responses)))
 
     def find(self, tenant: str, namespace: str, response_id: str) -> StoredResponse | None:
-        """The stored response; None if it is unknown or of another namespace."""
+        """The stored response; None if the namespace does not have it."""
         own = self._by_tenant.get(tenant)
         stored = None if own is None else own.responses.get(response_id)
         if own is None or stored is None or stored.namespace != namespace:
@@ -95,6 +103,7 @@ class ResponseStore:
         return stored
 
     def delete(self, tenant: str, namespace: str, response_id: str) -> bool:
+        """Delete a response. Returns False if the namespace does not have it."""
         if self.find(tenant, namespace, response_id) is None:
             return False
         self._by_tenant[tenant].drop(response_id)

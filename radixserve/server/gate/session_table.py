@@ -10,54 +10,55 @@ from typing import Protocol
 from radixserve.request import Request, tenant_of
 from radixserve.server.wire.errors import ApiError
 
-_LONGEST_ID = 256  # characters
+_MAX_ID = 256  # characters
 
 
 class InFlight(Protocol):
-    """A request that is being answered."""
+    """An HTTP request that is being answered."""
 
     tenant: str
-    num_requests: int  # of the engine
+    num_requests: int  # engine requests that it consists of
 
     @property
     def unsubmitted(self) -> Sequence[Request]:
-        """Its requests that were not submitted to the engine yet."""
+        """Its engine requests that have not been submitted yet."""
         ...
 
     @property
     def has_generated(self) -> bool:
-        """A token has been sampled."""
+        """Whether a token has been sampled."""
         ...
 
     def end(self, error: Exception) -> None:
-        """End it with an error, soon."""
+        """End it with an error, at its next await."""
         ...
 
 
 class SessionTable:
-    """Open sessions by name, the one used last at the end. Owned by the event loop.
+    """Open sessions by name, in order of their last use. Owned by the event loop.
 
-    A tenant that opens more than `max_sessions` closes its own oldest one, never another's.
+    When a tenant has more than `max_sessions` open, its own least recently used one is closed.
     """
 
     def __init__(self, lease_s: float, max_sessions: int, close: Callable[[str], None]) -> None:
-        """`max_sessions`: of each tenant. `close`: closes the engine's session."""
+        """`lease_s`: seconds that a session stays open after its last use. `max_sessions`: per
+        tenant. `close`: is called with the name of each session that is closed."""
         self._lease_s = lease_s
         self._max_sessions = max_sessions
         self._close = close
         self._used_at: OrderedDict[str, float] = OrderedDict()
-        self._by_tenant: dict[str, OrderedDict[str, None]] = {}  # names, in the same order
+        self._by_tenant: dict[str, OrderedDict[str, None]] = {}  # names, least recently used first
         self._in_flight: dict[str, set[InFlight]] = {}
 
     def __len__(self) -> int:
         return len(self._used_at)
 
     def name(self, namespace: str, session_id: str) -> str:
-        """The cache session's name, open or not."""
+        """The name of a session in the cache, whether it is open or not."""
         return _name(namespace, session_id)
 
     def use(self, namespace: str, session_id: str) -> str:
-        """The cache session's name; opens it or renews its lease."""
+        """Open a session or renew its lease. Returns its name in the cache."""
         name = _name(namespace, session_id)
         self._touch(name)
         own = self._by_tenant[tenant_of(namespace)]
@@ -66,22 +67,23 @@ class SessionTable:
         return name
 
     def close(self, namespace: str, session_id: str) -> bool:
-        """Close a session: its tokens are evicted first. False if it is not open."""
+        """Close a session: its tokens are then evicted first. Returns False if it is not open."""
         return self.close_named(_name(namespace, session_id))
 
     def close_named(self, name: str) -> bool:
-        """`close` by the cache session's name."""
+        """`close` for a session's name in the cache."""
         is_open = name in self._used_at
         if is_open:
             self._drop(name)
         return is_open
 
     def oldest(self, tenant: str) -> str | None:
-        """The name of the tenant's session that was used longest ago."""
+        """The name of the tenant's least recently used session; None if none is open."""
         return next(iter(self._by_tenant.get(tenant, ())), None)
 
     def close_expired(self) -> None:
-        """O(expired ones)."""
+        """Close sessions whose leases have ended; a session with a request in flight is renewed
+        instead. O(sessions that are closed or renewed)."""
         limit = time.monotonic() - self._lease_s
         while self._used_at:
             name, used_at = next(iter(self._used_at.items()))
@@ -93,8 +95,8 @@ class SessionTable:
                 self._drop(name)
 
     def begin(self, name: str, generation: InFlight, *, supersedes: bool) -> None:
-        """A request of the session starts; `supersedes`: older ones that have generated nothing
-        yet end with 409."""
+        """A request of the session starts: the lease does not end before `finish`. `supersedes`:
+        the session's other requests that have not generated a token end with 409."""
         others = self._in_flight.setdefault(name, set())
         if supersedes:
             error = ApiError(
@@ -105,6 +107,7 @@ class SessionTable:
         others.add(generation)
 
     def finish(self, name: str, generation: InFlight) -> None:
+        """A request of the session has ended."""
         others = self._in_flight[name]
         others.discard(generation)
         if not others:
@@ -128,17 +131,16 @@ class SessionTable:
 
 
 def _name(namespace: str, session_id: str) -> str:
-    return f"{len(namespace)}:{namespace}:{session_id}"  # no two pairs have the same
+    return f"{len(namespace)}:{namespace}:{session_id}"  # different for every pair
 
 
 def namespace_of(name: str) -> str:
-    """The namespace in a name that the table gave."""
+    """The namespace in a name that `SessionTable.name` returned."""
     length, _, rest = name.partition(":")
     return rest[: int(length)]
 
 
 def check_session_id(session_id: str | None) -> None:
-    if session_id is not None and not 0 < len(session_id) <= _LONGEST_ID:
-        raise ApiError(
-            400, f"session_id must have 1 to {_LONGEST_ID} characters", param="session_id"
-        )
+    """Raise ApiError 400 for an id that is empty or too long."""
+    if session_id is not None and not 0 < len(session_id) <= _MAX_ID:
+        raise ApiError(400, f"session_id must have 1 to {_MAX_ID} characters", param="session_id")

@@ -1,4 +1,4 @@
-"""`AppState`: what the routes share."""
+"""`AppState`: the state that all routes share, such as configuration, runtime and tenants."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from radixserve.server.gate.tenants import Caller, TenantConversations, Tenants,
 from radixserve.server.wire.errors import ApiError
 from radixserve.server.wire.logprobs import TokenTexts
 
-_SHARE_ALONE = 0.75  # of the slots, for one request of a tenant beside which no other is active
+_SHARE_ALONE = 0.75  # of the slots, for one request while no other tenant is active
 
 
 class AppState:
@@ -46,7 +46,7 @@ class AppState:
         self.prompt_records = PromptRecords(config.max_conversations)
         self.tenant_usage = TenantUsage()
         self.counters = ServerCounters()
-        self.logged_fields: set[tuple[str, str]] = set()  # path and name, skipped before
+        self.logged_fields: set[tuple[str, str]] = set()  # (path, name) of logged skipped fields
         self.num_billing_headers = 0  # taken out of system prompts
         self.branches = BranchTable(config.session_lease, config.max_conversations)
         self._sessions: SessionTable | None = None
@@ -55,7 +55,7 @@ class AppState:
         self._parser_configs: OutputParserConfigs | None = None
 
     def set_runtime(self, runtime: Runtime) -> None:
-        """The model is loaded."""
+        """Called once, when the model has been loaded."""
         self._runtime = runtime
         self._sessions = SessionTable(
             self.config.session_lease, self.config.max_conversations, runtime.close_session
@@ -71,7 +71,7 @@ class AppState:
 
     @property
     def runtime(self) -> Runtime:
-        assert self._runtime is not None, "the gate lets nothing pass before the model is loaded"
+        assert self._runtime is not None, "the middleware refuses requests until it is loaded"
         return self._runtime
 
     @property
@@ -90,28 +90,34 @@ class AppState:
         return self._parser_configs
 
     def num_waiting(self, tenant: str) -> int:
-        """Requests of the tenant that have not generated a token; O(what is in flight)."""
+        """The tenant's engine requests that have not generated a token. O(requests in flight)."""
         return sum(
             request.num_requests
             for request in self.in_flight
             if request.tenant == tenant and not request.has_generated
         )
 
-    def load(self) -> EngineStatus:
-        """Engine status; requests held back count as waiting. O(requests in flight and held
-        back)."""
+    def engine_status(self) -> EngineStatus:
+        """The engine's status, in which requests that have not been submitted yet (see
+        `num_at_once`) count as waiting. O(requests in flight and unsubmitted)."""
         status = self.runtime.status()
-        unsubmitted = [r for handle in self.in_flight for r in handle.unsubmitted]
+        unsubmitted = [
+            engine_request
+            for http_request in self.in_flight
+            for engine_request in http_request.unsubmitted
+        ]
+        num_tokens = sum(len(engine_request.token_ids) for engine_request in unsubmitted)
         return status._replace(
             waiting=status.waiting + len(unsubmitted),
-            waiting_tokens=status.waiting_tokens + sum(len(r.token_ids) for r in unsubmitted),
+            waiting_tokens=status.waiting_tokens + num_tokens,
         )
 
     def num_at_once(self, tenant: str) -> int | None:
-        """How many of one request's prompts and samples the engine has at a time; None: all.
+        """How many engine requests of one HTTP request are submitted at a time; None: all.
 
-        Beside other tenants these are the tenant's share of the slots: each row of a step makes
-        everybody's next token later. Alone, it leaves a part of the slots to others that come.
+        While other tenants are active, it is the tenant's share of the slots: each row of a step
+        delays the next token of all requests. Otherwise it is `_SHARE_ALONE` of the slots; the
+        rest stays free for tenants that arrive later.
         """
         if not self.tenants:
             return None
@@ -121,7 +127,7 @@ class AppState:
         return max(1, int(slots * share))
 
     def check_open(self) -> None:
-        """Raise ApiError 503 while the model is being loaded, and from SIGTERM on."""
+        """Raise ApiError 503 while the model is being loaded, and after SIGTERM."""
         if self.is_draining:
             headers = {"connection": "close", "retry-after": "5"}
             raise ApiError(503, "the server is shutting down", code="shutdown", headers=headers)
@@ -130,7 +136,7 @@ class AppState:
             raise ApiError(503, "the model is being loaded", code="loading", headers=headers)
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError 404 where a request names another model."""
+        """Raise ApiError 404 if a request names a model that is not served. None: no name."""
         if self.config.accept_any_model or name is None or name in self.model_names:
             return
         served = ", ".join(map(repr, self.model_names))
@@ -143,7 +149,7 @@ class AppState:
 
     @property
     def model_name(self) -> str:
-        """The name in answers."""
+        """The model's name in answers."""
         return self.model_names[0]
 
 
@@ -158,7 +164,7 @@ def caller_of(request: Request) -> Caller:
 
 
 def check_admin(request: Request) -> None:
-    """Raise ApiError 403 unless the caller is an admin; without keys everybody is one."""
+    """Raise ApiError 403 unless the caller is an admin. Without keys, every caller is one."""
     if not caller_of(request).is_admin:
         raise ApiError(403, "this route needs an admin key", code="admin_only")
 

@@ -10,23 +10,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
 
-_NUM_THREADS = min(32, (os.cpu_count() or 1) + 4)  # asyncio's own number
-_THREADS_OF_A_TENANT = max(2, _NUM_THREADS // 4)  # at a time: others find a free thread
+_NUM_THREADS = min(32, (os.cpu_count() or 1) + 4)  # as in asyncio's default executor
+_THREADS_PER_TENANT = max(2, _NUM_THREADS // 4)  # so that other tenants find a free thread
 
-# Set in the task that answers a request: the work that it gives to a thread is this tenant's.
+# Set in the task of a request: work that the task runs in a thread counts for this tenant.
 tenant_of_task: ContextVar[str | None] = ContextVar("tenant_of_task", default=None)
 
 
 class TenantThreads(ThreadPoolExecutor):
-    """For `loop.set_default_executor`: tokenising, rendering and checking of large requests.
+    """The event loop's default executor: threads for tokenising, rendering and checking large
+    requests.
 
-    Work beyond a tenant's threads waits for that tenant's own. Work of no tenant is not bounded.
+    A tenant uses at most _THREADS_PER_TENANT threads at a time; its further work waits for one of
+    them. Work without a tenant is not limited.
     """
 
     def __init__(self) -> None:
         super().__init__(_NUM_THREADS, thread_name_prefix="radixserve-http")
         self._lock = threading.Lock()
-        self._num_running: Counter[str] = Counter()  # by tenant, in the pool's own queue or running
+        self._num_running: Counter[str] = Counter()  # by tenant: work that the pool has been given
         self._waiting: defaultdict[str, deque[_Work]] = defaultdict(deque)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -40,11 +42,11 @@ class TenantThreads(ThreadPoolExecutor):
         return work.future
 
     def _start(self, tenant: str) -> None:
-        """Hand on what the tenant may run now."""
+        """Give the pool the tenant's next waiting work, if the tenant has a thread left."""
         with self._lock:
             waiting = self._waiting[tenant]
             work = None
-            if waiting and self._num_running[tenant] < _THREADS_OF_A_TENANT:
+            if waiting and self._num_running[tenant] < _THREADS_PER_TENANT:
                 work = waiting.popleft()
                 self._num_running[tenant] += 1
             if not waiting:
@@ -53,7 +55,7 @@ class TenantThreads(ThreadPoolExecutor):
             return
         try:
             super().submit(self._run, work)
-        except RuntimeError:  # the server ends
+        except RuntimeError:  # the pool was shut down
             work.future.cancel()
 
     def _run(self, work: _Work) -> None:

@@ -22,8 +22,8 @@ _MAX_CALLS = 1_024  # of one message
 
 
 def read_messages(given: object) -> list[Message]:
-    """Each with its content as one text and the arguments of its calls as objects. Raises ApiError,
-    which names the place."""
+    """Check a list of messages. Returns them with their contents as one text each and the arguments
+    of their calls as objects. Raises ApiError, which names the wrong place."""
     if not isinstance(given, list) or not given:
         raise ApiError(
             400, f"messages must be a list with a message, got {shown(given)}", param="messages"
@@ -37,14 +37,15 @@ def read_messages(given: object) -> list[Message]:
         if call_id is not None and call_id not in call_ids:
             raise wrong_field(
                 f"messages[{index}].tool_call_id",
-                f"names no call of an earlier message: {shown(call_id)}",
+                f"does not name a call of an earlier message: {shown(call_id)}",
             )
         checked.append(message)
     return checked
 
 
 def answer_key(content: str, calls: Sequence[tuple[str, str]] = ()) -> str:
-    """A key that is equal for equal answers. calls: (name, arguments as JSON)."""
+    """A key for an answer, by which a later turn recognises it. `calls`: (name, arguments as JSON);
+    the key does not depend on white space in them."""
     if not calls:
         return content
     read = [[name, json.loads(arguments)] for name, arguments in calls]
@@ -59,7 +60,7 @@ def key_of(message: Message) -> str:
 
 
 def call_message(call_id: str, name: str, arguments: Any) -> Message:
-    """A call as templates take it: its arguments are an object."""
+    """A tool call in the format that templates take. `arguments`: an object."""
     return {
         "id": call_id,
         "type": "function",
@@ -80,7 +81,7 @@ def _checked(message: object, where: str) -> Message:
     is_answer = role == "assistant"
     calls = _calls(given.get("tool_calls", []), f"{where}.tool_calls") if is_answer else []
     content = given.get("content")
-    if is_answer and not content:  # thoughts or calls alone, a refusal, or nothing
+    if is_answer and not content:  # an answer of reasoning or calls alone, a refusal, or nothing
         content = given.get("refusal", "")
     checked["content"] = _text(
         content, f"{where}.content", may_be_empty=is_answer or role == "tool"
@@ -98,7 +99,8 @@ def _checked(message: object, where: str) -> Message:
 
 
 def _text(content: object, where: str, *, may_be_empty: bool) -> str:
-    """Parts are joined with a line break, as vLLM does for templates that know text only."""
+    """The content as one text. Parts are joined with a line break, as vLLM joins them for templates
+    that take texts only. Raises ApiError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not (content or may_be_empty):
@@ -124,7 +126,7 @@ def _calls(given: object, where: str) -> list[Message]:
 
 
 def _call(given: object, where: str) -> Message:
-    """With its arguments as an object, which is what templates render."""
+    """Check a tool call. Returns it with its arguments as an object. Raises ApiError."""
     if not isinstance(given, Mapping):
         raise wrong_field(where, f"must be an object, got {shown(given)}")
     kind = given.get("type", "function")

@@ -1,4 +1,8 @@
-"""The prompt of a chat: rendered and tokenised; its answer's ids are kept for the next turn."""
+"""`read_chat`: renders and tokenises a chat.
+
+`ChatPrompt` also remembers the token ids of its answer, so that the next turn begins with exactly
+the ids that are cached.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +33,12 @@ from radixserve.text.content_marks import unmarked
 from radixserve.text.conversations import Answer, AnsweredChat
 from radixserve.text.template_traits import Message
 
-_SHORT_CHAT = 1_000_000  # characters; a chat of fewer is always rendered
-_CHARACTERS_A_TOKEN = 64  # of the context: many times as many as fit, templates leave thoughts out
-_CHARACTERS_OF_TEXT = 4  # that a token has, about
-_CONTEXT = 5  # prompt tokens decoded along, so that a first word keeps its leading space
+_SHORT_CHAT = 1_000_000  # characters; a shorter chat is always rendered
+# A chat with more characters for each token of the context is refused before it is rendered. That
+# is many times what fits, since templates may leave out reasoning.
+_MAX_CHARACTERS_PER_TOKEN = 64
+_MEAN_CHARACTERS_PER_TOKEN = 4  # for the estimate in the error
+_CONTEXT = 5  # prompt tokens that are decoded with an answer, for its first word's leading space
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +57,14 @@ class ChatPrompt:
     async def note_answer(
         self, server: AppState, answer: ParsedAnswer, completion: Completion
     ) -> None:
-        """Remember the conversation with this answer, for its next turn."""
+        """Remember the token ids of the conversation up to this answer, for its next turn."""
         if not self.is_whole or not server.config.max_conversations or not completion.text:
             return
         if answer.content == completion.text:
             tokenizer, context = tokenizer_of(server.runtime), self.token_ids[-_CONTEXT:].tolist()
-            said, text = _answer_of(server, completion).exact_ids(tokenizer, context)
+            answer_ids, text = _answer_of(server, completion).exact_ids(tokenizer, context)
             marked = self.text + tokenizer.mark_answer(text)
-            rendered = AnsweredChat(marked, self._with(said), completion.text)
+            rendered = AnsweredChat(marked, self._with(answer_ids), completion.text)
         else:
             known = await in_thread_if(
                 is_long_text(self.text), lambda: self._of_parts(server, answer, completion)
@@ -71,11 +77,11 @@ class ChatPrompt:
     def _of_parts(
         self, server: AppState, answer: ParsedAnswer, completion: Completion
     ) -> AnsweredChat | None:
-        """The conversation with an answer of several parts. The template renders these in its own
-        way, for instance with other white space in the JSON: the text is the template's, the ids
-        are the generated ones.
+        """The conversation with an answer that has several parts, such as reasoning and calls.
 
-        None if the template leaves out a part, or the client does not get all of the answer.
+        The template may render the parts differently from what was generated, for example with
+        other white space in the JSON. The result has the template's text and the generated ids.
+        None if the template leaves out a part, or the client does not get the whole answer.
         """
         options = self.rendered.options
         cut = isinstance(completion.stop_reason, str) or not answer.is_whole
@@ -98,7 +104,7 @@ class ChatPrompt:
         tokenizer = tokenizer_of(server.runtime)
         try:
             text = self.rendered.with_answer(tokenizer, [message, *results])
-        except InvalidRequest:  # a template that takes one call only, say
+        except InvalidRequest:  # for example from a template that renders a single call only
             return None
         if not text.startswith(self.text):
             return None
@@ -110,11 +116,12 @@ class ChatPrompt:
         if any(part is not None and part.strip() not in readable for part in parts):
             return None
         key = answer_key(answer.content or "", calls)
-        said = _answer_of(server, completion).said_ids
-        return AnsweredChat(self.text + rendered, self._with(said), key)
+        answer_ids = _answer_of(server, completion).said_ids
+        return AnsweredChat(self.text + rendered, self._with(answer_ids), key)
 
-    def _with(self, said: Sequence[int]) -> IntArray:
-        return np.concatenate([self.token_ids, np.asarray(said, np.int32)])
+    def _with(self, answer_ids: Sequence[int]) -> IntArray:
+        """The token ids of the prompt and of an answer."""
+        return np.concatenate([self.token_ids, np.asarray(answer_ids, np.int32)])
 
 
 async def read_chat(
@@ -127,9 +134,14 @@ async def read_chat(
     keep_last: int | None = None,
     truncation_side: TruncationSide | None = None,
 ) -> ChatPrompt:
-    """`tools`: by default those of the body. `keep_last`: so many of the last tokens, or
-    of the first with a `truncation_side` of "right". Raises
-    ApiError."""
+    """Render and tokenise the messages of a chat. The beginning that an earlier answer of the
+    namespace has in common with them keeps the ids of that answer. Raises ApiError.
+
+    body             the options and variables of the template
+    tools            None: those of the body
+    keep_last        keep this many of the last tokens; None: all
+    truncation_side  "right": keep the first tokens instead
+    """
     keeps = server.config.keep_billing_header
 
     def read() -> RenderedPrompt:
@@ -174,12 +186,12 @@ async def read_chat(
 
 
 def check_size(server: AppState, messages: Sequence[Message]) -> None:
-    """Raise ApiError where the texts of a chat are so long that no template makes a prompt of them:
-    before a template is given them, which copies them several times."""
+    """Raise ApiError if the texts of a chat are too long for any template to make a prompt of them.
+    To be called before rendering, which copies the texts several times."""
     size = num_characters(messages)
     limit = server.runtime.max_seq_len
-    if size > max(_SHORT_CHAT, limit * _CHARACTERS_A_TOKEN):
-        about = size // _CHARACTERS_OF_TEXT
+    if size > max(_SHORT_CHAT, limit * _MAX_CHARACTERS_PER_TOKEN):
+        about = size // _MEAN_CHARACTERS_PER_TOKEN
         error = PromptTooLong(
             f"the messages have {size} characters, about {about} tokens; at most {limit - 1} are "
             "allowed",
@@ -190,7 +202,8 @@ def check_size(server: AppState, messages: Sequence[Message]) -> None:
 
 
 def _answer_of(server: AppState, completion: Completion) -> Answer:
-    """With the token that ended it marked as such."""
+    """The answer of a completion. Whether its last token ended it (end-of-text or a stop token) is
+    noted, since that token is not part of its text."""
     ids = tuple(completion.token_ids)
     is_end = completion.finish_reason == "stop" and ids[-1] in server.runtime.model.eos_ids
     return Answer(completion.text, ids, is_end or ids[-1] == completion.stop_reason)

@@ -1,4 +1,7 @@
-"""Reads a request's prompts, as text or token ids or lists of these, into checked token ids."""
+"""`read_prompts`: a request's prompts, texts or token ids or lists of these, as checked token ids.
+
+It also has the tests for whether work is too large for the event loop.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from radixserve.text.prompts import is_token_id
 
 T = TypeVar("T")
 _LONG_TEXT = 8_192  # characters; tokenising more than this goes to another thread
-_PROMPT_CHARACTERS = 64  # that take as long as what each prompt costs besides
+_PROMPT_CHARACTERS = 64  # the fixed cost of a prompt, in characters that take as long
 _KINDS = "text, a list of texts, a list of token ids, or a list of lists of token ids"
 
 
@@ -34,10 +37,13 @@ async def read_prompts(
     keep_last: int | None = None,
     truncation_side: TruncationSide | None = None,
 ) -> tuple[list[IntArray], bool]:
-    """The prompts, and whether `given` is a list of them. ApiError names the bad item.
+    """The token ids of each prompt, and whether `given` is a list of prompts.
 
-    `keep_last`: so many of the last tokens of each, or of the first with a `truncation_side` of
-    "right".
+    param            the name of the field, for errors
+    keep_last        keep this many of the last tokens of each prompt; None: all
+    truncation_side  "right": keep the first tokens instead
+
+    Raises ApiError 400, which names the wrong item.
     """
     items, is_list = _split(given, param)
     if len(items) > max_prompts:
@@ -62,23 +68,24 @@ async def read_prompts(
 
 
 async def in_thread_if(is_large: bool, function: Callable[[], T]) -> T:
-    """Call `function`, in another thread if it would block the event loop."""
+    """Call `function`: in a thread if `is_large`, so that it does not block the event loop."""
     return await asyncio.to_thread(function) if is_large else function()
 
 
 def are_long(prompts: Sequence[Any]) -> bool:
-    """Whether texts or lists of token ids are too many or too long to be read in the event loop."""
+    """Whether there are too many prompts, or too long ones, to tokenise them in the event loop."""
     sizes = (len(prompt) for prompt in prompts if isinstance(prompt, str | list | array))
     return sum(sizes, _PROMPT_CHARACTERS * len(prompts)) > _LONG_TEXT
 
 
 def is_long_text(text: str) -> bool:
+    """Whether a text is too long to tokenise it in the event loop."""
     return len(text) > _LONG_TEXT
 
 
 def is_large(value: Any) -> bool:
-    """Whether a JSON value has many characters, names of members included, or many parts. Looks no
-    further than that."""
+    """Whether a JSON value has many characters, names of members included, or many parts. Stops as
+    soon as that is certain."""
     size, left = 0, [value]
     while left and size <= _LONG_TEXT:
         part = left.pop()
@@ -97,7 +104,7 @@ def is_large(value: Any) -> bool:
 
 
 def num_characters(value: Any) -> int:
-    """Total length of all texts in a JSON value, without names of members. O(its parts)."""
+    """The total length of all texts in a JSON value, without names of members. O(parts)."""
     size, left = 0, [value]
     while left:
         part = left.pop()
@@ -111,6 +118,7 @@ def num_characters(value: Any) -> int:
 
 
 def _split(given: Any, param: str) -> tuple[Sequence[Any], bool]:
+    """The prompts in `given`, and whether it is a list of them. Raises ApiError."""
     if isinstance(given, str | array):
         return [given], False
     if isinstance(given, list) and given:

@@ -1,4 +1,7 @@
-"""Renders chat messages as a prompt's text, with the template variables that fields set."""
+"""`render`: applies the model's chat template to the messages of a request.
+
+The template itself is run by `Tokenizer.render_chat` (`text/chat_template.py`).
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ from radixserve.text.chat_options import read_template_kwargs
 from radixserve.text.template_traits import Message, Render, check_rendered, fit_messages
 from radixserve.text.tokenizer import Tokenizer
 
-# A line with another hash in every request, before the system prompt of coding agents: the tokens
-# after it would never be found in the cache.
+# The line that a coding agent puts before its system prompt. It contains another hash in every
+# request, so that no token after it would be found in the cache.
 _BILLING_HEADER = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z)", re.IGNORECASE)
 
 
@@ -28,34 +31,37 @@ class RenderedPrompt:
     """A prompt's text, with the messages and options that it was rendered from."""
 
     text: str
-    answers: frozenset[str]  # keys of the assistant's messages in it
-    num_headers: int  # billing headers that were taken out
+    answers: frozenset[str]  # `answer_key` of each of the assistant's messages
+    num_headers: int  # billing headers that were removed
     messages: list[Message]
     options: dict[str, Any]  # of `Tokenizer.render_chat`
-    generic_tools: list[dict[str, Any]] | None  # that the template has no place for
+    generic_tools: list[dict[str, Any]] | None  # tools that the system message describes
 
     def with_answer(self, tokenizer: Tokenizer, answer: Sequence[Message]) -> str:
-        """The text of the conversation with more messages. Raises InvalidRequest."""
-        said = fit_messages([*self.messages, *answer], tokenizer.traits(), self.generic_tools)
-        return tokenizer.render_chat(said, **self.options)
+        """The text of the conversation with the messages `answer` at its end. Raises
+        InvalidRequest."""
+        messages = fit_messages([*self.messages, *answer], tokenizer.traits(), self.generic_tools)
+        return tokenizer.render_chat(messages, **self.options)
 
 
 def render(
     runtime: Runtime,
     messages: object,
-    how: TemplateFields,
+    fields: TemplateFields,
     tools: ChatTools | None = None,
     *,
     has_generic_tools: bool = False,
     keep_billing_header: bool,
 ) -> RenderedPrompt:
-    """The text of `messages` in the model's chat template. Raises ApiError.
+    """Check `messages` and apply the model's chat template to them. Raises ApiError.
 
-    `has_generic_tools`: tools are described in the system message, not by the template.
+    fields               options and variables of the template
+    has_generic_tools    describe the tools in the system message instead of in the template
+    keep_billing_header  do not remove the billing headers of coding agents
     """
     checked = read_messages(messages)
     num_headers = 0 if keep_billing_header else _strip_headers(checked)
-    options = _options(how, checked)
+    options = _options(fields, checked)
     functions = None
     if tools is not None and has_generic_tools:
         functions = list(tools.functions) or None
@@ -66,9 +72,9 @@ def render(
     try:
         for message in checked:
             tokenizer.check_role(message["role"])
-        said = fit_messages(checked, tokenizer.traits(), functions)
-        text = render_chat(said)
-        check_rendered(said, text, render_chat)
+        fitted = fit_messages(checked, tokenizer.traits(), functions)
+        text = render_chat(fitted)
+        check_rendered(fitted, text, render_chat)
     except InvalidRequest as error:
         raise invalid(error, param=error.param or "messages") from None
     answers = frozenset(key_of(message) for message in checked if message["role"] == "assistant")
@@ -76,15 +82,17 @@ def render(
 
 
 def tokenizer_of(runtime: Runtime) -> Tokenizer:
+    """The runtime's tokenizer. Raises ApiError 400 for a model without one."""
     if runtime.tokenizer is None:
         raise ApiError(400, "the model has no tokenizer: it knows token ids, but no text")
     return runtime.tokenizer
 
 
-def _options(how: TemplateFields, messages: Sequence[Message]) -> dict[str, Any]:
-    variables = read_template_kwargs(how.chat_template_kwargs)
-    continues = bool(how.continue_final_message)
-    if continues and how.add_generation_prompt:
+def _options(fields: TemplateFields, messages: Sequence[Message]) -> dict[str, Any]:
+    """The options of `Tokenizer.render_chat`. Raises ApiError."""
+    variables = read_template_kwargs(fields.chat_template_kwargs)
+    continues = bool(fields.continue_final_message)
+    if continues and fields.add_generation_prompt:
         raise ApiError(
             400,
             "add_generation_prompt and continue_final_message exclude each other",
@@ -98,13 +106,14 @@ def _options(how: TemplateFields, messages: Sequence[Message]) -> dict[str, Any]
             param="continue_final_message",
         )
     return {
-        "add_generation_prompt": how.add_generation_prompt is not False and not continues,
+        "add_generation_prompt": fields.add_generation_prompt is not False and not continues,
         "continue_final_message": continues,
         "variables": variables,
     }
 
 
 def _strip_headers(messages: Sequence[Message]) -> int:
+    """Remove billing headers from system messages. Returns the number of headers."""
     count = 0
     for message in messages:
         if message["role"] in ("system", "developer"):
@@ -113,12 +122,12 @@ def _strip_headers(messages: Sequence[Message]) -> int:
     return count
 
 
-# The words that templates know: gpt-oss's, for one, has three.
+# Efforts as the words that templates know; that of gpt-oss, for example, knows three.
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 
 
 def thinks_at(effort: str | None) -> bool | None:
-    """Whether OpenAI's `reasoning_effort` requests thoughts; None without one."""
+    """Whether OpenAI's `reasoning_effort` asks for reasoning; None if it is not given."""
     return None if effort is None else effort != "none"
 
 
@@ -130,11 +139,13 @@ def template_variables(
     budget: int | None = None,
     verbosity: str | None = None,
 ) -> dict[str, Any] | None:
-    """`given` variables, and those that follow from the other arguments; `given` takes precedence.
+    """The template's variables: those of the other arguments, then `given`, which takes precedence.
+    None if there are none.
 
-    effort  `reasoning_effort`
-    thinks  `enable_thinking`
-    budget  tokens for thoughts, `thinking_budget`
+    effort     becomes `reasoning_effort`
+    thinks     becomes `enable_thinking`
+    budget     tokens of reasoning; becomes `thinking_budget`
+    verbosity  becomes `verbosity`
     """
     variables: dict[str, Any] = {}
     if effort is not None and effort != "none":

@@ -1,4 +1,4 @@
-"""/v1/branches: positions in the tree that clients fork, extend, continue and roll back."""
+"""/v1/branches: token sequences that clients open, fork, extend, continue and roll back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from radixserve.checks import check_int
 from radixserve.errors import BranchBusy, InvalidRequest
-from radixserve.server.gate.branch_table import HeldBranch
+from radixserve.server.gate.branch_table import OpenBranch
 from radixserve.server.gate.disconnect import CancelOnDisconnect
 from radixserve.server.gate.json_body import JsonRoute, has_large_body
 from radixserve.server.gate.request_log import note_skipped
@@ -55,7 +55,7 @@ router = APIRouter(route_class=JsonRoute)
 
 
 class BranchRequest(TemplateFields, CacheFields):
-    """Text or token ids, or messages as a chat would render them."""
+    """Where the branch begins: text or token ids, or messages as a chat would render them."""
 
     model: Short | None = None
     prompt: Prompts = None
@@ -81,7 +81,7 @@ class BranchScoreRequest(CacheFields):
 
 
 class BranchGenerateRequest(SingleSampling, CacheFields):
-    """Fields of completions, for one answer."""
+    """The fields of completions that apply to a single answer."""
 
     max_tokens: int | None = None
     logprobs: int | None = None
@@ -96,7 +96,7 @@ class BranchGenerateRequest(SingleSampling, CacheFields):
 
 @router.post("/v1/branches")
 async def create_branch(request: Request, body: BranchRequest) -> Response:
-    """Open a branch behind a prompt. Nothing is computed yet."""
+    """Open a branch at the end of a prompt. Nothing is computed yet."""
     server = server_of(request)
     server.check_model(body.model)
     await note_skipped(request, body)
@@ -115,20 +115,20 @@ async def create_branch(request: Request, body: BranchRequest) -> Response:
         )
         assert not others
     branch = server.runtime.branch(ids, namespace=namespace)
-    (held,) = server.branches.add([branch])
-    return answer(_state(held))
+    (opened,) = server.branches.add([branch])
+    return answer(_state(opened))
 
 
 @router.get("/v1/branches/{branch_id}")
 async def show_branch(
     request: Request, branch_id: str, cache_salt: str | None = None, tokens: bool = False
 ) -> Response:
-    """Its length, and how much of it is cached; with `tokens` its token ids and its text."""
-    held = _held(request, branch_id, cache_salt)
-    lookup = await asyncio.to_thread(held.branch.lookup)
-    body = _state(held) | {"cached_tokens": lookup.cached_len, "reason": lookup.reason}
+    """The branch's length, and how much of it is cached; with `tokens`, its token ids and text."""
+    opened = _opened_branch(request, branch_id, cache_salt)
+    lookup = await asyncio.to_thread(opened.branch.lookup)
+    body = _state(opened) | {"cached_tokens": lookup.cached_len, "reason": lookup.reason}
     if tokens:
-        ids = held.branch.tokens
+        ids = opened.branch.tokens
         tokenizer = server_of(request).runtime.tokenizer
         text = (
             None if tokenizer is None else await asyncio.to_thread(tokenizer.decode, ids.tolist())
@@ -141,9 +141,9 @@ async def show_branch(
 async def delete_branch(
     request: Request, branch_id: str, cache_salt: str | None = None
 ) -> Response:
-    """Release it: what only it holds in the cache is evicted first from now on."""
-    held = _held(request, branch_id, cache_salt)
-    server_of(request).branches.close(held.branch.namespace, branch_id)
+    """Close the branch. K/V that only this branch used is evicted first from now on."""
+    opened = _opened_branch(request, branch_id, cache_salt)
+    server_of(request).branches.close(opened.branch.namespace, branch_id)
     return answer({"id": branch_id, "object": "branch", "deleted": True})
 
 
@@ -151,89 +151,91 @@ async def delete_branch(
 async def fork_branch(request: Request, branch_id: str, body: ForkRequest) -> Response:
     """Open `n` branches at the same position. Nothing is copied or computed."""
     server = server_of(request)
-    held = _held(request, branch_id, body.cache_salt)
+    opened = _opened_branch(request, branch_id, body.cache_salt)
     with _naming("n"):
         count = check_int("n", 1 if body.n is None else body.n, 1, server.config.max_n)
-        forks = held.branch.fork(count)
+        forks = opened.branch.fork(count)
     data = [_state(fork) for fork in server.branches.add(forks, branch_id)]
     return answer({"object": "list", "data": data})
 
 
 @router.post("/v1/branches/{branch_id}/extend")
 async def extend_branch(request: Request, branch_id: str, body: ExtendRequest) -> Response:
-    """Append text or token ids. Nothing is computed yet."""
-    held = _held(request, branch_id, body.cache_salt)
+    """Append text or token ids to the branch. Nothing is computed yet."""
+    opened = _opened_branch(request, branch_id, body.cache_salt)
     given = body.tokens
     tokens = np.frombuffer(given, np.int64) if isinstance(given, array) else given
     is_large = has_large_body(request)
-    return await _moved(request, held, "tokens", lambda: held.branch.extend(tokens), is_large)
+    return await _moved(request, opened, "tokens", lambda: opened.branch.extend(tokens), is_large)
 
 
 @router.post("/v1/branches/{branch_id}/truncate")
 async def truncate_branch(request: Request, branch_id: str, body: TruncateRequest) -> Response:
-    """Roll back to the first `length` tokens."""
-    held = _held(request, branch_id, body.cache_salt)
-    return await _moved(request, held, "length", lambda: held.branch.truncate(body.length), False)
+    """Roll the branch back to its first `length` tokens."""
+    opened = _opened_branch(request, branch_id, body.cache_salt)
+    return await _moved(
+        request, opened, "length", lambda: opened.branch.truncate(body.length), False
+    )
 
 
 @router.post("/v1/branches/{branch_id}/generate")
 async def generate_branch(
     request: Request, branch_id: str, body: BranchGenerateRequest
 ) -> Response:
-    """Continue it, as a completion, and move it to the end of the answer."""
+    """Continue the branch, as a completion, and append the answer to it."""
     server = server_of(request)
-    held = _held(request, branch_id, body.cache_salt)
+    opened = _opened_branch(request, branch_id, body.cache_salt)
     given = {name: getattr(body, name) for name in body.model_fields_set}
     asked = CompletionRequest.model_construct(**given)
     params, constraint = await in_thread_if(
         has_large_body(request),
         lambda: (
-            completion_params(server, asked, held.branch.namespace),
+            completion_params(server, asked, opened.branch.namespace),
             read_constraint(body.response_format, body.structured_outputs),
         ),
     )
     if constraint is not None:
-        structured = await constraint.compile(server, held.branch.namespace)
+        structured = await constraint.compile(server, opened.branch.namespace)
         params = replace(params, structured=structured)
     streams = check_stream(body.stream, body.stream_options, params)
-    generation = _BranchGeneration(server, request, held, params, streams=streams)
+    generation = _BranchGeneration(server, request, opened, params, streams=streams)
     name = f"cmpl-{request_id_of(request)}"
     builder = _BranchBuilder(generation, asked, 1, answer_id=name, streams=streams)
-    builder.held = held
+    builder.opened = opened
     return await builder.respond()
 
 
 @router.post("/v1/branches/{branch_id}/score")
 async def score_branch(request: Request, branch_id: str, body: BranchScoreRequest) -> Response:
-    """The log-probability of each of the candidates after it. The branch does not move."""
+    """The log-probability of each candidate after the branch, which does not change."""
     server = server_of(request)
-    held = _held(request, branch_id, body.cache_salt)
+    opened = _opened_branch(request, branch_id, body.cache_salt)
     candidates = await read_candidates(request, body.candidates)
-    check_room(request, candidates, held.branch.length)
+    check_room(request, candidates, opened.branch.length)
     watched = CancelOnDisconnect(server, request)
     watched.num_requests = len(candidates)
     with _naming("candidates"), watched:
-        scores = await held.branch.ascore(candidates)
+        scores = await opened.branch.ascore(candidates)
     return answer(scores_body(server, watched, scores, with_ids=bool(body.return_token_ids)))
 
 
 class _BranchBuilder(CompletionBuilder):
-    """Formats a completion with the branch after it."""
+    """Formats a completion with the state of the branch after it."""
 
-    held: HeldBranch
+    opened: OpenBranch
 
     def final_members(self) -> dict[str, Any]:
-        return {**super().final_members(), "branch": _state(self.held)}
+        return {**super().final_members(), "branch": _state(self.opened)}
 
 
 class _BranchGeneration(HttpGeneration):
-    """A branch's answer: the branch is moved by what was handed out."""
+    """The generation of a branch's answer. The branch grows by the tokens that are returned."""
 
     def __init__(
-        self, server: AppState, request: Request, held: HeldBranch, params: Any, *, streams: bool
+        self, server: AppState, request: Request, opened: OpenBranch, params: Any, *, streams: bool
     ) -> None:
-        self._held = held
-        branch = held.branch
+        self._opened = opened
+        branch = opened.branch
         super().__init__(
             server,
             request,
@@ -246,33 +248,34 @@ class _BranchGeneration(HttpGeneration):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        self.server.branches.begin(self._held, self)
+        self.server.branches.begin(self._opened, self)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self.server.branches.finish(self._held, self)
+        self.server.branches.finish(self._opened, self)
         super().__exit__(kind, error, trace)
 
 
-def _held(request: Request, branch_id: str, cache_salt: str | None) -> HeldBranch:
-    """Raises ApiError 404 for a branch of another tenant or under another salt."""
+def _opened_branch(request: Request, branch_id: str, cache_salt: str | None) -> OpenBranch:
+    """The branch with this id. Raises ApiError 404 if the caller, with this salt, has not opened
+    it."""
     namespace = caller_of(request).namespace(cache_salt)
     return server_of(request).branches.find(namespace, branch_id)
 
 
 async def _moved(
-    request: Request, held: HeldBranch, param: str, move: Callable[[], None], is_large: bool
+    request: Request, opened: OpenBranch, param: str, move: Callable[[], None], is_large: bool
 ) -> Response:
     with _naming(param):
         await in_thread_if(is_large, move)
-    server_of(request).branches.note_length(held)
-    return answer(_state(held))
+    server_of(request).branches.note_length(opened)
+    return answer(_state(opened))
 
 
 @contextlib.contextmanager
 def _naming(param: str) -> Iterator[None]:
-    """InvalidRequest in the block is the error of a field; 409 where another call moves the
-    branch."""
+    """A context manager: InvalidRequest in the block becomes an ApiError about the field `param`.
+    BranchBusy, for a branch that another call is changing, stays as it is and is answered 409."""
     try:
         yield
     except BranchBusy:
@@ -281,15 +284,15 @@ def _naming(param: str) -> Iterator[None]:
         raise invalid(error, param=param) from None
 
 
-def _state(held: HeldBranch) -> dict[str, Any]:
-    """`usage`: the sum of its answers and scores."""
-    usage = held.branch.usage
+def _state(opened: OpenBranch) -> dict[str, Any]:
+    """The branch as JSON. `usage` is the sum of its answers and scores."""
+    usage = opened.branch.usage
     return {
-        "id": held.id,
+        "id": opened.id,
         "object": "branch",
-        "created": held.created,
-        "parent": held.parent_id,
-        "length": held.branch.length,
+        "created": opened.created,
+        "parent": opened.parent_id,
+        "length": opened.branch.length,
         "usage": {
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": usage.cached_tokens,

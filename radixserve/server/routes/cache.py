@@ -25,14 +25,14 @@ router = APIRouter(route_class=JsonRoute)
 _MAX_NODES = 10_000
 _MAX_DEPTH = 64
 
-_STORED_FIELDS = ("load_tokens", "load_s", "compute_s")  # of a lookup where there is a kv_store
+_STORED_FIELDS = ("load_tokens", "load_s", "compute_s")  # of a lookup with a kv_store
 
 
 @router.post("/v1/cache/lookup")
 async def lookup(request: Request, body: LookupRequest) -> Response:
-    """How much of a prompt is cached now, and why not more. Changes nothing.
+    """How much of a prompt is cached now, and why not more. Does not change the cache.
 
-    With keys the answer does not depend on what other tenants have cached.
+    With keys, the answer does not depend on what other tenants have cached.
     """
     server = server_of(request)
     server.check_model(body.model)
@@ -70,12 +70,12 @@ async def lookup(request: Request, body: LookupRequest) -> Response:
 
 @router.get("/v1/cache/stats")
 async def stats(request: Request) -> Response:
-    """All counters for an admin; for a tenant what its own requests added up to, and its hints."""
+    """All counters for an admin; for a tenant, the sums of its own requests, and its hints."""
     server, caller = server_of(request), caller_of(request)
     if not caller.is_admin:
-        held = await asyncio.to_thread(server.runtime.held_by_hints, caller.tenant)
+        by_hints = await asyncio.to_thread(server.runtime.held_by_hints, caller.tenant)
         usage = server.tenant_usage.of(caller.tenant)
-        return answer({**usage, **held, "hint_budget_tokens": budget_of(server)})
+        return answer({**usage, **by_hints, "hint_budget_tokens": budget_of(server)})
     counters: dict[str, Any] = {**await asyncio.to_thread(server.runtime.cache_stats)}
     for kind in ("retained", "pinned"):
         counters[f"{kind}_tokens"] = counters[f"pages_{kind}"] * counters["page_size"]
@@ -93,10 +93,11 @@ async def tree(
     cache_salt: str | None = None,
     tenant: str | None = None,
 ) -> Response:
-    """One's own part of the prefix tree, breadth first. For an admin that of any tenant, or all.
+    """The caller's own part of the prefix tree, breadth first; for an admin, that of any tenant, or
+    the whole tree.
 
-    `depth`: levels below the start. `start`: path of a node as token ids, such as 1,4,77: the node
-    that holds the last of them. Token ids are shown, no text.
+    `start`: the path of a node as token ids, such as 1,4,77: the node whose edge contains the last
+    of them. `depth`: levels below it. Nodes are shown with token ids, without texts.
     """
     server, caller = server_of(request), caller_of(request)
     _check_range("max_nodes", max_nodes, 0, _MAX_NODES)
@@ -122,7 +123,8 @@ async def tree(
 
 @router.post("/v1/cache/flush")
 async def flush(request: Request, body: FlushRequest) -> Response:
-    """Drop the cached prefixes of one tenant or of all; needs an admin key. Requests continue."""
+    """Drop the cached prefixes of one tenant or of all; needs an admin key. Requests in flight
+    continue."""
     check_admin(request)
     server = server_of(request)
     namespace = None
@@ -135,7 +137,7 @@ async def flush(request: Request, body: FlushRequest) -> Response:
 
 
 def _namespace(caller: Caller, tenant: str | None, cache_salt: str | None) -> str | None:
-    """The one to show; None: all."""
+    """The namespace to show; None: all. Raises ApiError 403 for one of another tenant."""
     if tenant is not None and not caller.is_admin and tenant != caller.tenant:
         raise ApiError(403, "the tree of another tenant needs an admin key", code="admin_only")
     if tenant is None and caller.is_admin:
@@ -173,7 +175,7 @@ def _below(root: dict[str, Any], path: list[int]) -> dict[str, Any] | None:
 
 
 def _cut(node: dict[str, Any], depth: int) -> dict[str, Any]:
-    """`node` with so many levels below it; deeper ones as their number."""
+    """`node` with `depth` levels below it; the children of the last level only as a number."""
     shown = {**node, "children": []}
     if depth:
         shown["children"] = [_cut(child, depth - 1) for child in node["children"]]
@@ -186,7 +188,7 @@ def _cut(node: dict[str, Any], depth: int) -> dict[str, Any]:
 async def delete_session(
     request: Request, session_id: str, cache_salt: str | None = None
 ) -> Response:
-    """Close a session of one's own."""
+    """Close a session of the caller's."""
     server = server_of(request)
     namespace = caller_of(request).namespace(cache_salt)
     if not server.sessions.close(namespace, session_id):

@@ -1,4 +1,8 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions.
+
+The body is `ChatRequest` of `wire/schema.py`, which says how to add a field. `_turn_request`
+translates it; `_ChatCompletionBuilder` formats the answer and the events of a stream.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,7 @@ async def chat(request: Request, body: ChatRequest) -> Response:
 
 
 def _turn_request(server: AppState, request: Request, body: ChatRequest) -> TurnRequest:
-    """Raises ApiError."""
+    """Translate the body. Raises ApiError."""
     options = body.prompt_cache_options
     hints = retain_hints(options, body.prompt_cache_retention, body.breakpoints())
     cache = CacheUse.read(request, body, hints)
@@ -90,7 +94,8 @@ def _turn_request(server: AppState, request: Request, body: ChatRequest) -> Turn
 
 
 def _logprobs(body: ChatRequest) -> dict[str, Any]:
-    """Named tokens take the place of the best ones. Raises ApiError."""
+    """The fields of SamplingParams for log-probabilities. With `logprob_token_ids`, those of the
+    named tokens are reported instead of the best ones'. Raises ApiError."""
     if not body.logprobs:
         for name in ("top_logprobs", "logprob_token_ids"):
             if getattr(body, name) is not None:
@@ -102,6 +107,7 @@ def _logprobs(body: ChatRequest) -> dict[str, Any]:
 
 
 def _max_tokens(body: ChatRequest) -> int | None:
+    """The most tokens to generate; None: not given. Raises ApiError."""
     limits = {body.max_tokens, body.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise ApiError(
@@ -111,7 +117,7 @@ def _max_tokens(body: ChatRequest) -> int | None:
 
 
 def _tools(body: ChatRequest) -> ChatTools:
-    """tool_choice is a word, or the name of a function."""
+    """The checked tools and tool choice. Raises ApiError and InvalidRequest."""
     choice = body.tool_choice
     return ChatTools.read(
         functions_of(body.tools),
@@ -122,7 +128,7 @@ def _tools(body: ChatRequest) -> ChatTools:
 
 
 class _ChatCompletionBuilder(ChoicesBuilder):
-    """Formats chat completions."""
+    """Formats chat completions, whole and as chunks."""
 
     chunk_object = "chat.completion.chunk"
 
@@ -137,12 +143,12 @@ class _ChatCompletionBuilder(ChoicesBuilder):
         )
         self._turn = turn
         self._request = body
-        self._begun: set[int] = set()  # choices with an event
-        self._calling: set[int] = set()  # choices with a call
+        self._begun: set[int] = set()  # choices that have had an event
+        self._calling: set[int] = set()  # choices that have had a tool call
         options = body.stream_options
         is_continuous = options is not None and options.continuous_usage_stats
-        # Whether chunks without text are sent, too.
-        self._wants_tokens = bool(body.logprobs or body.return_token_ids or is_continuous)
+        # Whether chunks whose delta is empty are sent, too.
+        self._sends_empty = bool(body.logprobs or body.return_token_ids or is_continuous)
 
     async def full_body(self) -> dict[str, Any]:
         answers = await self._turn.answers()
@@ -158,7 +164,7 @@ class _ChatCompletionBuilder(ChoicesBuilder):
         return body
 
     def final_members(self) -> dict[str, Any]:
-        """The answers to hints, and diagnostics of the prompt cache if they are requested."""
+        """The answers to hints, and the prompt cache's diagnostics if they were requested."""
         options = self._request.prompt_cache_options
         if options is None or options.comparison_response_id is None:
             return super().final_members()
@@ -200,7 +206,7 @@ class _ChatCompletionBuilder(ChoicesBuilder):
         if delta.tool_calls:
             self._calling.add(index)
         done = chunk.completion
-        if not delta and done is None and not self._wants_tokens:
+        if not delta and done is None and not self._sends_empty:
             return
         logprobs_text = "null"
         if self._request.logprobs and chunk.logprobs is not None:
@@ -238,7 +244,7 @@ def _message(parsed: ParsedAnswer) -> dict[str, Any]:
 
 
 def _delta(delta: Delta) -> str:
-    """As JSON."""
+    """The `delta` of a chunk as JSON."""
     if not delta.reasoning and not delta.tool_calls:
         return f'{{"content":{quote(delta.content)}}}' if delta.content else "{}"
     fields: dict[str, Any] = {}
@@ -252,6 +258,7 @@ def _delta(delta: Delta) -> str:
 
 
 def _call(call: ToolCallDelta) -> dict[str, Any]:
+    """A member of `delta.tool_calls`."""
     if call.id is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}

@@ -29,7 +29,7 @@ from radixserve.server.wire.sampling import check_stream, keep_last, read_beams,
 from radixserve.server.wire.schema import CompletionRequest
 
 router = APIRouter(route_class=JsonRoute)
-_MAX_TOKENS = 16  # by default, as OpenAI has it
+_MAX_TOKENS = 16  # OpenAI's default
 
 
 @router.post("/v1/completions")
@@ -74,7 +74,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
 
 
 def completion_params(server: AppState, body: CompletionRequest, namespace: str) -> SamplingParams:
-    """Raises ApiError."""
+    """The sampling parameters of a completion. Raises ApiError."""
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         if prompt_logprobs not in (None, body.logprobs):
@@ -96,12 +96,12 @@ def completion_params(server: AppState, body: CompletionRequest, namespace: str)
 
 
 def _drops_output(body: CompletionRequest) -> bool:
-    """Whether only the prompt is wanted: one token is generated, and left out."""
+    """Whether max_tokens is 0 with echo: one token is generated and left out of the answer."""
     return body.max_tokens == 0 and bool(body.echo)
 
 
 class CompletionBuilder(ChoicesBuilder):
-    """Formats completions."""
+    """Formats completions, whole and as chunks."""
 
     chunk_object = "text_completion"
 
@@ -125,7 +125,7 @@ class CompletionBuilder(ChoicesBuilder):
         self._request = body
         self._prompts = generation.prompts
         self._drops_output = _drops_output(body)
-        self._offsets: dict[int, int] = {}  # of a stream: characters of the tokens so far, by index
+        self._offsets: dict[int, int] = {}  # by index: characters of a stream's tokens so far
 
     # -- whole answers ------------------------------------------------------------------------
 
@@ -177,12 +177,12 @@ class CompletionBuilder(ChoicesBuilder):
         return choice
 
     def _echoed(self, prompt: IntArray) -> str:
-        """The prompt's text, with the special tokens that a client named itself."""
+        """The prompt's text as the client gave it, or decoded from its ids; "" without echo."""
         if not self._request.echo:
             return ""
         given = self._request.prompt
         if self._request.truncate_prompt_tokens is not None:
-            given = [[]]  # only a part of it is the prompt
+            given = [[]]  # the prompt is a part of what was given, so it is decoded
         if isinstance(given, str):
             return given
         index = next(
@@ -200,7 +200,7 @@ class CompletionBuilder(ChoicesBuilder):
             yield [(index, chunk, None) for index, chunk in chunks]
 
     def _frames(self, index: int, chunk: Chunk, delta: Delta | None) -> Iterator[str]:
-        del delta  # of chats
+        del delta  # only chats have deltas
         body, texts, text = self._request, self.server.token_texts, chunk.text
         prompt_ids = ""
         if index not in self._offsets:

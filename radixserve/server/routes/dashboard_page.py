@@ -1,5 +1,5 @@
-"""The page at /: its files, the snapshots that it reads (/v1/cache/snapshot), and the comparison of
-caches that it shows (/v1/cache/compare)."""
+"""The dashboard at /: its files, the snapshots that it reads (/v1/cache/snapshot), and the
+comparison of caches that it shows (/v1/cache/compare)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FILES = {
     "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/page/chat.js": ("chat.js", "text/javascript; charset=utf-8"),
 }
-PATHS = frozenset(_FILES)  # without a key: they hold nothing but the page
+PATHS = frozenset(_FILES)  # need no key: they are static files
 _HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -58,10 +58,11 @@ async def file(request: Request) -> Response:
 
 @router.post("/v1/cache/snapshot")
 async def snapshot(request: Request, body: SnapshotRequest) -> Response:
-    """A bounded snapshot of cache and requests for the page: one's own part, all for an admin.
+    """A bounded snapshot of the cache and the requests for the dashboard: the caller's own part;
+    for an admin, all of it.
 
     `opened`: ids of nodes to show with more children. `path`: token ids whose nodes are shown.
-    Snapshots are shared and rationed; "next_s" is the time until the next request.
+    Snapshots are shared and limited in rate; "next_s" is how many seconds to wait before the next.
     """
     caller = caller_of(request)
     for name, values, limit in (
@@ -85,16 +86,17 @@ async def snapshot(request: Request, body: SnapshotRequest) -> Response:
 
 @router.post("/v1/cache/compare")
 async def compare(request: Request) -> Response:
-    """A short script on the bundled demo model with the radix cache, the hash cache and none.
+    """Run a short script on the bundled demo model with the radix cache, the hash cache, and
+    without a cache. Needs an admin key.
 
-    One script runs at a time; requests that arrive meanwhile get its answer. Needs an admin key.
+    One script runs at a time; requests that arrive meanwhile get its answer.
     """
     check_admin(request)
     return answer(await request.app.state.comparison.run())
 
 
-EVERY_S = 0.4  # a snapshot is that old at least before a new one is taken
-ANSWER_COST_S = 0.0005  # of an answer that is taken from memory
+EVERY_S = 0.4  # the least age at which a snapshot is replaced
+ANSWER_COST_S = 0.0005  # estimated cost of an answer with a snapshot that exists
 _MAX_KEPT = 32
 _MAX_TEXTS = 8192
 _COUNTERS = (
@@ -106,13 +108,12 @@ _COUNTERS = (
 
 
 class Snapshots:
-    """Snapshots of the cache for the open pages, within a share of the time. Owned by the event
-    loop.
+    """Snapshots of the cache for the open dashboards, limited to a share of the time. Owned by the
+    event loop.
 
-    A snapshot is taken only when it is asked for, and shared by all that ask for the same one. Its
-    cost, in the engine's thread and here, is counted: the next one is taken when the share of all
-    snapshots is below `SHARE` again, after `LONGEST_S` at the latest. Each answer says when to ask
-    again, the later the more viewers there are.
+    A snapshot is taken only on request, and shared by all requests for the same one. Its cost, in
+    the engine's thread and here, is limited as `Ration` says. Each answer says when to ask again;
+    the more viewers there are, the longer they wait.
     """
 
     def __init__(self, server: AppState, clock: Callable[[], float] = time.monotonic) -> None:
@@ -121,11 +122,11 @@ class Snapshots:
         self._kept: OrderedDict[tuple[str, SnapshotView], tuple[float, bytes]] = OrderedDict()
         self._texts: OrderedDict[tuple[int, ...], str] = OrderedDict()
         self.ration = Ration(clock)
-        self._answers_until = 0.0  # when what the answers cost is back below the share
+        self._answers_until = 0.0  # by the clock: when the answers' cost is below the share again
         self.num_taken = 0
 
     async def get(self, caller: Caller, view: SnapshotView) -> bytes:
-        """JSON. Raises ApiError 429 where many different ones are waited for."""
+        """The snapshot as JSON. Raises ApiError 429 if too many requests wait for snapshots."""
         key = (caller.tenant, view)
         kept = self._fresh(key)
         if kept is None:
@@ -136,7 +137,7 @@ class Snapshots:
         return kept[:-1] + f',"next_s":{wait_s:.2f}}}'.encode()
 
     def _fresh(self, key: tuple[str, SnapshotView]) -> bytes | None:
-        """The last snapshot, if it is recent or no other may be taken yet; else None."""
+        """The last snapshot if it is recent, or a new one may not be taken yet; else None."""
         made_at, kept = self._kept.get(key, (0.0, None))
         if kept is None or self._clock() >= max(made_at + EVERY_S, self.ration.next_at):
             return None
@@ -146,7 +147,7 @@ class Snapshots:
         self, key: tuple[str, SnapshotView], caller: Caller, view: SnapshotView
     ) -> bytes:
         async with self.ration.turn():
-            kept = self._fresh(key)  # another request has taken it meanwhile
+            kept = self._fresh(key)  # another request may have taken it meanwhile
             if kept is not None:
                 return kept
             await self.ration.pause()
@@ -160,7 +161,8 @@ class Snapshots:
             return snapshot
 
     def _take(self, caller: Caller, view: SnapshotView) -> tuple[bytes, float]:
-        """In a thread: the JSON, and the seconds of processor time that it took."""
+        """Take a snapshot; called in a thread. Returns its JSON and the processor time in
+        seconds."""
         server = self._server
         start = time.thread_time()
         snapshot = server.runtime.cache_snapshot(view)
@@ -208,7 +210,7 @@ def session_id(name: str) -> str:
 def _counters(
     server: AppState, caller: Caller, stats: Any, snapshot: dict[str, Any]
 ) -> dict[str, int | float]:
-    """For an admin the counters of all requests, for a tenant those of its own ended requests."""
+    """The counters of all requests for an admin; for a tenant, those of its ended requests."""
     if caller.is_admin:
         return {name: stats[name] for name in _COUNTERS if name in stats}
     own = server.tenant_usage.of(caller.tenant)
@@ -228,7 +230,7 @@ def _counters(
 # The requests, and the token ids of each answer.
 PlayedScript = tuple[list[dict[str, Any]], list[list[int]]]
 COMPARISON_PAGE_SIZE = 16  # tokens a page, for all three
-_COMPARISON_TRIES = 2  # taking turns; the faster one counts
+_COMPARISON_TRIES = 2  # runs of each cache, in turns; the faster run counts
 _COMPARED_CACHES: tuple[CacheKind, ...] = ("radix", "hash", "off")
 _COMPARISON_PAGES = 512
 _COMPARISON_TOKENS = 12  # of each answer
@@ -255,28 +257,28 @@ _BRANCHES = ("Give an example.", "Why is that so?", "Is there another way?")
 
 
 class Comparison:
-    """Runs one short script with the radix cache, the hash cache and none. Owned by the event loop.
-
-    The script runs in a thread, on three Runtimes one after another.
-    """
+    """Runs a short script with the radix cache, the hash cache, and without a cache, in a thread.
+    Owned by the event loop."""
 
     def __init__(self) -> None:
         self._running: asyncio.Task[dict[str, Any]] | None = None
 
     async def run(self) -> dict[str, Any]:
+        """The result of the running script, or of a new one: see `compare_caches`."""
         if self._running is None or self._running.done():
             self._running = asyncio.create_task(asyncio.to_thread(compare_caches))
         return await asyncio.shield(self._running)
 
 
 def compare_caches() -> dict[str, Any]:
-    """{"caches": [{"cache", "requests": [{"title", "cached_tokens", "computed_tokens", "time_s"}],
-    "cached_tokens", "computed_tokens", "time_s"}], "same_answers"}."""
+    """Run the script with each cache. Returns {"caches": [{"cache", "requests": [{"title",
+    "cached_tokens", "computed_tokens", "time_s"}], "cached_tokens", "computed_tokens", "time_s"}],
+    "same_answers", "model", "page_size"}."""
     runs, answers = [], []
     tries = [[_run_script(cache) for cache in _COMPARED_CACHES] for _ in range(_COMPARISON_TRIES)]
-    for cache, of_cache in zip(_COMPARED_CACHES, zip(*tries, strict=True), strict=True):
+    for cache, cache_tries in zip(_COMPARED_CACHES, zip(*tries, strict=True), strict=True):
         requests, ids = min(
-            of_cache, key=lambda played: sum(request["time_s"] for request in played[0])
+            cache_tries, key=lambda played: sum(request["time_s"] for request in played[0])
         )
         answers.append(ids)
         sums = {
@@ -305,7 +307,7 @@ def _run_script(cache: CacheKind) -> PlayedScript:
 
 
 def _play_script(runtime: Runtime) -> PlayedScript:
-    """Chats of two turns under one system prompt, then three branches from the end of the last."""
+    """Run chats of two turns with the same system prompt, then three branches of the last chat."""
     params = SamplingParams(max_tokens=_COMPARISON_TOKENS, temperature=0.0)
     runtime.generate("warm up " * 40, params, progress=False)
     runtime.flush_cache()

@@ -47,8 +47,8 @@ from radixserve.server.wire.usage import usage_body
 from radixserve.text.decision_prompts import MAX_OPTIONS, Option, Question
 
 router = APIRouter(route_class=JsonRoute)
-_AT_ONCE = 256  # requests that wait for the engine
-_MANY_QUESTIONS = 16  # tokenising more of them goes to another thread
+_AT_ONCE = 256  # engine requests of one call that are submitted at a time
+_MANY_QUESTIONS = 16  # more are tokenised in another thread
 
 
 class JsonPart(Body):
@@ -121,7 +121,7 @@ class InputMessage(Body):
     ]
 
     def as_item(self) -> MessageItem:
-        """With its parts as one text."""
+        """The message as an item of a response's input, with its parts joined to one text."""
         text = self.content
         if not isinstance(text, str):
             separator = "" if self.role == "assistant" else "\n"
@@ -152,9 +152,9 @@ class DecisionsRequest(CacheFields):
 
 @router.post("/v1/decisions")
 async def decide(request: Request, body: DecisionsRequest) -> Response:
-    """The probability of each given answer, for 1 to 400 questions about one input.
+    """The probability of each possible answer, for 1 to 400 questions about one input.
 
-    The input is computed once for all of them; nothing is generated.
+    The input is computed once for all questions. Nothing is generated.
     """
     server = server_of(request)
     server.check_model(body.model)
@@ -165,7 +165,7 @@ async def decide(request: Request, body: DecisionsRequest) -> Response:
     batch = await in_thread_if(is_large, partial(_batch, server, body, namespace))
     num_requests = min(batch.num_requests, _AT_ONCE, server.config.max_queued_requests)
     server.limits.check(
-        server.load(),
+        server.engine_status(),
         num_requests,
         batch.num_tokens,
         share=server.tenants.share(caller.tenant),
@@ -198,7 +198,7 @@ async def decide(request: Request, body: DecisionsRequest) -> Response:
 
 
 def _batch(server: AppState, body: DecisionsRequest, namespace: str) -> DecisionBatch:
-    """Raises ApiError."""
+    """Render and tokenise the input and the questions. Raises ApiError."""
     given = _input(body)
     questions = [_question(index, asked) for index, asked in enumerate(body.questions)]
     if server.runtime.tokenizer is None:
@@ -220,7 +220,7 @@ def _batch(server: AppState, body: DecisionsRequest, namespace: str) -> Decision
 
 
 def _input(body: DecisionsRequest) -> str | list[dict[str, Any]]:
-    """Text, or chat messages. Raises ApiError."""
+    """The input as a text or as chat messages. Raises ApiError."""
     if isinstance(body.input, str):
         return body.input
     items = [item.as_item() if isinstance(item, InputMessage) else item for item in body.input]
@@ -238,7 +238,7 @@ def _text_of(part: ResponseTextPart | ResponseRefusalPart | JsonPart) -> str:
 
 
 def _question(index: int, asked: Any) -> Question:
-    """Raises ApiError."""
+    """A question of the body; `index`: its place there. Raises ApiError."""
     instructions = asked.instructions
     if not isinstance(instructions, str):
         instructions = "\n".join(map(_text_of, instructions))
@@ -255,6 +255,7 @@ def _question(index: int, asked: Any) -> Question:
 
 
 def _answer(decision: Decision) -> dict[str, Any]:
+    """A decision in OpenAI's format."""
     kind = decision.question.kind
     head = {"type": kind, "name": decision.name}
     pairs = list(zip(decision.values, decision.probabilities, strict=True))

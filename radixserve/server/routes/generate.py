@@ -1,4 +1,4 @@
-"""POST /generate: SGLang's native protocol, and the short one of tutorials."""
+"""POST /generate: SGLang's native protocol, and the short protocol of the tutorials."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from radixserve.server.wire.sampling import keep_last, read_sampling
 from radixserve.server.wire.schema import GenerateRequest, NativeSampling, Sampling
 
 router = APIRouter(route_class=JsonRoute)
-_RENAMED = {  # in sampling_params -> ours
+_RENAMED = {  # names of SamplingParams by SGLang's names in sampling_params
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "sampling_seed": "seed",
@@ -160,7 +160,7 @@ class _GenerateBuilder(AnswerBuilder):
         return {"text": completion.text, "output_ids": completion.token_ids, "meta_info": meta}
 
     async def events(self) -> AsyncIterator[str]:
-        """SGLang's events carry the whole text so far; those of the short protocol what is new."""
+        """SGLang's events contain the whole text so far; the short protocol's only the new text."""
         generation = self.generation
         text, ids = "", list[int]()
         async for ((_, chunk),) in generation.chunks():
@@ -191,7 +191,7 @@ def _finish_reason(completion: Completion) -> dict[str, Any]:
 def _logprobs(
     ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[dict[int, float]] | None
 ) -> dict[str, Any]:
-    """As [log-probability, token id, text or null] each."""
+    """SGLang's members of `meta_info`, with [log-probability, token id, null] for each token."""
     own = [[value, token_id, None] for value, token_id in zip(logprobs, ids, strict=True)]
     fields: dict[str, Any] = {"output_token_logprobs": own}
     if tops is not None:

@@ -1,4 +1,4 @@
-"""Health: none of these routes waits for the engine's thread, and none needs a key."""
+"""/health and its parts, which do not wait for the engine's thread and do not need a key."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def health(request: Request) -> Response:
 
 
 def not_ready(server: AppState) -> str | None:
-    """Why not, or None."""
+    """Why the server is not ready; None if it is."""
     if not server.is_loaded:
         return "loading"
     if server.is_draining:

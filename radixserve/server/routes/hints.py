@@ -31,9 +31,9 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/cache/hints")
 async def hints(request: Request, body: HintsRequest) -> Response:
-    """Carry out hints in order, all or, where one is not valid, none; an answer each.
+    """Apply hints in order, and answer each. If one of them is not valid, none is applied.
 
-    They reach the caller's own part of the cache; an admin names another one with `tenant`.
+    They apply to the caller's own part of the cache; an admin may name another `tenant`.
     """
     server, caller = server_of(request), caller_of(request)
     server.check_model(body.model)
@@ -46,14 +46,15 @@ async def hints(request: Request, body: HintsRequest) -> Response:
     made = []
     for index, hint in enumerate(body.hints):
         made.append(await _read(server, caller, hint, f"hints[{index}]"))
-        await asyncio.sleep(0)  # many short prompts are read in the event loop: others come between
+        await asyncio.sleep(0)  # short prompts are tokenised in the event loop: let others run
     answers = await server.runtime.aapply_hints(made)
     close_demoted(server, made, answers)
     return answer({"object": "list", "data": answers_body(server, answers)})
 
 
 async def _read(server: AppState, caller: Caller, given: PrefixHint, place: str) -> Hint:
-    """The hint, checked. `place`: where it stands in the body, for errors."""
+    """Check a hint and read its prompt. `place`: its place in the body, for errors. Raises
+    ApiError."""
     namespace = caller.namespace(given.cache_salt)
     hint = read_hint(
         server, caller, namespace, place, given.verb,

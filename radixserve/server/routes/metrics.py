@@ -1,4 +1,8 @@
-"""GET /metrics: figures for Prometheus, under radixserve's names and under vLLM's."""
+"""GET /metrics: gauges, counters and histograms for Prometheus, under our names and vLLM's.
+
+To publish another number of `Runtime.cache_stats`, add a row to `_GAUGES` or `_COUNTERS`. Numbers
+of the server itself are in `_Figures._of_server`.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +27,12 @@ router = APIRouter()
 _TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PARTS = ("schedule", "prepare", "forward", "sample", "commit", "overlapped")
 _OWNERS = ("free", "tree", "locked", "private", "leased", "retained", "pinned")
-# What layers with windows and recurrent ones keep: name, owners, help. 0 without such layers.
+# Of layers with windows and of recurrent layers, 0 without them: name, owners, help.
 _OTHER_MEMORY = (
     ("window_pages", ("free", "used"), "pages of layers with windows, by owner"),
     ("states", ("free", "tree", "private"), "states of recurrent layers, by owner"),
 )
-# ours, vLLM's, key of Runtime.cache_stats, help
+# Each row: our name, vLLM's name, key of Runtime.cache_stats, help.
 _GAUGES = (
     ("running_requests", "num_requests_running", "running", "requests that take part in steps"),
     ("waiting_requests", "num_requests_waiting", "waiting", "requests that wait to be admitted"),
@@ -61,7 +65,7 @@ _STORE_COUNTERS = (
     ("store_failed_reads", "failed_reads", "files that were damaged, gone or late"),
     ("store_failed_writes", "failed_writes", "files that could not be written"),
 )
-_NOTHING_EVICTED = {"evicted_window_pages": 0, "evicted_checkpoints": 0}  # without such layers
+_NOTHING_EVICTED = {"evicted_window_pages": 0, "evicted_checkpoints": 0}  # if a model lacks them
 _TIMINGS = (
     ("time_to_first_token_seconds", "ttft", "from arrival to the first token"),
     ("inter_token_latency_seconds", "inter_token", "between tokens, a request's mean for each"),
@@ -72,7 +76,7 @@ _TIMINGS = (
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Needs an admin key where keys are set: the figures are those of all tenants."""
+    """All metrics, of all tenants together. With keys, needs an admin key."""
     check_admin(request)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Figures(server_of(request)))
@@ -80,7 +84,8 @@ async def metrics(request: Request) -> Response:
 
 
 class _Figures(Collector):
-    """Reads what the engine last said; never waits for it."""
+    """Collects the metrics from the engine's last reported status, without waiting for the
+    engine."""
 
     def __init__(self, server: AppState) -> None:
         self._server = server
@@ -164,7 +169,7 @@ class _Figures(Collector):
             yield GaugeMetricFamily(f"radixserve:{name}", text, value=value)
 
     def _names(self, ours: str, vllms: str | None) -> Iterator[tuple[str, list[str], list[str]]]:
-        """Full name, labels and their values, once or twice."""
+        """(full name, names of labels, their values) of our metric and, if it exists, of vLLM's."""
         yield f"radixserve:{ours}", [], []
         if vllms is not None:
             yield f"vllm:{vllms}", ["model_name"], self._labels

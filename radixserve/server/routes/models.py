@@ -1,4 +1,4 @@
-"""GET /v1/models, and the routes of the tokenizer."""
+"""GET /v1/models, and the tokenizer's routes: /tokenize, /detokenize, /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from radixserve.server.wire.json_response import answer
 from radixserve.server.wire.schema import DetokenizeRequest, TokenizeRequest
 
 router = APIRouter(route_class=JsonRoute)
-_MANY_TOKENS = 4_096  # more are looked at in another thread
+_MANY_TOKENS = 4_096  # more are converted in another thread
 
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
-    """The one model that is served, under each of its names."""
+    """The model that is served, once for each of its names."""
     server = server_of(request)
     cards = [_card(server, name) for name in server.model_names]
     return answer({"object": "list", "data": cards})
@@ -107,7 +107,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request) -> Response:
-    """Its special tokens and chat template."""
+    """The tokenizer's special tokens and chat template."""
     server = server_of(request)
     facts = tokenizer_of(server.runtime).facts()
     return answer({**facts, "vocab_size": server.runtime.model.vocab_size})

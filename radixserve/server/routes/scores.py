@@ -1,4 +1,4 @@
-"""POST /v1/score: how likely the model finds given continuations."""
+"""POST /v1/score: the log-probabilities of given continuations of a prompt."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/score")
 async def score(request: Request, body: ScoreRequest) -> Response:
-    """The log-probability of each of the candidates, texts or token ids, after a prompt.
-
-    The prompt is computed once; the model's own distribution, natural logarithms.
+    """The natural log-probability of each candidate, a text or token ids, after a prompt, by the
+    model's distribution at temperature 1. The prompt is computed once.
     """
     server = server_of(request)
     server.check_model(body.model)
@@ -51,7 +50,8 @@ async def score(request: Request, body: ScoreRequest) -> Response:
 
 
 async def read_candidates(request: Request, given: object) -> list[Any]:
-    """Texts as token ids; lists of ids as they are, to be checked. Raises ApiError."""
+    """The candidates as token ids: texts are tokenised, lists of ids are returned as they are, for
+    `ascore` to check. Raises ApiError."""
     server = server_of(request)
     candidates = _check_candidates(server, given)
 
@@ -68,11 +68,11 @@ async def read_candidates(request: Request, given: object) -> list[Any]:
 
 
 def check_room(request: Request, candidates: Sequence[Any], num_tokens: int) -> None:
-    """Raise ApiError 429 where a score of so many requests does not fit into the queue.
-    `num_tokens`: before the candidates."""
+    """Raise ApiError 429 if the queue does not have room for a request for each candidate.
+    `num_tokens`: tokens before the candidates."""
     server, tenant = server_of(request), caller_of(request).tenant
     server.limits.check(
-        server.load(),
+        server.engine_status(),
         len(candidates),
         num_tokens + sum(len(ids) for ids in candidates if isinstance(ids, list | np.ndarray)),
         share=server.tenants.share(tenant),
@@ -81,7 +81,7 @@ def check_room(request: Request, candidates: Sequence[Any], num_tokens: int) -> 
 
 
 def _check_candidates(server: AppState, candidates: object) -> list[Any]:
-    """Raises ApiError."""
+    """The candidates, if they are a list that is not too long. Raises ApiError."""
     if not isinstance(candidates, list) or not candidates:
         raise ApiError(
             400,
@@ -101,7 +101,7 @@ def _check_candidates(server: AppState, candidates: object) -> list[Any]:
 def scores_body(
     server: AppState, watched: CancelOnDisconnect, scores: Sequence[Score], *, with_ids: bool
 ) -> dict[str, Any]:
-    """The answer; counts its tokens."""
+    """The answer's body. Counts its usage for the tenant. `with_ids`: with the candidates' ids."""
     data: list[dict[str, Any]] = []
     for index, candidate_score in enumerate(scores):
         entry: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """`AnswerBuilder`: the answer to one HTTP request, whole or as server-sent events.
 
-All protocols await an answer, cut it into events and end it in the same way. Each has a subclass
-beside its routes, which formats the parts:
+All protocols wait for an answer, split it into events and end it in the same way. Each has a
+subclass beside its routes, which formats the parts:
 
     ChoicesBuilder  completions and chat completions: a list of choices
     BlocksBuilder   Anthropic's messages and OpenAI's responses: content blocks of one answer
@@ -36,9 +36,9 @@ from radixserve.server.wire.usage import Group, StreamUsage, completion_usage
 
 
 class AnswerBuilder(ABC):
-    """Builds the answer of a generation."""
+    """Formats the answer to one HTTP request."""
 
-    done: ClassVar[str] = DONE  # ends a stream
+    done: ClassVar[str] = DONE  # the text that ends a stream
 
     def __init__(self, generation: HttpGeneration, *, streams: bool) -> None:
         self.generation = generation
@@ -46,7 +46,7 @@ class AnswerBuilder(ABC):
         self._streams = streams
 
     async def respond(self) -> Response:
-        """The whole answer when all has ended, or a stream that is computed while it is sent."""
+        """Wait for the whole answer, or return a stream that is generated while it is sent."""
         if self._streams:
             return EventStream(self.generation, self.events(), done=self.done, failed=self.failed)
         return answer(await self.full_body())
@@ -57,7 +57,7 @@ class AnswerBuilder(ABC):
 
     @abstractmethod
     def events(self) -> AsyncIterator[str]:
-        """Each item is the text of the events for all new chunks."""
+        """Each item is the text of all events for one batch of new chunks."""
 
     def failed(self, error: ApiError) -> str:
         """The last events of a stream that fails after its first event."""
@@ -94,21 +94,22 @@ class ChoicesBuilder(AnswerBuilder):
         self._opening = "data: " + dump(self._chunk_head)[:-1] + ',"choices":[{"index":'
 
     def _body(self, choices: list[dict[str, Any]], groups: Sequence[Group]) -> dict[str, Any]:
-        """A whole answer, after the end."""
+        """A whole answer, from its choices and the completions of each prompt."""
         head = {**self._head, "choices": choices, "usage": completion_usage(groups)}
         return {**head, **self.final_members()}
 
     def final_members(self) -> dict[str, Any]:
-        """Members of an answer that are known after its end: what became of the hints."""
+        """Members of an answer that are known only after its end: the answers to hints."""
         return self.generation.with_hints({})
 
     @abstractmethod
     def _batches(self) -> AsyncIterator[list[tuple[int, Chunk, Delta | None]]]:
-        """The new chunks: the index of a choice, its chunk, and for a chat the parsed chunk."""
+        """Batches of new chunks: the index of a choice, its chunk, and, for a chat, the parsed
+        delta."""
 
     @abstractmethod
     def _frames(self, index: int, chunk: Chunk, delta: Delta | None) -> Iterator[str]:
-        """The events of a chunk, see `_frame`."""
+        """The events of a chunk, made by `_frame`."""
 
     async def events(self) -> AsyncIterator[str]:
         usage = self._usage
@@ -133,8 +134,12 @@ class ChoicesBuilder(AnswerBuilder):
         return f',"prompt_token_ids":{dump(ids)}'
 
     def _frame(self, index: int, member: str, logprobs: str, chunk: Chunk, reason: str) -> str:
-        """An event of one choice. `member`: its text, `logprobs`: both as JSON; `reason`: why it
-        has ended, where it has."""
+        """The server-sent event for one chunk of a choice.
+
+        member    the member with the new text, such as `"delta":{...}`, as JSON
+        logprobs  as JSON
+        reason    the finish reason, if the choice has ended
+        """
         ids = f',"token_ids":{dump(chunk.token_ids)}' if self._returns_ids else ""
         done = chunk.completion
         end = "null" if done is None else f'{quote(reason)},"stop_reason":{dump(done.stop_reason)}'
@@ -145,7 +150,7 @@ class ChoicesBuilder(AnswerBuilder):
 
 
 class BlocksBuilder(AnswerBuilder):
-    """Builds answers of content blocks: of a turn with one sample."""
+    """Builds answers of content blocks, from a turn with a single sample."""
 
     done = ""
 
@@ -159,7 +164,7 @@ class BlocksBuilder(AnswerBuilder):
     def message(
         self, blocks: Sequence[ContentBlock], completion: Completion, num_reasoning: int
     ) -> dict[str, Any]:
-        """The whole answer. num_reasoning: tokens of its reasoning."""
+        """The whole answer. `num_reasoning`: the number of reasoning tokens."""
 
     @abstractmethod
     def opening(self) -> str:
@@ -167,7 +172,8 @@ class BlocksBuilder(AnswerBuilder):
 
     @abstractmethod
     def block_event(self, block_event: ContentBlockEvent, completion: Completion | None) -> str:
-        """The events of a block. completion: of the last block's end."""
+        """The text of the events for a block event. `completion`: the answer's, at the end of its
+        last block."""
 
     @abstractmethod
     def closing(
@@ -200,7 +206,8 @@ class BlocksBuilder(AnswerBuilder):
         return text + self.closing(blocks, completion, num_reasoning)
 
     def _note_logprobs(self, new: Chunk | Completion, completion: Completion | None) -> None:
-        """The tokens of a chunk, or of a whole answer."""
+        """Collect the log-probabilities of a chunk or of a whole answer. `completion`: set at the
+        answer's end."""
         if self._logprobs is None:
             return
         if new.logprobs is not None:

@@ -1,4 +1,7 @@
-"""Why a turn hit less than an earlier one had left in the cache, in each protocol's format."""
+"""`TurnDiagnosis`: why a turn found less in the cache than an earlier one had left there.
+
+Formats the diagnosis for OpenAI's and Anthropic's protocols.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from radixserve.diagnosis import Decode, Diagnosis, diagnose
 from radixserve.output import Completion
 from radixserve.server.gate.prompt_records import PromptParts, PromptRecord
 
-# The part that has changed -> OpenAI's reason.
+# OpenAI's and Anthropic's reasons, by the part of the prompt that has changed.
 _OPENAI_REASONS = {
     "tools": "tools_changed",
     "reasoning": "reasoning_effort_changed",
@@ -24,10 +27,10 @@ _ANTHROPIC_REASONS = {
 
 
 class TurnDiagnosis(NamedTuple):
-    """A turn beside an earlier one.
+    """A turn compared with an earlier one.
 
-    part  of the prompt in which they differ: "tools", "system", "messages", "answer" (the earlier
-          one's), "reasoning" or "verbosity" (variables of the template); "" where nothing differs
+    part  the first part of the prompt that differs: "tools", "system", "messages", "answer" (of
+          the earlier turn), "reasoning" or "verbosity" (variables of the template); "" if none does
     """
 
     diagnosis: Diagnosis
@@ -42,9 +45,9 @@ class TurnDiagnosis(NamedTuple):
         previous: PromptRecord,
         decode: Decode,
     ) -> TurnDiagnosis:
-        """Compared with the earlier answer that the turn continues, or comes closest to.
+        """Compare a turn with the answer in `previous` that it has the most tokens in common with.
 
-        `completion` None: the turn has not ended; what agrees is taken for cached.
+        `completion` None: the turn has not ended, and the common tokens count as cached.
         """
         cached, miss = None, ""
         if completion is not None:
@@ -72,7 +75,7 @@ class TurnDiagnosis(NamedTuple):
         diagnosis = self.diagnosis
         if diagnosis.reason == "hit":
             return {"type": "cache_hit"}
-        if not self.part:  # nothing has changed, so that none of OpenAI's reasons is true
+        if not self.part:  # the prompt has not changed: none of OpenAI's reasons applies
             return {"type": "unavailable", "detail": self._detail()}
         return {
             "type": "cache_miss",
@@ -83,7 +86,7 @@ class TurnDiagnosis(NamedTuple):
         }
 
     def anthropic(self) -> dict[str, Any] | None:
-        """`diagnostics`; None where nothing is lost."""
+        """`diagnostics`; None for a hit."""
         diagnosis = self.diagnosis
         if diagnosis.reason == "hit":
             return None
@@ -98,18 +101,18 @@ class TurnDiagnosis(NamedTuple):
 
 
 def begun_anthropic_diagnostics(diagnosis: TurnDiagnosis | None) -> dict[str, Any]:
-    """`anthropic_diagnostics` before the cache has been asked: null as the reason means that it is
-    not known yet."""
+    """`anthropic_diagnostics` at the start of a stream: the reason is null, not known yet, where
+    the prompts do not differ."""
     return anthropic_diagnostics(diagnosis) or {"cache_miss_reason": None}
 
 
 def openai_diagnostics(diagnosis: TurnDiagnosis | None) -> dict[str, Any]:
-    """None: the earlier answer is not known."""
+    """`prompt_cache_diagnostics`. `diagnosis` None: the earlier answer is unknown."""
     return {"type": "comparison_response_not_found"} if diagnosis is None else diagnosis.openai()
 
 
 def anthropic_diagnostics(diagnosis: TurnDiagnosis | None) -> dict[str, Any] | None:
-    """None: the earlier message is not known."""
+    """`diagnostics`; None for a hit. `diagnosis` None: the earlier message is unknown."""
     if diagnosis is None:
         return {"cache_miss_reason": {"type": "previous_message_not_found"}}
     return diagnosis.anthropic()

@@ -1,4 +1,4 @@
-"""`CacheUse`: the namespace, session and hints of a request."""
+"""`CacheUse`: how a request uses the cache: its namespace, session and hints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from radixserve.server.turn.request_hints import RequestHints, request_hints
 from radixserve.server.wire.cache_fields import CacheHint
 from radixserve.server.wire.errors import ApiError
 
-# Where a session's name is looked for, in this order: fields before headers, explicit ones first.
+# Where `session_id_of` looks for a session's name, in this order.
 SESSION_FIELDS = ("session_id", "prompt_cache_key")
 SESSION_HEADERS = (
     "x-claude-code-session-id",  # Claude Code
@@ -32,10 +32,12 @@ _OF_USER_ID = re.compile(r"_session_([0-9A-Za-z-]{1,64})\Z")  # Claude Code's me
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """namespace  the part of the cache
-    session_id  of the session that claims the request's cached tokens; None: no session
-    supersede   end older requests of the session
-    hints       what is to become of the prompt's K/V
+    """How a request uses the cache.
+
+    namespace   only requests with the same one share K/V
+    session_id  the client's name of the session; None: without a session
+    supersede   end older requests of the session that have not generated a token
+    hints       for the K/V of the prompts, applied after the answer
     """
 
     namespace: str
@@ -45,7 +47,8 @@ class CacheUse:
 
     @classmethod
     def read(cls, request: Request, body: Any, hints: Sequence[CacheHint] = ()) -> CacheUse:
-        """`hints`: those that follow from other fields, after the body's own. Raises ApiError."""
+        """Read it from a body and headers. `hints`: hints of other fields, which follow those of
+        the body's `cache_hints`. Raises ApiError."""
         check_session_id(body.session_id)
         if body.supersede and body.session_id is None:
             raise ApiError(400, "supersede needs a session_id", param="supersede")
@@ -60,7 +63,8 @@ class CacheUse:
 
 
 def session_id_of(body: Any, headers: Mapping[str, str]) -> str | None:
-    """The first session name in the request; None without any."""
+    """The session's name in a request: from a field, then a header, then Anthropic's user_id. None
+    without any."""
     for field in SESSION_FIELDS:
         value = getattr(body, field, None)
         if value:
@@ -74,7 +78,7 @@ def session_id_of(body: Any, headers: Mapping[str, str]) -> str | None:
 
 
 def _session_of_user_id(user_id: str | None) -> str | None:
-    """Claude Code's: "user_..._session_UUID", or JSON with a session_id."""
+    """The session in Claude Code's user_id: "user_..._session_UUID", or JSON with a session_id."""
     if not user_id:
         return None
     match = _OF_USER_ID.search(user_id)

@@ -35,19 +35,23 @@ from radixserve.server.wire.schema import TemplateFields
 
 @dataclass(frozen=True, kw_only=True)
 class TurnRequest:
-    """A turn as a request's body describes it, for every protocol.
+    """A chat request in the form that all protocols are translated to.
 
-    messages       in OpenAI's older format; `messages_name`: what the protocol calls them
-    template       how they are rendered
-    params         how tokens are sampled, but for max_tokens
-    max_tokens     most tokens to generate; None: the rest of the context
-    constraint     on the answer
-    keep_last      truncate_prompt_tokens: how many of the prompt's last tokens are taken
-    truncation_side  "right": of its first ones
-    beams          it is a beam search, as wide as n of its params
-    stream         the answer is streamed
-    prewarm        the prompt is computed, and the answer is empty
-    compare_with   the id of an earlier answer: why was its prompt not found in the cache?
+    messages       in the format of chat completions
+    messages_name  the name of their field in the protocol, for errors
+    template       how the messages are rendered
+    tools          the functions that the model may call
+    params         how tokens are sampled; `max_tokens` below replaces theirs
+    max_tokens     most tokens to generate; None: as many as the context has room for
+    constraint     the grammar of the answer
+    keep_last      see truncate_prompt_tokens: keep this many of the prompt's last tokens
+    truncation_side  "right": keep the first tokens instead
+    beams          run a beam search with `params.n` beams
+    stream         stream the answer
+    prewarm        compute the prompt and answer with an empty text
+    compare_with   id of an earlier answer whose prompt is compared with this one, to explain
+                   cache misses
+    cache          namespace, session and hints
     """
 
     messages: Sequence[dict[str, Any]]
@@ -67,10 +71,10 @@ class TurnRequest:
 
 
 class ChatTurn:
-    """The messages of a body on their way through the model.
+    """A chat that is being answered: its prompt, its generation, and the parser of its answer.
 
-    `answers` gives all of it at the end; or the turn's `generation` is entered, by an `EventStream`
-    say, and `deltas` are taken inside. Either remembers the conversation for its next turn.
+    Await `answers` for whole answers. For a stream, enter `generation` (`EventStream` does) and
+    iterate over `deltas`. Both remember the token ids of the conversation for its next turn.
     """
 
     def __init__(
@@ -87,7 +91,7 @@ class ChatTurn:
         streams: bool,
         prewarms: bool,
     ) -> None:
-        """See `start`. `previous`: the request that it is compared with."""
+        """Use `start`. `previous`: the record of the earlier prompt that it is compared with."""
         self.server = server
         self.prompt = prompt
         self.params = params
@@ -98,11 +102,12 @@ class ChatTurn:
         self._parts = parts
         self._previous = previous
         self._request_id = request_id
-        self._completions: dict[int, Completion] = {}  # that have ended, by sample
+        self._completions: dict[int, Completion] = {}  # those that have ended, by sample
 
     @classmethod
     async def start(cls, server: AppState, request: Request, asked: TurnRequest) -> ChatTurn:
-        """Render, tokenise and queue it. Raises ApiError and InvalidRequest."""
+        """Render and tokenise the messages, compile the grammar, and submit the request to the
+        engine. Raises ApiError and InvalidRequest."""
         max_seq_len = server.runtime.max_seq_len
         try:
             prompt = await read_chat(
@@ -160,7 +165,8 @@ class ChatTurn:
         )  # fmt: skip
 
     async def answers(self) -> list[tuple[ParsedAnswer, Completion]]:
-        """One a sample, when all have ended."""
+        """Wait until all samples have ended. Returns the parsed answer and the completion of
+        each."""
         with self.generation as generation:
             (group,) = await generation.groups()
             self._completions = dict(enumerate(group))
@@ -177,8 +183,8 @@ class ChatTurn:
         return parsed_answers
 
     async def deltas(self) -> AsyncIterator[list[tuple[int, Delta, Chunk]]]:
-        """The new chunks, each with its sample's index; a chunk with a `completion`
-        is the sample's last."""
+        """Batches of (sample index, parsed delta, chunk). A chunk with a `completion` is the last
+        one of its sample."""
         parsers = [OutputParser(self.parser_config) for _ in range(self.params.n)]
         async for batch in self.generation.chunks():
             deltas = []
@@ -200,7 +206,8 @@ class ChatTurn:
             yield deltas
 
     def text_logprobs(self) -> TextLogprobs | None:
-        """For an answer whose log-probabilities are requested."""
+        """A new collector of the log-probabilities of the answer's text; None if they were not
+        requested."""
         if self.params.logprobs is None:
             return None
         return TextLogprobs(
@@ -212,8 +219,8 @@ class ChatTurn:
         )
 
     def diagnosis(self) -> TurnDiagnosis | None:
-        """Beside the request that it is compared with; None where that is not known. Until
-        it ends, equal tokens count as cached."""
+        """The comparison with the earlier prompt; None if that prompt is unknown. Until the turn
+        has ended, tokens that both prompts have in common count as cached."""
         if self._previous is None:
             return None
         return TurnDiagnosis.of(
@@ -225,7 +232,8 @@ class ChatTurn:
         )
 
     def _remember(self) -> None:
-        """Keep the request for later ones to be compared with, once all samples have ended."""
+        """Record the prompt once all samples have ended, so that later ones can be compared with
+        it."""
         count = self.params.n - self.generation.num_missing
         if len(self._completions) == count:
             completions = [self._completions[index] for index in range(count)]
@@ -235,7 +243,7 @@ class ChatTurn:
 
 
 def _without_sample(completion: Completion) -> Completion:
-    """The completion of a prompt that was only to be computed, without the sampled token."""
+    """The completion of a prewarmed prompt, without the token that had to be sampled."""
     return replace(
         completion,
         text="",
@@ -249,7 +257,8 @@ def _without_sample(completion: Completion) -> Completion:
 
 
 def finish_reason(completion: Completion, *, calls: bool) -> str:
-    """OpenAI's: an answer that has ended with calls in it waits for their results."""
+    """OpenAI's finish reason. `calls`: the answer contains tool calls, so that it is "tool_calls"
+    instead of "stop"."""
     return (
         "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
     )

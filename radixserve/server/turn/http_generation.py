@@ -1,4 +1,5 @@
-"""Runs an HTTP request in the engine until it ends or its client disconnects; its events."""
+"""`HttpGeneration` runs an HTTP request in the engine until it ends or its client disconnects;
+`EventStream` sends its events."""
 
 from __future__ import annotations
 
@@ -24,11 +25,17 @@ from radixserve.server.turn.request_hints import HintAnswers
 from radixserve.server.wire.errors import ApiError, as_api_error
 from radixserve.server.wire.usage import Group, as_groups, completion_usage, grouped
 
-MAX_TOKENS_HEADER = "x-radixserve-max-tokens"  # of an answer, where the context has no more
+# Header of an answer whose max_tokens exceeds the context: the tokens that it can have.
+MAX_TOKENS_HEADER = "x-radixserve-max-tokens"
 
 
 class HttpGeneration(CancelOnDisconnect):
-    """Enter it, then take `groups` or iterate over `chunks`. Leaving aborts what has not ended."""
+    """The engine requests of one HTTP request, as a context manager.
+
+    Inside it, await `groups` for whole answers or iterate over `chunks` for a stream. Leaving it
+    aborts the engine requests that have not ended, as after a disconnect. Texts come from
+    `engine/output_collector.py`, already cut at stop strings.
+    """
 
     def __init__(
         self,
@@ -42,12 +49,15 @@ class HttpGeneration(CancelOnDisconnect):
         beams: BeamParams | None = None,
         submit: Callable[[], RequestHandle[Any]] | None = None,
     ) -> None:
-        """`cache` may name a session, see `SessionTable.begin`, and hints, which take effect when
-        all has ended, before the last chunks are given out. `beams`: each prompt is a search, as
-        wide as n of its `params`. `submit`: makes the requests, where they are not those of
-        `Runtime.submit`.
+        """Check the limits and submit the requests.
 
-        Raises ApiError 429 where the queue is full, InvalidRequest for wrong parameters.
+        cache   the session (see `SessionTable.begin`) and the hints of the request. Hints are
+                applied when all answers have ended, before the last chunks are returned
+        beams   each prompt is a beam search with `params.n` beams
+        submit  makes the engine requests instead of `Runtime.submit`
+
+        Raises ApiError: 429 if the queue is full, 403 for a priority without an admin key. Raises
+        InvalidRequest for wrong parameters.
         """
         super().__init__(server, request)
         session = ""
@@ -60,7 +70,7 @@ class HttpGeneration(CancelOnDisconnect):
         check_priority(server.tenants, caller, params.priority)
         self.num_requests = len(prompts) * params.num_samples
         server.limits.check(
-            server.load(),
+            server.engine_status(),
             self.num_requests,
             num_tokens,
             share=server.tenants.share(caller.tenant),
@@ -68,7 +78,7 @@ class HttpGeneration(CancelOnDisconnect):
         )
         room = min(runtime.max_seq_len - len(prompt) for prompt in prompts)
         if params.max_tokens > room:
-            add_header(request, MAX_TOKENS_HEADER, str(room))  # the context ends the answer
+            add_header(request, MAX_TOKENS_HEADER, str(room))
         self.prompts = prompts
         self._handle: RequestHandle[Any] = (
             self._submit(prompts, params, beams, session, streams=streams)
@@ -79,8 +89,8 @@ class HttpGeneration(CancelOnDisconnect):
         self._session = session
         self._supersedes = cache.supersede
         self._num_samples = params.num_samples
-        self.num_missing = 0  # answers that searches did not find, where a form allows fewer than n
-        self.hint_answers = HintAnswers()  # after the end
+        self.num_missing = 0  # answers that beam searches did not find: a grammar may allow fewer
+        self.hint_answers = HintAnswers()  # empty until all answers have ended
         self._completions: dict[int, Completion] = {}  # of a stream, by index
 
     def _submit(
@@ -131,7 +141,7 @@ class HttpGeneration(CancelOnDisconnect):
         return self._handle.has_generated
 
     async def groups(self) -> list[list[Completion]]:
-        """The completions of each prompt, when all have ended."""
+        """Wait until all completions have ended. Returns those of each prompt."""
         async for _ in self._handle:
             pass
         groups = as_groups(self._handle.result())
@@ -145,11 +155,11 @@ class HttpGeneration(CancelOnDisconnect):
             self.hint_answers = await self._hints.apply(self.prompts)
 
     def with_hints(self, body: dict[str, Any]) -> dict[str, Any]:
-        """`body`, with the answers to the request's hints where it gave any."""
+        """`body` with the answers to the request's hints, if it had any."""
         return self.hint_answers.added_to(body)
 
     async def chunks(self) -> AsyncIterator[list[tuple[int, Chunk]]]:
-        """The new chunks, each with its index: prompts in order, samples of each."""
+        """Batches of new chunks, each with its index: prompt index * samples + sample."""
         async for events in self._handle.joined():
             if self._is_search:
                 events = self._as_chunks(events)
@@ -165,7 +175,7 @@ class HttpGeneration(CancelOnDisconnect):
     def _as_chunks(
         self, events: Sequence[tuple[int, tuple[Completion, ...]]]
     ) -> list[tuple[int, Chunk]]:
-        """The answers of searches that have ended, each as one chunk."""
+        """The answers of beam searches that have ended, each as a single chunk."""
         chunks = []
         for index, answers in events:
             self.num_missing += self._num_samples - len(answers)
@@ -195,10 +205,12 @@ _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 class EventStream(Response):
-    """The events of a generation, which is entered here and left when all are sent.
+    """The streaming response of a generation: enters it, sends its events, and leaves it.
 
-    An error before the first event is raised, so that it has a status of its own; later ones are
-    the last event. A slow reader holds up its own events only.
+    An error before the first event is raised and so gets a status of its own; a later error becomes
+    the last event. When the client reads slowly, `send` waits and its events are joined; when it
+    stops reading, the write timeout (`gate/http_protocol.py`) closes the connection, and the
+    generation raises ClientGone.
     """
 
     def __init__(
@@ -209,7 +221,8 @@ class EventStream(Response):
         done: str,
         failed: Callable[[ApiError], str],
     ) -> None:
-        """`done` ends the stream, or else what `failed` makes of an error."""
+        """`done`: the text that ends the stream. `failed`: returns the text that ends it after an
+        error."""
         super().__init__(None, 200, _HEADERS, "text/event-stream")
         del self.headers["content-length"]
         self._generation = generation

@@ -1,7 +1,7 @@
-"""The actions of a `kv_hints` envelope as hints, and their answers by action_id.
+"""Translates the actions of a `kv_hints` envelope to hints, and answers each by its action_id.
 
 An unknown action is answered `ignored`, and the request continues. A wrong value in the payload of
-a known action is an error that names its place.
+a known action is an error that names its place in the body.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from radixserve.server.wire.cache_fields import KVHintAction, KVHints
 from radixserve.server.wire.errors import ApiError, wrong_field
 
 PREFETCH_REASON = "a request computes its own prompt; prefetch goes to /v1/cache/hints"
-# action_type -> the hint. vLLM's `kv.share` is none of them: it moves K/V between workers.
+# The hint's verb for each action_type; not for vLLM's `kv.share`, which moves K/V between workers.
 VERBS = {
     "retain": "retain",
     "kv.retain": "retain",
@@ -33,27 +33,27 @@ _PREFETCHES = ("prefetch", "kv.prefetch")
 _VERSION = re.compile(r"1(\.\d+)*")
 _MEMBERS = ("seconds", "max_tokens", "session_id", "directives", "scope")
 _DIRECTIVE_MEMBERS = ("start", "end", "priority", "duration", "covers_output")
-_NEVER_S = 1e9  # a directive without an end in time; clipped like every other one
+_NEVER_S = 1e9  # duration of a directive without an end; it is clipped as any other is
 _MAX_PRIORITY = 100
 
 
 class WantedHint(NamedTuple):
-    """A hint of an action, before it is checked."""
+    """A hint that an action asks for, before it is checked."""
 
-    place: str  # in the body, for errors
+    place: str  # of the payload or directive in the body, for errors
     verb: str
     seconds: Any = None
     max_tokens: Any = None
-    session_id: str | None = None  # it is for a session instead of the request's prompts
+    session_id: str | None = None  # the hint is for this session; None: for the request's prompts
 
 
 @dataclass(frozen=True, slots=True)
 class ActionHints:
-    """An action of an envelope.
+    """An action of an envelope, translated.
 
-    hints     the hints that it requests
-    refusal   "ignored" or "rejected" where it has no hints
-    left_out  what of it is not done, or why it is refused
+    hints     the hints that it asks for
+    refusal   the answer without any hints: "ignored" or "rejected"
+    left_out  why the action, or a part of it, is not carried out; "" if all of it is
     """
 
     action_id: str
@@ -63,12 +63,12 @@ class ActionHints:
     left_out: str = ""
 
     def answer(self, answers: Sequence[HintAnswer]) -> dict[str, Any]:
-        """As JSON; `answers`: those of its hints."""
+        """The action's answer as JSON. `answers`: those to its hints."""
         head = {"action_id": self.action_id, "action_type": self.action_type}
         if not answers:
             return {**head, "answer": self.refusal, "reason": self.left_out}
         joined = join_answers(self.hints[0].verb, list(answers))._replace(
-            # Its hints are for prefixes of the same prompts.
+            # The hints are for prefixes of the same prompts: their tokens must not be added up.
             tokens_found=max(own.tokens_found for own in answers),
             tokens_covered=max(own.tokens_covered for own in answers),
         )
@@ -84,7 +84,7 @@ class ActionHints:
 
 
 def read_actions(envelope: KVHints) -> list[ActionHints]:
-    """Raises ApiError."""
+    """Translate the actions of an envelope. Raises ApiError for a wrong value."""
     actions: list[ActionHints] = []
     known: set[str] = set()
     for index, action in enumerate(envelope.actions):
@@ -145,14 +145,19 @@ def _session_of(payload: dict[str, Any], place: str) -> str | None:
 def _read_directives(
     verb: str, payload: dict[str, Any], session_id: str | None, place: str
 ) -> tuple[list[WantedHint], str]:
-    """vLLM's ranges of tokens: each keeps the prompt's tokens up to its end, since the later ones
-    are of no use without the earlier ones. And what of them is left out."""
+    """The hints of vLLM's directives, which are ranges of tokens, and why some are left out.
+
+    Each becomes a hint for all of the prompt's tokens up to the end of its range, since later
+    tokens are useless in the cache without earlier ones.
+    """
     directives = payload["directives"]
     place = f"{place}.directives"
     if not isinstance(directives, list):
         raise _wrong(place, "must be a list", directives)
     if session_id is not None or any(payload.get(name) for name in ("seconds", "max_tokens")):
-        raise ApiError(400, f"{place} stand alone in a payload", param=place)
+        raise ApiError(
+            400, f"{place} exclude session_id, seconds and max_tokens in a payload", param=place
+        )
     hints, left_out = [], ""
     for index, directive in enumerate(directives):
         where = f"{place}[{index}]"
@@ -164,7 +169,7 @@ def _read_directives(
 
 
 def _read_directive(verb: str, directive: Any, place: str) -> tuple[WantedHint | None, str]:
-    """None and the reason for a directive that has no effect."""
+    """The hint of a directive; None and the reason if the directive has no effect."""
     if not isinstance(directive, dict):
         raise _wrong(place, "must be an object", directive)
     unknown = [name for name in directive if name not in _DIRECTIVE_MEMBERS]

@@ -1,4 +1,4 @@
-"""Reads hints in a request's body, bounds them, and applies them when the request has ended."""
+"""`RequestHints`: the hints in a generation's body, checked, and applied when it has ended."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from radixserve.server.turn.kv_hints import PREFETCH_REASON, ActionHints, read_a
 from radixserve.server.wire.cache_fields import MAX_HINTS, CacheHint, KVHints
 from radixserve.server.wire.errors import ApiError, invalid
 
-_BUDGET_SHARE = 0.25  # of the pool's tokens, by default
-_AT_ONCE = 16  # hints between two steps of the engine
+_BUDGET_SHARE = 0.25  # of the pool's tokens: the default of hint_budget_tokens
+_HINTS_PER_STEP = 16  # applied between two steps of the engine
 
 
 @dataclass(frozen=True, slots=True)
 class HintAnswers:
     """The answers to a request's hints, as JSON.
 
-    cache_hints  an answer each
-    kv_hints     the envelope with an answer each action; None: there was none
+    cache_hints  an answer for each hint of `cache_hints`
+    kv_hints     the envelope with an answer for each action; None: the request had none
     """
 
     cache_hints: tuple[dict[str, Any], ...] = ()
     kv_hints: dict[str, Any] | None = None
 
     def added_to(self, body: dict[str, Any]) -> dict[str, Any]:
-        """An answer's body with the requested answers to hints."""
+        """`body` with the answers to hints that the request had."""
         if self.cache_hints:
             body = {**body, "cache_hints": list(self.cache_hints)}
         return body if self.kv_hints is None else {**body, "kv_hints": self.kv_hints}
@@ -44,11 +44,11 @@ class HintAnswers:
 
 @dataclass(frozen=True, slots=True)
 class RequestHints:
-    """Hints of a request for its own prompts, or for the sessions that they name; they take effect
-    when it has ended.
+    """The hints of a request, for its own prompts or for the sessions that they name. They are
+    applied when the request has ended.
 
-    hints     of `cache_hints`, then those of all `actions`
-    envelope  of the actions; None: the request has none
+    hints     those of `cache_hints`, then those of all `actions`
+    envelope  the envelope of `actions`; None: the request has none
     """
 
     server: AppState
@@ -57,20 +57,20 @@ class RequestHints:
     actions: tuple[ActionHints, ...] = ()
 
     async def apply(self, prompts: Sequence[IntArray]) -> HintAnswers:
-        """For all prompts together."""
-        spread = [
+        """Apply the hints to all prompts. Returns their answers, one for all prompts of a hint."""
+        hints_by_prompt = [
             [hint] if hint.session else [replace(hint, token_ids=ids) for ids in prompts]
             for hint in self.hints
         ]
-        made = [hint for own in spread for hint in own]
+        all_hints = [hint for of_prompts in hints_by_prompt for hint in of_prompts]
         answers: list[HintAnswer] = []
-        for first in range(0, len(made), _AT_ONCE):
-            part = made[first : first + _AT_ONCE]
+        for first in range(0, len(all_hints), _HINTS_PER_STEP):
+            part = all_hints[first : first + _HINTS_PER_STEP]
             answers += await self.server.runtime.aapply_hints(part)
         rest = iter(answers)
         joined = [
-            join_answers(hint.verb, [next(rest) for _ in own])
-            for hint, own in zip(self.hints, spread, strict=True)
+            join_answers(hint.verb, [next(rest) for _ in of_prompts])
+            for hint, of_prompts in zip(self.hints, hints_by_prompt, strict=True)
         ]
         close_demoted(self.server, self.hints, joined)
         bodies = answers_body(self.server, joined)
@@ -94,7 +94,8 @@ class RequestHints:
 def request_hints(
     request: Request, given: Sequence[CacheHint], envelope: KVHints | None, namespace: str
 ) -> RequestHints:
-    """`given` as `cache_hints`. Raises ApiError."""
+    """Check the hints of a request: `given` is its `cache_hints`, `envelope` its `kv_hints`. Raises
+    ApiError."""
     server, caller = server_of(request), caller_of(request)
     check_count(given, "cache_hints")
     made = []
@@ -134,7 +135,8 @@ def read_hint(
     seconds: Any,
     max_tokens: Any,
 ) -> Hint:
-    """A hint without its prefix, checked. `place`: where the body has it. Raises ApiError."""
+    """Check a hint. Returns it without the prompt or session that it is for. `place`: its place in
+    the body, for errors. Raises ApiError."""
     try:
         check_hint(verb, seconds, max_tokens)
     except InvalidRequest as error:
@@ -154,7 +156,7 @@ def read_hint(
 
 
 def budget_of(server: AppState) -> int:
-    """Tokens that the pins and retains of one tenant may hold."""
+    """The number of tokens that the pins and retains of one tenant may keep."""
     given = server.config.hint_budget_tokens
     return int(server.runtime.memory.pool_tokens * _BUDGET_SHARE) if given is None else given
 
@@ -166,14 +168,14 @@ def check_count(given: Sequence[object], name: str) -> None:
 
 
 def close_demoted(server: AppState, hints: Sequence[Hint], answers: Sequence[HintAnswer]) -> None:
-    """Close the sessions that demotes have ended."""
+    """Close the server's sessions whose demote hints were accepted."""
     for hint, hint_answer in zip(hints, answers, strict=True):
         if hint.verb == "demote" and hint.session and hint_answer.answer == "accepted":
             server.sessions.close_named(hint.session)
 
 
 def answers_body(server: AppState, answers: Sequence[HintAnswer]) -> list[dict[str, Any]]:
-    """The answers as JSON; counts them."""
+    """The answers as JSON. Counts them for /metrics."""
     for hint_answer in answers:
         server.counters.hints[hint_answer.verb, hint_answer.answer] += 1
     return [hint_answer._asdict() for hint_answer in answers]

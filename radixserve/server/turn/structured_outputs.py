@@ -15,17 +15,19 @@ from radixserve.server.wire.errors import ApiError
 from radixserve.server.wire.schema import NativeSampling, ResponseFormat, StructuredOutputs
 from radixserve.structured_outputs import StructuredOutput
 
-NATIVE = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}  # SGLang's -> ours
+# Names of StructuredOutput's fields by SGLang's names in sampling_params.
+NATIVE = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
 
 
 class Constraint(NamedTuple):
-    """Fields of a StructuredOutput, and the name of the request's field that gave them."""
+    """The fields of a StructuredOutput, and the name of the request's field that they are from."""
 
     name: str
     fields: Mapping[str, Any]
 
     async def compile(self, server: AppState, namespace: str) -> StructuredOutput:
-        """Compile it for a tenant's `namespace`, outside the event loop. Raises ApiError."""
+        """Compile the grammar in a thread, as work of the tenant of `namespace`. Raises ApiError:
+        400 for a wrong constraint, 429 if too many grammars wait, 503 if compiling failed."""
         try:
             structured_outputs = await asyncio.to_thread(StructuredOutput, **self.fields)
             if not server.runtime.has_grammar(structured_outputs):
@@ -45,7 +47,7 @@ def read_constraint(
     structured_outputs: StructuredOutputs | None,
     native: NativeSampling | None = None,
 ) -> Constraint | None:
-    """The constraint that a body gives. Raises ApiError for two."""
+    """The constraint in a body; None without any. Raises ApiError if there are two."""
     constraints = []
     if response_format is not None and response_format.type != "text":
         constraints.append(_of_response_format(response_format))
@@ -63,7 +65,7 @@ def read_constraint(
 
 
 def json_schema(name: str, schema: Mapping[str, Any], strict: bool | None = True) -> Constraint:
-    """A JSON schema that the field `name` gave. `strict`: as OpenAI has it, null is false."""
+    """The constraint of a JSON schema in the field `name`. `strict`: OpenAI's; null means false."""
     return Constraint(name, {"json": schema, "strict": bool(strict)})
 
 

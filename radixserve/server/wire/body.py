@@ -1,4 +1,7 @@
-"""`Body`: the base of request bodies, with bounds; sorts other fields into three kinds."""
+"""`Body`: the base class of request bodies, and types with bounds for their fields.
+
+It skips, maps or refuses fields that its class does not have, by the rules in `fields.py`.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +26,19 @@ from pydantic_core import PydanticCustomError
 from radixserve.server.wire.fields import FieldRule, Kind
 
 T = TypeVar("T")
-MAX_ITEMS = 65_536  # of any list but token ids
+MAX_ITEMS = 65_536  # of a list, unless it contains token ids
 MAX_IDS = 262_144  # the largest vocabulary
 MAX_STOP_TEXT = 4_096  # characters of a stop string
-_SKIPPED_ANYWHERE = ("cache_control",)  # where a model has no such field
-_MAX_MEMBERS = 256  # of an object with fields of ours
-# What is kept or compared: names, ids, keys.
+_SKIPPED_ANYWHERE = ("cache_control",)  # in classes that do not have the field
+_MAX_MEMBERS = 256  # of an object with fields of its class
+# Texts that are stored or compared: names, ids, keys.
 Short = Annotated[str, Field(max_length=256)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Bounded = Annotated[list[T], Field(max_length=MAX_ITEMS, fail_fast=True)]
 
 
 def from_array(most: int) -> BeforeValidator:
-    """A large body brings its token ids as an array: the list of them, or an error where there are
+    """A validator that converts the token ids of a large body, an array, to a list. It fails for
     more than `most`."""
 
     def as_list(value: Any) -> Any:
@@ -50,15 +53,15 @@ def from_array(most: int) -> BeforeValidator:
 
 
 Ids = Annotated[list[int], Field(max_length=MAX_IDS, fail_fast=True), from_array(MAX_IDS)]
-# JSON objects that are handed on as they are: schemas, a template's variables.
+# JSON objects that are passed on unchanged: schemas, a template's variables.
 Members = Annotated[dict[str, Any], Field(max_length=MAX_ITEMS)]
 
 
 class Skipped(NamedTuple):
     """A field that was skipped, or a tool that was left out.
 
-    param  where it stands in the body: "messages[2].annotations"
-    label  for all of its kind: "messages[].annotations"
+    param  its place in the body: "messages[2].annotations"
+    label  its place without indexes: "messages[].annotations"
     """
 
     param: str
@@ -66,10 +69,11 @@ class Skipped(NamedTuple):
 
 
 class Body(BaseModel):
-    """Strict types. A field that is not known is refused by name unless `rules` say otherwise.
+    """A request body or a part of it, with strict types. An unknown field is refused by its name,
+    unless `rules` say otherwise.
 
-    rules          what becomes of fields that are not of this class
-    skips_unknown  skip all others, too: members of messages
+    rules          by name: what happens to fields that are not of this class
+    skips_unknown  skip all other unknown fields, too, as in members of messages
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -80,7 +84,8 @@ class Body(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _sort_fields(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Remove skipped fields and those without effect; the first other one is the error."""
+        """Remove unknown fields that are skipped or have no effect, and validate the rest. Raises
+        PydanticCustomError for the first unknown field that is refused."""
         if not isinstance(value, dict):
             return handler(value)
         if len(value) > _MAX_MEMBERS and not cls.skips_unknown:
@@ -94,7 +99,7 @@ class Body(BaseModel):
                 continue
             rule = cls.rules.get(name)
             kind = Kind.REFUSED if rule is None else rule.kind
-            if given is None:  # it asks for nothing
+            if given is None:  # null has no effect
                 continue
             if rule is not None and any(given == no_op for no_op in rule.no_ops):
                 continue
@@ -109,7 +114,7 @@ class Body(BaseModel):
 
     @classmethod
     def _names(cls) -> frozenset[str]:
-        """The names of its fields in JSON."""
+        """The names of the class's fields in JSON."""
         names: frozenset[str] | None = cls.__dict__.get("_field_names")
         if names is None:
             fields = cls.model_fields.items()
@@ -126,7 +131,8 @@ class OtherTool(BaseModel):
 
 
 def skipped_in(body: BaseModel, place: str = "") -> Iterator[Skipped]:
-    """All that was skipped in a body and in the parts of it. O(its lists of parts)."""
+    """The fields and tools that were skipped in a body and its parts. O(parts). `place`: of
+    `body` in the request."""
     if isinstance(body, OtherTool):
         yield Skipped(f"{place}.type", f"{place.partition('[')[0]}[{body.type}]")
         return
@@ -148,23 +154,23 @@ def _joined(place: str, name: str) -> str:
     return f"{place}.{name}" if place else name
 
 
-# -- discriminators. The tags of unions are written "<tag>", so that errors can leave them out. ----
+# -- discriminators of unions. Tags are written "<tag>", so that errors can leave them out --------
 
 
 def by_type(value: Any) -> str | None:
-    """A part by its `type`."""
+    """The tag of a part: its `type`."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return f"<{kind}>" if isinstance(kind, str) else None
 
 
 def by_role(value: Any) -> str | None:
-    """A message by its `role`."""
+    """The tag of a message: its `role`."""
     role = value.get("role") if isinstance(value, dict) else getattr(value, "role", None)
     return f"<{role}>" if isinstance(role, str) else None
 
 
 def text_or_list(value: Any) -> str | None:
-    """Content: one text, or a list of parts."""
+    """The tag of content: "<text>", or "<list>" for a list of parts."""
     if isinstance(value, str):
         return "<text>"
     return "<list>" if isinstance(value, list) else None

@@ -26,7 +26,7 @@ class CacheHint(Body):
 
 
 class CacheBreakpoint(Body):
-    """On a part of a message: later requests have the prompt up to here."""
+    """A mark on a part of a message: later requests begin with the prompt up to this part."""
 
     skips_unknown: ClassVar[bool] = True
 
@@ -35,12 +35,13 @@ class CacheBreakpoint(Body):
 
 
 class PromptCacheOptions(Body):
-    """OpenAI's.
+    """OpenAI's `prompt_cache_options`.
 
     mode     "explicit": only breakpoints ask for a lifetime
-    ttl      the least lifetime of what the prompt leaves cached
+    ttl      how long the prompt's K/V should stay cached at least
     prewarm  compute the prompt and generate nothing
-    comparison_response_id  an earlier answer: why was its prompt not found in the cache?
+    comparison_response_id  id of an earlier answer: report where this prompt differs from its
+             prompt, and so missed the cache
     """
 
     mode: Literal["implicit", "explicit"] | None = None
@@ -49,7 +50,7 @@ class PromptCacheOptions(Body):
     comparison_response_id: Short | None = None
 
     def applied(self) -> dict[str, Any]:
-        """As answers repeat them."""
+        """The options with their defaults, as answers repeat them."""
         return {
             "mode": self.mode or "implicit",
             "ttl": self.ttl or _DEFAULT_LIFETIME,
@@ -81,8 +82,8 @@ def retain_hints(
     retention: Retention | None,
     breakpoints: Iterable[CacheBreakpoint],
 ) -> list[CacheHint]:
-    """One hint for the whole prompt, for the longest time that anything asks for; every prefix of
-    the prompt is kept with it. None where nothing asks for a time."""
+    """A `retain` hint for the whole prompt, and so for each of its prefixes, for the longest of the
+    requested lifetimes. [] without any."""
     options = options or PromptCacheOptions()
     lifetimes: set[str] = {mark.ttl or options.ttl or _DEFAULT_LIFETIME for mark in breakpoints}
     if options.mode != "explicit" and options.ttl is not None:

@@ -1,4 +1,4 @@
-"""Errors as HTTP answers: OpenAI's shape, and Anthropic's shape on the routes of its protocol."""
+"""`ApiError`: errors as HTTP answers, in OpenAI's format and, on /v1/messages, in Anthropic's."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ TYPES = {
 }
 _NAME = re.compile(r"[a-z_]+")
 _ANTHROPIC_PATH = "/v1/messages"
-_ANTHROPIC_STATUSES = {415: 400, 503: 529}  # where theirs is another
+_ANTHROPIC_STATUSES = {415: 400, 503: 529}  # our status: theirs, where they differ
 _ANTHROPIC_TYPES = {**TYPES, 413: "request_too_large", 529: "overloaded_error"}
 
 
 class ApiError(Exception):
-    """An answer with a status that is not 200.
+    """An error that becomes the answer to a request.
 
-    param  the field that is wrong
-    index  the item of a batch that is wrong
-    code   a word for programs
-    overflow  the prompt's tokens and the most that there may be, where it is too long
+    param     the wrong field
+    index     the wrong item of a batch, from 0
+    code      a word for programs, such as "queue_full"
+    overflow  of a prompt that is too long: its tokens, and the most that are allowed
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class ApiError(Exception):
         self.overflow = overflow
 
     def body(self) -> dict[str, Any]:
+        """The error in OpenAI's format."""
         error: dict[str, Any] = {
             "message": self.message,
             "type": TYPES.get(self.status, "server_error"),
@@ -81,12 +82,12 @@ class ApiError(Exception):
 
 
 def wrong_field(param: str, problem: str) -> ApiError:
-    """An answer that begins with the field's name and says what is wrong with it."""
+    """A 400 whose message is the field's name and then `problem`, such as "must be a list"."""
     return ApiError(400, f"{param} {problem}", param=param)
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Any exception as an answer: 400 for the client's errors, 500 for others."""
+    """Any exception as an ApiError: 400 for an error of the client's, 500 for an unknown one."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):
@@ -95,7 +96,7 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(409, str(error), code="branch_busy")
     if isinstance(error, InvalidRequest):
         return invalid(error)
-    if isinstance(error, RecursionError):  # nothing else here goes deep
+    if isinstance(error, RecursionError):  # only a nested body can cause it
         return ApiError(400, "the body is nested too deeply", code="invalid_json")
     if isinstance(error, RequestFailed):
         return ApiError(500, str(error), code="request_failed")
@@ -110,8 +111,8 @@ def as_api_error(error: BaseException) -> ApiError:
 def invalid(
     error: InvalidRequest, *, param: str | None = None, index: int | None = None
 ) -> ApiError:
-    """InvalidRequest as 400; without `param` it is the error's own, or the name that the message
-    begins with."""
+    """InvalidRequest as a 400. Without `param`, the field is that of the error, or else the name
+    with which its message begins."""
     message = str(error)
     param = param or error.param
     if param is None:
@@ -120,7 +121,7 @@ def invalid(
         param = match[0] if match is not None and is_name else None
     if index is not None:
         message = f"{param}[{index}]: {message}"
-    if isinstance(error, PromptTooLong):  # in words that agents look for, to compact their history
+    if isinstance(error, PromptTooLong):  # coding agents look for these words to compact history
         message += f": this model's maximum context length is {error.max_tokens + 1} tokens"
         return ApiError(
             400,
@@ -134,7 +135,7 @@ def invalid(
 
 
 def of_validation(first: Mapping[str, Any]) -> ApiError:
-    """The error for a body that pydantic rejects."""
+    """The ApiError for the first of pydantic's errors about a body."""
     kind, given = first["type"], first.get("input")
     place = [part for part in first["loc"] if not str(part).startswith("<")]  # tags of unions
     if place and place[0] == "body":
@@ -167,7 +168,7 @@ def _refused(name: str, rule: FieldRule | None) -> ApiError:
 
 
 def _wrong_tag(name: str, context: Mapping[str, Any], given: Any) -> ApiError:
-    """A part of a type, or a message of a role, that is not taken here."""
+    """The error for a part whose type, or a message whose role, is not supported there."""
     member = _MEMBERS.get(context["discriminator"], "type")
     supported = re.sub("['<>]", "", context["expected_tags"])
     value = given.get(member) if isinstance(given, dict) else None
@@ -181,7 +182,7 @@ def _wrong_tag(name: str, context: Mapping[str, Any], given: Any) -> ApiError:
 
 
 def _demand(first: Mapping[str, Any]) -> str:
-    """The demand on a value, in words that follow "must"."""
+    """What the value must be or have, in words that follow "must"."""
     kind, context = first["type"], first.get("ctx", {})
     if kind == "union_tag_not_found":
         choices = str(context["discriminator"])
@@ -195,7 +196,7 @@ def _demand(first: Mapping[str, Any]) -> str:
     return str(first["msg"]).partition(" should ")[2] or str(first["msg"])
 
 
-# By the function that tells the members of a union apart.
+# By the discriminator of a union: the member that it reads, and what the value must be.
 _MEMBERS = {"by_type()": "type", "by_role()": "role", "item_kind()": "type"}
 _CHOICES = {
     "text_or_list()": "be text or a list",
@@ -219,6 +220,7 @@ def _joined(place: list[Any]) -> str:
 
 
 def is_anthropic(path: str) -> bool:
+    """Whether a path belongs to Anthropic's protocol."""
     return path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
 
 
@@ -241,7 +243,8 @@ def anthropic_error_body(error: ApiError, request_id: str) -> dict[str, Any]:
 
 
 def _anthropic_status(error: ApiError) -> int:
-    """A dead engine is 500, not 529, which clients take for a passing overload."""
+    """The status in Anthropic's protocol. A dead engine is 500, since clients take 529 for a
+    temporary overload."""
     if error.code == "engine_dead":
         return 500
     return _ANTHROPIC_STATUSES.get(error.status, error.status)

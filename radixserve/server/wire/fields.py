@@ -1,6 +1,7 @@
-"""The kind of each field that this server does not have under the client's name.
+"""FIELD_RULES: what happens to fields of the protocols that this server does not have as such.
 
-`docs/serving.md` holds this table (`tests/server/test_fields.py` compares them); `Body` applies it.
+`Body` applies the rules to fields that are not of its class. `docs/serving.md` shows the table;
+`tests/server/test_fields.py` compares the two.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from typing import Any, NamedTuple
 
 
 class Kind(StrEnum):
-    """What becomes of a field."""
+    """What happens to a field."""
 
-    SKIPPED = "skipped"  # it cannot change the answer; named in a header and in the log
+    SKIPPED = "skipped"  # it cannot change the answer; a header and the log name it
     MAPPED = "mapped"  # it asks for something that exists here in another form
-    REFUSED = "refused"  # it would change the answer: 400 with its name
+    REFUSED = "refused"  # it would change the answer: the request is answered 400
 
 
 class FieldRule(NamedTuple):
     """The treatment of one field in one protocol.
 
     name     its path in the body: "thinking.budget_tokens"
-    note     why it is skipped or refused, or the setting that it is mapped to
-    example  a value that is treated so; of mapped and skipped fields a valid one
-    no_ops   values that ask for what is done anyway; these, and null, are always taken
+    note     why it is skipped or refused, or what it is mapped to
+    example  a value to which the rule applies; a valid one if the field is mapped or skipped
+    no_ops   values that ask for what is done anyway; they are accepted, as null is
     """
 
     protocol: str
@@ -53,7 +54,7 @@ _ALL = "completions chat responses messages"
 def _rules(
     protocols: str, names: str, kind: Kind, note: str, example: Any, *no_ops: Any
 ) -> list[FieldRule]:
-    """A rule for each of the names in each of the protocols."""
+    """A rule for each of the names in each of the protocols, both separated by spaces."""
     return [
         FieldRule(protocol, name, kind, note, example, no_ops)
         for name in names.split()
@@ -176,8 +177,8 @@ FIELD_RULES: tuple[FieldRule, ...] = (
 
 @cache
 def rules_of(protocol: str, place: str = "") -> Mapping[str, FieldRule]:
-    """The rules of a protocol for the members of `place` ("thinking", "tools[]"), by their names;
-    "" is the body itself."""
+    """The rules of a protocol for the members of `place` ("thinking", "tools[]"; "" is the body
+    itself), by the members' names."""
     prefix = f"{place}." if place else ""
     names = {
         rule.name.removeprefix(prefix): rule
@@ -188,7 +189,7 @@ def rules_of(protocol: str, place: str = "") -> Mapping[str, FieldRule]:
 
 
 def table() -> str:
-    """The table as Markdown."""
+    """FIELD_RULES as a Markdown table, with rules of the same effect in one row."""
     lines = ["| field | on | kind | |", "|---|---|---|---|"]
     rows: dict[tuple[str, Kind, str], list[str]] = {}
     for rule in FIELD_RULES:

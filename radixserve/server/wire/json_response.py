@@ -1,4 +1,4 @@
-"""Answers as JSON, and as server-sent events."""
+"""JSON responses, and the text of server-sent events (SSE)."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from typing import Any
 from starlette.responses import Response
 
 DONE = "data: [DONE]\n\n"
-quote: Callable[[str], str] = json.dumps  # a text as JSON
+quote: Callable[[str], str] = json.dumps  # a string as JSON
 
 
 def dump(value: Any) -> str:
+    """Compact JSON in ASCII. Raises ValueError for numbers that JSON does not have."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 def answer(value: Any, status: int = 200) -> Response:
-    """A response of compact JSON in ASCII, since texts may not be valid Unicode."""
+    """A response of compact JSON in ASCII, since texts may contain invalid Unicode."""
     return answer_json(dump(value), status)
 
 
 def answer_json(text: str, status: int = 200) -> Response:
-    """A response of what `dump` returned."""
+    """A response of the JSON text that `dump` returned."""
     return Response(text, status, media_type="application/json")
 
 
 def event(value: Any) -> str:
+    """A server-sent event without a name, as OpenAI's chats and completions use."""
     return f"data: {dump(value)}\n\n"
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities in the formats of OpenAI's completions, its chats, and vLLM's prompts."""
+"""Log-probabilities in the formats of OpenAI's completions and chats, and of vLLM's prompts."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from radixserve.output import Completion
 from radixserve.text.tokenizer import Tokenizer
 
 Tops = Sequence[Mapping[int, float] | None]
-_LEAST = -9999.0  # JSON has no infinity
+_LEAST = -9999.0  # in place of minus infinity, which JSON does not have
 _REPLACEMENT = "\ufffd"
 
 
 class TokenTexts:
-    """Texts of tokens, each decoded once: at most the vocabulary."""
+    """The texts of tokens. Each token is decoded once; memory: at most the vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
 
     def text(self, token_id: int) -> str:
-        """Special tokens as their names; a part of a character as OpenAI writes it, such as
-        "bytes:\\xe2\\x82"; without a tokenizer "token_id:5"."""
+        """The token's text; a special token's name. An incomplete character is written as OpenAI
+        does, "bytes:\\xe2\\x82"; without a tokenizer, the text is "token_id:5"."""
         text = self._texts.get(token_id)
         if text is None:
             text = f"token_id:{token_id}"
@@ -36,13 +36,13 @@ class TokenTexts:
         return text
 
     def raw(self, token_id: int) -> bytes | None:
-        """The token's UTF-8 bytes; None where they are not known."""
+        """The token's UTF-8 bytes; None if they are not known."""
         if self._tokenizer is None:
             return self.text(token_id).encode()
         return self._tokenizer.bytes_of(token_id)
 
     def bytes_of(self, token_id: int) -> list[int] | None:
-        """`raw` for JSON."""
+        """The token's UTF-8 bytes as a list for JSON; None if they are not known."""
         raw = self.raw(token_id)
         return None if raw is None else list(raw)
 
@@ -57,7 +57,8 @@ def of_chat(
 def chat_entries(
     texts: TokenTexts, ids: Sequence[int], logprobs: Sequence[float], tops: Tops | None
 ) -> list[dict[str, Any]]:
-    """Each token's own log-probability, and those of the best ones in its place."""
+    """An entry for each token: its log-probability, and those of the best tokens at its position.
+    `tops`: the best tokens at each position."""
     entries = []
     for index, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True)):
         top = (tops[index] or {}) if tops else {}
@@ -76,13 +77,15 @@ def of_completion(
     start: int = 0,
     by_id: bool = False,
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of a completion. `tops` hold the best tokens; a token's own is added.
+    """`choices[].logprobs` of a completion. The token itself is added to the best ones of `tops`.
 
-    `start`: the offset of the first one's text. `by_id`: tokens as "token_id:5", never twice.
+    `start`: the text offset of the first token. `by_id`: tokens are written as "token_id:5", which
+    is unique; their texts are not.
     """
     names: list[str] = []
     offsets: list[int] = []
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # of characters in several tokens
+    # Decodes characters that consist of several tokens.
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
     best: list[dict[str, float] | None] = []
     for index, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True)):
         name = _name(texts, token_id, by_id)
@@ -100,7 +103,7 @@ def of_completion(
         alternatives: dict[str, float] = {}
         top = dict((tops[index] or {}) if tops else {})
         for other, value in {**top, token_id: logprob}.items():
-            other_name = _name(texts, other, by_id)  # of several with one name the best counts
+            other_name = _name(texts, other, by_id)  # of tokens with the same name, the best counts
             alternatives[other_name] = max(value, alternatives.get(other_name, _LEAST))
         best.append(alternatives)
     return {
@@ -114,7 +117,8 @@ def of_completion(
 def of_prompt(
     texts: TokenTexts, ids: Sequence[int], completion: Completion
 ) -> list[dict[str, Any] | None] | None:
-    """`prompt_logprobs` as vLLM gives them: a map from token id a token, None for the first."""
+    """vLLM's `prompt_logprobs`: for each token a map from token ids to log-probabilities, None for
+    the first token. None if they were not requested."""
     if completion.prompt_logprobs is None:
         return None
     tops = completion.prompt_top_logprobs or [None] * len(ids)

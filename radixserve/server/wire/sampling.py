@@ -1,4 +1,8 @@
-"""SamplingParams from a request's fields."""
+"""SamplingParams from a request's fields.
+
+`read_sampling` takes every field of `schema.Sampling` that the body has, under the same name: a new
+sampling parameter needs a field there and in `request.SamplingParams`, and no code here.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +32,11 @@ def read_sampling(
     renamed: Mapping[str, str] = _NONE,
     **own: Any,
 ) -> SamplingParams:
-    """`own` fields come first, then those of the body that are not null, then the model's defaults.
+    """The sampling parameters of a request: `own`, then the fields of `Sampling` in the body that
+    are not null, then the model's defaults.
 
-    A seed of -1 is no seed; a top_p of 0 takes the most likely token. `renamed`: the names in the
-    client's protocol, {ours: theirs}. Raises ApiError.
+    A seed of -1 means none; a top_p of 0 means the most likely token. `renamed` maps names of
+    SamplingParams to those of the client's protocol, for errors. Raises ApiError.
     """
     fields = {name: getattr(body, name, None) for name in Sampling.model_fields}
     fields |= own
@@ -57,7 +62,7 @@ def read_sampling(
         raise ApiError(
             400, f"{name} must be at most {max_n} here, got {params.num_samples}", param=name
         )
-    # The prompts were cut when they were read.
+    # `keep_last` has already been applied to the prompts.
     return (
         params
         if params.truncate_prompt_tokens is None
@@ -66,8 +71,8 @@ def read_sampling(
 
 
 def read_beams(body: GenerationFields) -> BeamParams | None:
-    """The beam search that a request asks for, as wide as its `n`; None: it asks for none. Raises
-    ApiError."""
+    """The parameters of the beam search that a request asks for, with `n` beams; None without
+    `use_beam_search`. Raises ApiError."""
     penalty = 1.0 if body.length_penalty is None else body.length_penalty
     early = body.early_stopping or False
     if not body.use_beam_search:
@@ -83,19 +88,19 @@ def read_beams(body: GenerationFields) -> BeamParams | None:
 
 
 def _of_search(namespace: str, *, n: int = 1, **given: Any) -> SamplingParams:
-    """The parameters of a beam search, whose width stays in `n`. The model's sampling defaults are
-    left out, as `Runtime.beam_search` leaves them out."""
+    """The sampling parameters of a beam search, whose width stays in `n`. As in
+    `Runtime.beam_search`, the model's sampling defaults do not apply."""
     params, _ = read_options(SamplingParams(**given, namespace=namespace), None, {})
     return replace(params, n=n)
 
 
 def _is_no_op(name: str, value: Any) -> bool:
-    """Whether a sampling field asks for nothing in a search, where nothing is random."""
+    """Whether a sampling field has no effect on a beam search, which does not sample."""
     return name == "seed" or (name == "top_k" and value == -1)
 
 
 def _renamed(error: ApiError, renamed: Mapping[str, str]) -> ApiError:
-    """The error about one of our fields, with the client's name of it."""
+    """The error with its field's name in the client's protocol. `renamed`: {ours: theirs}."""
     theirs = renamed.get(error.param or "")
     if theirs is None:
         return error
@@ -104,14 +109,15 @@ def _renamed(error: ApiError, renamed: Mapping[str, str]) -> ApiError:
 
 
 def keep_last(count: int | None, max_seq_len: int, max_tokens: int) -> int | None:
-    """How many of a prompt's last tokens a truncate_prompt_tokens of `count` leaves; None: all."""
+    """How many of a prompt's tokens a truncate_prompt_tokens of `count` keeps; None: all. -1 keeps
+    as many as the context has room for beside `max_tokens`."""
     if count == -1:
         return max(1, max_seq_len - max_tokens)
-    return count if count is not None and count > 0 else None  # others are refused later
+    return count if count is not None and count > 0 else None  # SamplingParams refuses the others
 
 
 def _by_id(bias: dict[str, Any]) -> dict[int, Any]:
-    """JSON's keys are texts."""
+    """`logit_bias` by token id, since the keys of a JSON object are strings. Raises ApiError."""
     try:
         return {int(name): value for name, value in bias.items()}
     except ValueError:
@@ -122,7 +128,7 @@ def _by_id(bias: dict[str, Any]) -> dict[int, Any]:
 def check_stream(
     stream: bool | None, options: StreamOptions | None, params: SamplingParams
 ) -> bool:
-    """Whether an answer is to be streamed. Raises ApiError for what cannot be."""
+    """Whether the answer is streamed. Raises ApiError for parameters that cannot be streamed."""
     if not stream:
         if options is not None:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")

@@ -1,4 +1,11 @@
-"""Request bodies of completions, chats, `/generate` and the routes of no single protocol."""
+"""Request bodies of completions, chats, `/generate` and radixserve's own routes.
+
+To add a field to chat completions, add it to `ChatRequest` (or to `GenerationFields`, for
+completions as well), use it in `_turn_request` of `routes/chat.py`, and delete its rule in
+`fields.py` if it has one. A field of `Sampling` needs no code in the route, only the field of the
+same name in `request.SamplingParams`. The bodies of responses and of Anthropic's messages are
+defined beside their routes.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +41,14 @@ from radixserve.server.wire.fields import rules_of
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
-# `prompt/prompt_input.py` reads and bounds them: a model of a million token ids costs too much.
+# `prompt/prompt_input.py` checks prompts: pydantic would take too long for a million token ids.
 Prompts = Annotated[
     Any,
     WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS}]}),
 ]
 
 
-# Checked by SamplingParams; the names are token ids.
+# SamplingParams checks the values; the names are token ids.
 LogitBias = Annotated[
     dict[str, Any],
     Field(max_length=65_536),
@@ -62,7 +69,8 @@ _SCHEMA_OR_TEXT = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "n
 
 
 class CommonSampling(Body):
-    """Fields with the same names in OpenAI's protocol and SGLang's. None: the default."""
+    """Sampling fields with the same names in OpenAI's protocol and in SGLang's. None: the model's
+    default."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -77,7 +85,8 @@ class CommonSampling(Body):
 
 
 class SingleSampling(CommonSampling):
-    """Fields of SamplingParams under the same names, for one answer. None: the default."""
+    """Fields of SamplingParams under the same names, for a single answer. None: the model's
+    default."""
 
     min_tokens: int | None = None
     logit_bias: LogitBias | None = None
@@ -90,7 +99,7 @@ class SingleSampling(CommonSampling):
 
 
 class Sampling(SingleSampling):
-    """The others: of several answers, and of the prompt."""
+    """All fields of SamplingParams that bodies have under the same names: `read_sampling`."""
 
     n: int | None = None
     max_tokens: int | None = None
@@ -100,20 +109,20 @@ class Sampling(SingleSampling):
 
 
 class StreamOptions(Body):
-    """`include_usage` null: the last choice carries the usage."""
+    """`include_usage` null: the usage is in the event that ends the last choice."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool = False
 
 
 class CacheFields(Body):
-    """Where the cache belongs to: fields of every route that reads or fills it."""
+    """The namespace of the cache: a field of every route that reads or fills the cache."""
 
     cache_salt: Short | None = None
 
 
 class SessionFields(CacheFields):
-    """The session of a request, and hints for its K/V."""
+    """The session of a request, and hints for its K/V; see `CacheUse`."""
 
     session_id: str | None = None
     supersede: bool | None = None
@@ -121,15 +130,15 @@ class SessionFields(CacheFields):
 
 
 class PromptCacheFields(Body):
-    """OpenAI's, of chats and responses."""
+    """OpenAI's cache fields of chats and responses."""
 
     prompt_cache_options: PromptCacheOptions | None = None
     prompt_cache_retention: Retention | None = None
 
 
 class JsonSchemaFormat(Body):
-    """An answer fits its schema. `strict` true refuses a `uniqueItems` that cannot be held. `name`
-    and `description` have no effect."""
+    """The JSON schema of the answer. `strict` true refuses a `uniqueItems` that cannot be enforced.
+    `name` and `description` have no effect."""
 
     schema_: Members = Field(alias="schema")
     name: Short | None = None
@@ -143,7 +152,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """Fields of StructuredOutput, which checks them."""
+    """The fields of `StructuredOutput`, which checks them."""
 
     json_: Annotated[Any, WithJsonSchema(_SCHEMA_OR_TEXT)] = Field(None, alias="json")
     regex: str | None = None
@@ -157,7 +166,8 @@ class StructuredOutputs(Body):
 
 
 class GenerationFields(Sampling, SessionFields):
-    """The common fields of completions and chats. `n` is the width of a beam search."""
+    """The common fields of completions and chats. With `use_beam_search`, `n` is the width of the
+    search."""
 
     use_beam_search: bool | None = None
     length_penalty: float | None = None
@@ -175,6 +185,8 @@ class GenerationFields(Sampling, SessionFields):
 
 
 class CompletionRequest(GenerationFields):
+    """The body of /v1/completions."""
+
     rules: ClassVar = rules_of("completions")
 
     prompt: Prompts
@@ -225,7 +237,7 @@ class MessageCall(Body):
 
 
 class ChatMessage(Body):
-    """A message in OpenAI's older format; unknown members have no effect."""
+    """A message of chat completions; unknown members have no effect."""
 
     skips_unknown: ClassVar[bool] = True
 
@@ -233,14 +245,14 @@ class ChatMessage(Body):
     content: TextOrList[ContentPart] | None = None
     name: Short | None = None
     refusal: str | None = None
-    annotations: Bounded[Any] | None = None  # clients return them from answers; they have no effect
+    annotations: Bounded[Any] | None = None  # clients send them back from answers; no effect
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: Annotated[list[MessageCall], Field(max_length=1_024, fail_fast=True)] | None = None
     tool_call_id: Short | None = None
 
     def as_message(self) -> dict[str, Any]:
-        """As the reader of chats takes it."""
+        """The message as `read_messages` takes it: a dict without null members."""
         content: Any = self.content
         if isinstance(content, list):
             content = [part.model_dump(exclude={"prompt_cache_breakpoint"}) for part in content]
@@ -278,7 +290,7 @@ class FunctionTool(Body):
 
 
 def tool_kind(value: Any) -> str | None:
-    """A function, or another tool, which is left out."""
+    """The tag of a tool: "<function>", or "<other>" for a tool that is left out of the prompt."""
     if not isinstance(value, dict):
         return None
     is_other = isinstance(value.get("type"), str) and value["type"] != "function"
@@ -301,7 +313,7 @@ class NamedTool(Body):
 
 
 def text_or_object(value: Any) -> str | None:
-    """A choice by a word, or of a tool by its name."""
+    """The tag of a choice: "<text>" for a word, "<object>" for a named tool."""
     if isinstance(value, str):
         return "<text>"
     return "<object>" if isinstance(value, dict) else None
@@ -324,6 +336,8 @@ class TemplateFields(Body):
 
 
 class ChatRequest(GenerationFields, TemplateFields, PromptCacheFields):
+    """The body of /v1/chat/completions."""
+
     rules: ClassVar = rules_of("chat")
 
     messages: Messages
@@ -342,7 +356,7 @@ class ChatRequest(GenerationFields, TemplateFields, PromptCacheFields):
 
 
 class TokenizeRequest(TemplateFields):
-    """Text, or messages as a chat would render them."""
+    """The body of /tokenize: text, or messages as a chat would render them."""
 
     model: Short | None = None
     prompt: str | None = None
@@ -358,7 +372,7 @@ class DetokenizeRequest(Body):
 
 
 class LookupRequest(TemplateFields, CacheFields):
-    """Text or token ids, or messages as a chat would render them."""
+    """The body of /v1/cache/lookup: text or token ids, or messages as a chat would render them."""
 
     model: Short | None = None
     prompt: Prompts = None
@@ -385,14 +399,14 @@ class FlushRequest(Body):
 
 
 class SnapshotRequest(Body):
-    """Which nodes of the tree are to be shown beside those that are in use, new or hot."""
+    """The nodes of the tree to show in addition to those that are in use, new or hot."""
 
     opened: Ids | None = None
     path: Ids | None = None
 
 
 class ScoreRequest(CacheFields):
-    """How likely is each of the candidates after the prompt?"""
+    """The body of /v1/score: a prompt, and the candidates to score as its continuation."""
 
     model: Short | None = None
     prompt: Prompts
@@ -401,7 +415,7 @@ class ScoreRequest(CacheFields):
 
 
 class NativeSampling(CommonSampling):
-    """SGLang's names in `sampling_params` of /generate."""
+    """The `sampling_params` of /generate, under SGLang's names."""
 
     n: int | None = None
     max_new_tokens: int | None = None
@@ -415,7 +429,8 @@ class NativeSampling(CommonSampling):
 
 
 class GenerateRequest(Sampling, SessionFields):
-    """SGLang's fields: text or input_ids with sampling_params; or prompt with fields beside it."""
+    """The body of /generate: SGLang's text or input_ids with sampling_params, or the short
+    protocol's prompt with the sampling fields beside it."""
 
     rules: ClassVar = rules_of("generate")
 

@@ -1,4 +1,4 @@
-"""Token counts in OpenAI's format, of whole answers and in streams."""
+"""Usage in OpenAI's format: the token counts of whole answers and of streams."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ Group = Sequence[Completion]  # the completions of a prompt
 def as_groups(
     answers: Sequence[Completion | list[Completion] | tuple[Completion, ...]],
 ) -> list[list[Completion]]:
+    """The completions of each prompt, from one completion or several for each."""
     return [list(answer) if isinstance(answer, list | tuple) else [answer] for answer in answers]
 
 
 def grouped(completions: Mapping[int, Completion], size: int) -> list[list[Completion]]:
-    """By index, `size` of each prompt -> by prompt."""
+    """The completions of each prompt. `completions` are by index, with `size` indexes for each
+    prompt; missing ones are left out."""
     starts = range(0, max(completions, default=-1) + 1, size)
     return [
         [completions[index] for index in range(first, first + size) if index in completions]
@@ -29,11 +31,12 @@ def grouped(completions: Mapping[int, Completion], size: int) -> list[list[Compl
 
 
 def completion_usage(groups: Iterable[Group]) -> dict[str, Any]:
-    """A prompt counts once, as its first completion found it; generated tokens count each time.
+    """The usage of a request. A prompt counts once, with the usage of its first completion; the
+    generated tokens of all completions count.
 
-    cached_tokens is exact: so many tokens of the prompts were not computed for this request.
-    loaded_tokens, those of the cached ones that came from the kv_store, and missing_state_tokens
-    are named where there are any.
+    cached_tokens is exact: the prompt tokens that were not computed for this request. loaded_tokens
+    (cached tokens that were read from the kv_store) and missing_state_tokens are members only if
+    they are not 0.
     """
     prompt = cached = generated = missing = loaded = 0
     for group in groups:
@@ -51,6 +54,7 @@ def completion_usage(groups: Iterable[Group]) -> dict[str, Any]:
 
 
 def usage_body(prompt: int, cached: int, generated: int) -> dict[str, Any]:
+    """OpenAI's `usage` of these numbers of tokens."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
@@ -60,8 +64,10 @@ def usage_body(prompt: int, cached: int, generated: int) -> dict[str, Any]:
 
 
 class StreamUsage:
-    """Usage in a stream: with include_usage in a separate event after the last choice, with
-    continuous_usage_stats also in every event, else in the event that ends the last choice.
+    """The usage in a stream's events.
+
+    With `include_usage`, it is in a separate event after the last choice; with
+    `continuous_usage_stats`, also in every event; else in the event that ends the last choice.
     """
 
     def __init__(
@@ -72,11 +78,12 @@ class StreamUsage:
         self._is_continuous = options is not None and options.continuous_usage_stats
         self._num_prompt = [len(prompt) for prompt in prompts]
         self._num_samples = num_samples
-        self.num_missing = 0  # choices that are not sent
+        self.num_missing = 0  # choices that a beam search did not find
         self._generated: dict[int, int] = {}  # tokens by index
         self._done: dict[int, Completion] = {}  # by index
 
     def add(self, chunks: Sequence[tuple[int, Chunk]]) -> None:
+        """Count new chunks, each with the index of its choice."""
         for index, chunk in chunks:
             if self._is_continuous:
                 self._generated[index] = self._generated.get(index, 0) + len(chunk.token_ids)
@@ -84,7 +91,7 @@ class StreamUsage:
                 self._done[index] = chunk.completion
 
     def field(self, index: int, chunk: Chunk) -> str:
-        """`,"usage":...` of a choice's event, or nothing."""
+        """The JSON text `,"usage":...` for an event of a choice, or ""."""
         is_last = chunk.completion is not None and self._is_last(index)
         if is_last and not self._has_own_event and not self._is_unwanted:
             return f',"usage":{dump(completion_usage(grouped(self._done, self._num_samples)))}'
@@ -94,20 +101,20 @@ class StreamUsage:
         return ',"usage":null' if self._has_own_event else ""
 
     def empty_field(self) -> str:
-        """The field of an event that opens a choice."""
+        """The JSON text for the event that opens a choice."""
         return ',"usage":null' if self._has_own_event else ""
 
     def last_event(self, groups: Sequence[Group]) -> dict[str, Any] | None:
-        """The usage of a separate event, if it was requested."""
+        """The usage of the separate event; None if it was not requested."""
         return completion_usage(groups) if self._has_own_event else None
 
     def _is_last(self, index: int) -> bool:
-        """All have ended, and this one is the last in the order in which they are sent."""
+        """Whether all choices have ended, and this one is sent last."""
         num_choices = len(self._num_prompt) * self._num_samples - self.num_missing
         return len(self._done) == num_choices and index == next(reversed(self._done))
 
     def _choice_usage(self, index: int, cached: int | None) -> dict[str, Any]:
-        """The usage of one choice. The last usage of a choice has its cached tokens."""
+        """The usage of one choice so far. `cached`: its cached tokens, known at its end."""
         body = usage_body(
             self._num_prompt[index // self._num_samples], cached or 0, self._generated[index]
         )

@@ -1,1 +1,1 @@
-"""Parsers for the forms in which models write tool calls."""
+"""Parsers for the formats in which models write tool calls; `tool_styles.py` chooses among them."""

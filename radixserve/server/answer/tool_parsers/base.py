@@ -1,4 +1,5 @@
-"""Parsers of tool calls: the interface, calls that follow a mark, and calls as JSON."""
+"""Common parts of tool parsers: `ToolParser` is the interface, `MarkedParser` the base of those
+whose calls follow a mark."""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ from radixserve.text.tool_functions import is_deep
 
 
 class Call(NamedTuple):
-    """What the model wants to call."""
+    """A tool call that the model wrote."""
 
     name: str
     arguments: str  # a JSON object
-    id: str | None = None  # where the model gave it one
+    id: str | None = None  # None: the model did not give it an id
 
 
 class Thought(NamedTuple):
-    """A piece of reasoning, from parsers that separate it from content themselves."""
+    """A piece of reasoning, from a tool parser that also separates reasoning from content."""
 
     text: str
 
@@ -31,56 +32,56 @@ Piece = str | Call | Thought
 class ToolParser(Protocol):
     """Splits one answer, which arrives in pieces, into text and calls.
 
-    Text that may turn out to be a part of a call is held back; what turns out to be none is
-    returned as it is. O(text) in all.
+    Text that may be a part of a call is buffered until that is certain; if it is not, it is
+    returned unchanged. O(text) in all.
     """
 
     def feed(self, text: str) -> list[Piece]:
-        """The parts that became certain with this text, in order."""
+        """Add the next text of the answer. Returns the pieces that are certain now, in order."""
 
     def finish(self) -> list[Piece]:
-        """The rest, after the last text."""
+        """The answer has ended. Returns the remaining pieces."""
 
 
 class JsonEnd:
-    """Finds where the JSON object or array ends that begins at `start` of a growing text."""
+    """Finds the end of the JSON object or array that begins at `start` of a growing text."""
 
     def __init__(self, start: int, quotes: str = '"') -> None:
-        """`quotes`: characters, each of which begins a string that the same one ends."""
-        self._at = start
+        """`quotes`: the characters that may enclose a string."""
+        self._position = start
         self._depth = 0
         self._steps = re.compile(f"[][{{}}{quotes}]")
         self._string_steps = {quote: re.compile(f"[{quote}\\\\]") for quote in quotes}
         self._quote = ""  # of the string that the position is in
 
     def find(self, text: str) -> int | None:
-        """The position after its last bracket; None if it is missing. `text` may be longer than
-        at the last call, and is else the same."""
+        """The position after the closing bracket; None while it is missing. `text` must begin with
+        the text of the last call."""
         while True:
             steps = self._string_steps[self._quote] if self._quote else self._steps
-            step = steps.search(text, self._at)
+            step = steps.search(text, self._position)
             if step is None:
-                self._at = len(text)
+                self._position = len(text)
                 return None
             if step[0] == "\\":
                 if step.end() == len(text):
-                    self._at = step.start()
+                    self._position = step.start()
                     return None
-                self._at = step.end() + 1
+                self._position = step.end() + 1
                 continue
-            self._at = step.end()
+            self._position = step.end()
             if step[0] in self._string_steps:
                 self._quote = "" if self._quote else step[0]
             else:
                 self._depth += 1 if step[0] in "{[" else -1
                 if self._depth <= 0:
-                    return self._at
+                    return self._position
 
 
 def read_json(text: str) -> Any:
-    """The value of a JSON text. Line breaks in strings are accepted: models write them.
+    """The value of a JSON text. Line breaks in strings are accepted, since models write them.
 
-    Raises ValueError where the text is not JSON or is nested more than MAX_NESTING deep.
+    Raises ValueError for a text that is not JSON or is nested more than MAX_NESTING deep.
     """
     try:
         value = json.loads(text, strict=False, parse_constant=_refuse)
@@ -92,8 +93,10 @@ def read_json(text: str) -> Any:
 
 
 def call_of(value: Any) -> Call | None:
-    """The call that `{"name": ..., "arguments": {...}}` is; also with "parameters", as some models
-    write. Without arguments there are none. None for anything else."""
+    """The call in `{"name": ..., "arguments": {...}}`; None if `value` is not a call.
+
+    Instead of "arguments", some models write "parameters". Without either, the arguments are {}.
+    """
     if not isinstance(value, dict):
         return None
     name = value.get("name")
@@ -108,7 +111,7 @@ def call_of(value: Any) -> Call | None:
 
 
 def read_call(text: str) -> Call | None:
-    """The call that a JSON text is; None for any other text."""
+    """The call in a JSON text; None if the text is not a call."""
     try:
         return call_of(read_json(text))
     except ValueError:
@@ -116,7 +119,8 @@ def read_call(text: str) -> Call | None:
 
 
 def dump(arguments: Any) -> str:
-    """Valid JSON, as templates write it. Raises ValueError for numbers that JSON does not have."""
+    """The arguments as JSON in the form that chat templates write. Raises ValueError for numbers
+    that JSON does not have."""
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
@@ -125,8 +129,8 @@ def dump(arguments: Any) -> str:
     return text
 
 
-def held_len(text: str, marks: Sequence[str]) -> int:
-    """How many of the last characters may be the beginning of a mark."""
+def partial_mark_len(text: str, marks: Sequence[str]) -> int:
+    """The length of the longest end of `text` that is the beginning of a mark."""
     longest = 0
     for mark in marks:
         position = text.find(mark[0], max(0, len(text) - len(mark) + 1))
@@ -138,60 +142,61 @@ def held_len(text: str, marks: Sequence[str]) -> int:
 
 
 class MarkFilter:
-    """Leaves marks out of a text that arrives in pieces."""
+    """Removes marks from a text that arrives in pieces."""
 
     def __init__(self, marks: Sequence[str]) -> None:
         self._marks = tuple(marks)
-        self._held = ""
+        self._pending = ""  # not returned yet: may be the beginning of a mark
 
     def feed(self, text: str) -> str:
+        """Add the next text. Returns the text that is certain now, without marks."""
         if not self._marks:
             return text
-        self._held += text
+        self._pending += text
         texts = []
         while True:
             position, mark = min(
                 (
                     (position, mark)
                     for mark in self._marks
-                    if (position := self._held.find(mark)) >= 0
+                    if (position := self._pending.find(mark)) >= 0
                 ),
-                default=(len(self._held) - held_len(self._held, self._marks), ""),
+                default=(len(self._pending) - partial_mark_len(self._pending, self._marks), ""),
             )
-            texts.append(self._held[:position])
-            self._held = self._held[position + len(mark) :]
+            texts.append(self._pending[:position])
+            self._pending = self._pending[position + len(mark) :]
             if not mark:
                 return "".join(texts)
 
     def finish(self) -> str:
-        """The rest: the beginning of an incomplete mark."""
-        text, self._held = self._held, ""
+        """The text has ended. Returns the rest, the beginning of an incomplete mark."""
+        text, self._pending = self._pending, ""
         return text
 
 
 class ParsedSpan(NamedTuple):
-    """What the first `size` characters after a mark are: calls, or text where there are none."""
+    """The meaning of the first `size` characters after a mark: calls, or text without any."""
 
     size: int
     calls: tuple[Call, ...] = ()
 
 
 class MarkedParser(ABC):
-    """A parser of calls behind a mark; a subclass reads what follows the mark.
+    """A tool parser for calls that follow a mark. A subclass reads the text after the mark.
 
-    Text that is not a call is returned with its mark. No text is read twice.
+    Text that is not a call is returned together with its mark. Each character is read once.
     """
 
     mark: str
-    is_optional = False  # calls may come without it: at the start, and after a call
-    quotes = '"'  # characters around strings in a call
+    is_optional = False  # whether a call may lack the mark: at the start and after another call
+    quotes = '"'  # the characters that may enclose strings in a call
 
     def __init__(self) -> None:
         self._text = ""  # not returned yet
-        self._head: int | None = None  # characters of the mark that `_text` begins with
+        self._head: int | None = None  # length of the mark at the start of `_text`; None: no mark
         self._json: JsonEnd | None = None
         self._json_end: int | None = None
-        self._searched = 0  # characters behind the mark that `_find` need not look at again
+        self._searched = 0  # characters after the mark that `_find` has searched
         self._open(0 if self.is_optional else None)
 
     def feed(self, text: str) -> list[Piece]:
@@ -205,7 +210,7 @@ class MarkedParser(ABC):
 
     @abstractmethod
     def _read(self, inner: str, *, has_mark: bool, is_last: bool) -> ParsedSpan | None:
-        """What `inner`, the text after the mark, begins with; None where more of it is needed."""
+        """Read the beginning of `inner`, the text after the mark. None: more text is needed."""
 
     def _find_end(self, inner: str, start: int) -> int | None:
         """The end of the JSON object or array at `start`; None if it is incomplete."""
@@ -221,7 +226,7 @@ class MarkedParser(ABC):
             if self._head is None:
                 position = self._text.find(self.mark)
                 if position < 0:
-                    keeps = 0 if is_last else held_len(self._text, (self.mark,))
+                    keeps = 0 if is_last else partial_mark_len(self._text, (self.mark,))
                     pieces.append(self._take(len(self._text) - keeps))
                     break
                 pieces.append(self._take(position))
@@ -236,7 +241,7 @@ class MarkedParser(ABC):
         return [piece for piece in pieces if piece]
 
     def _find(self, inner: str, closing: str) -> int:
-        """The start of the closing text; -1 if it is missing. O(inner) in all."""
+        """The position of the closing text; -1 while it is missing. O(inner) in all."""
         position = inner.find(closing, self._searched)
         if position < 0:
             self._searched = max(0, len(inner) - len(closing) + 1)
@@ -253,4 +258,4 @@ class MarkedParser(ABC):
 
 
 def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

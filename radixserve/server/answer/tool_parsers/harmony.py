@@ -1,10 +1,19 @@
-"""gpt-oss: messages in channels, of which one is reasoning, one the answer, and one holds calls."""
+"""`HarmonyParser`: answers of gpt-oss.
+
+They are messages in the channels `analysis`, `commentary` and `final`.
+"""
 
 from __future__ import annotations
 
 import re
 
-from radixserve.server.answer.tool_parsers.base import Call, Piece, Thought, held_len, read_json
+from radixserve.server.answer.tool_parsers.base import (
+    Call,
+    Piece,
+    Thought,
+    partial_mark_len,
+    read_json,
+)
 from radixserve.server.answer.tool_parsers.json_calls import call_from
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -17,17 +26,17 @@ _OPENINGS = (START, CHANNEL, MESSAGE, "to=")
 
 
 class HarmonyParser:
-    """Reads one answer, which begins behind `<|start|>assistant`.
+    """Parses one answer, which begins after `<|start|>assistant`.
 
     `analysis` is reasoning. `final`, and `commentary` without a recipient, are content. A message
-    to `functions.name` is a call with its arguments. A message that was cut by the end of the
-    answer counts as far as it goes, a call only where its arguments are whole.
+    to `functions.name` is a call with its arguments. If the answer ends within a message, its text
+    so far counts; a call counts only if its arguments are complete.
     """
 
     def __init__(self) -> None:
         self._text = ""  # not returned yet
         self._header: str | None = None  # of the message whose body is being read
-        self._has_marks: bool | None = None  # an answer that begins without one is content
+        self._has_marks: bool | None = None  # None: not known yet; False: all of it is content
 
     def feed(self, text: str) -> list[Piece]:
         self._text += text
@@ -48,7 +57,8 @@ class HarmonyParser:
         return [piece for piece in pieces if piece]
 
     def _read_header(self, is_last: bool) -> list[Piece]:
-        """Up to the mark of the body; of an answer without marks all of the text."""
+        """Read a message's header up to the mark of its body. Without marks, returns all text as
+        content."""
         if self._has_marks is None:
             begun = self._text.lstrip()
             if any(begun.startswith(opening) for opening in _OPENINGS):
@@ -74,7 +84,9 @@ class HarmonyParser:
             return pieces
         if self._is_call():
             return []
-        return self._take_body(len(self._text) - (0 if is_last else held_len(self._text, _ENDS)))
+        return self._take_body(
+            len(self._text) - (0 if is_last else partial_mark_len(self._text, _ENDS))
+        )
 
     def _is_call(self) -> bool:
         match = _RECIPIENT.search(self._header or "")

@@ -1,4 +1,7 @@
-"""Calls whose arguments are a JSON object, in the forms of the families of models."""
+"""Tool parsers for calls whose arguments are a JSON object.
+
+Hermes and Qwen, Llama 3, Mistral, Granite, DeepSeek, and Kimi. `tool_styles.py` chooses among them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ _BEGUN_HEAD = re.compile(r"\s*[\w.:\s\[\]-]{0,256}")
 class HermesParser(MarkedParser):
     """Hermes and Qwen models: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
 
-    A closing tag may be missing at the end of the text: some models end with the object."""
+    The closing tag may be missing at the end of the text: some models stop after the object."""
 
     mark = HERMES_OPEN
 
@@ -59,9 +62,8 @@ class HermesParser(MarkedParser):
 class Llama3Parser(MarkedParser):
     """Llama 3: `{"name": ..., "parameters": {...}}`, alone or after `<|python_tag|>`.
 
-    An object without the tag is a call where it names one of the tools, and only at the start of
-    the answer or after another call, with a semicolon between them. Python code after the tag is
-    text."""
+    An object without the tag is a call if it names one of the tools and stands at the start of the
+    answer, or after another call and a semicolon. Python code after the tag is text."""
 
     mark = LLAMA_TAG
     is_optional = True
@@ -87,7 +89,8 @@ class Llama3Parser(MarkedParser):
 
 class MistralParser(MarkedParser):
     """Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, and the newer
-    `[TOOL_CALLS]name[ARGS]{...}`, one mark a call. A list is calls where all of its items are."""
+    `[TOOL_CALLS]name[ARGS]{...}` with a mark for each call. A list is read as calls only if all of
+    its items are calls."""
 
     mark = MISTRAL_OPEN
 
@@ -124,10 +127,10 @@ class GraniteParser(MarkedParser):
 
 
 class CallFrame(NamedTuple):
-    """What stands around the JSON of one call."""
+    """The texts around the JSON arguments of one call."""
 
     opening: str
-    head: re.Pattern[str]  # between it and the JSON, with the groups name and, perhaps, id
+    head: re.Pattern[str]  # between `opening` and the JSON, with the group `name`, maybe also `id`
     closing: str
 
 
@@ -150,7 +153,7 @@ KIMI = CallFrame(
 
 
 class FramedParser(MarkedParser):
-    """DeepSeek and Kimi: the name, then the arguments, each call between marks of its own."""
+    """DeepSeek and Kimi: the name, then the arguments as JSON, each call between its own marks."""
 
     def __init__(self, frame: CallFrame) -> None:
         self.mark = frame.opening
@@ -176,6 +179,7 @@ class FramedParser(MarkedParser):
 
 
 def _items(text: str) -> tuple[Call, ...]:
+    """The calls in a JSON list; () unless all items are calls."""
     try:
         calls_or_none = [call_of(item) for item in read_json(text)]
     except ValueError:
@@ -193,5 +197,5 @@ def _call(name: str, call_id: str | None, arguments: str) -> tuple[Call, ...]:
 
 
 def call_from(name: str, call_id: str | None, arguments: object) -> Call | None:
-    """The call of this name, where its arguments are an object."""
+    """The call with this name; None unless its arguments are an object."""
     return call_of({"name": name, "arguments": arguments, "id": call_id})

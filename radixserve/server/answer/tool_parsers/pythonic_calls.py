@@ -1,4 +1,4 @@
-"""Calls written as a list of Python calls: `[name(key="value", number=1), other()]`."""
+"""`PythonicParser`: LFM2's tool calls, `[name(key="value", number=1), other()]`."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ _SURROGATES = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 
 class PythonicParser(MarkedParser):
-    """LFM2: `<|tool_call_start|>[name(key="value"), other()]<|tool_call_end|>`, also with the calls
-    as JSON objects, as these models write them on demand.
+    """LFM2: `<|tool_call_start|>[name(key="value"), other()]<|tool_call_end|>`.
 
-    Arguments are literals of Python or JSON, each with its name. The closing mark may be missing
-    at the end of the text.
+    Arguments are named, and literals of Python or JSON. Calls may also be JSON objects, which these
+    models write when they are asked to. The closing mark may be missing at the end of the text.
     """
 
     mark = OPEN
@@ -65,7 +64,7 @@ class PythonicParser(MarkedParser):
 
 
 def read_calls(text: str) -> tuple[Call, ...]:
-    """The calls of a list; none where the text is anything else."""
+    """The calls in a list; () for any other text."""
     try:
         return tuple(_Reader(text).read_list())
     except (ValueError, RecursionError):
@@ -150,7 +149,7 @@ class _Reader:
         return match[0]
 
     def _next(self) -> str:
-        """The next character that is not white space, which stays; "" at the end."""
+        """Skip white space. Returns the character after it without skipping that; "" at the end."""
         while self._text[self._position : self._position + 1].isspace():
             self._position += 1
         return self._text[self._position : self._position + 1]
@@ -176,13 +175,13 @@ def _unescaped(match: re.Match[str]) -> str:
 
 
 def _joined(match: re.Match[str]) -> str:
-    """A pair of surrogates as the character that JSON means by them."""
+    """The character that a pair of surrogates encodes."""
     return match[0].encode("utf-16", "surrogatepass").decode("utf-16")
 
 
 def as_pythonic(value: Any) -> str:
-    """A constant as templates of LFM2 write it: strings in single quotes, else as Python and JSON
-    do."""
+    """A constant as LFM2's templates write it: a string in single quotes, True, False or None as in
+    Python, another value as JSON."""
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace("'", "\\'")
         return "'" + escaped.replace("\n", "\\n").replace("\r", "\\r") + "'"

@@ -1,4 +1,4 @@
-"""Parsers of calls whose arguments are separate: between tags, or in Gemma's notation."""
+"""Tool parsers for calls that are not JSON: of Qwen3-Coder and GLM (tags), and of Gemma."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _ANY_TYPES = frozenset(("string", "integer", "number", "boolean", "null", "objec
 
 
 class TaggedParser(MarkedParser):
-    """Qwen3-Coder and newer, and GLM: a call between tags, each argument between tags of its own.
+    """Qwen3-Coder and newer, and GLM: a call between tags, each argument between its own tags.
 
-    Values are typed by the function's schema: text where it allows a string, else JSON.
+    A value's type follows the function's schema: text if the schema allows a string, else JSON.
     """
 
     mark = OPEN
 
     def __init__(self, read: Callable[[str, Schemas], Call | None], schemas: Schemas) -> None:
-        """`read`: the call between the tags, `read_function` or `read_glm`."""
+        """`read`: parses the text between the tags; `read_function` or `read_glm`."""
         super().__init__()
         self._read_call = read
         self._schemas = schemas
@@ -54,7 +54,8 @@ class TaggedParser(MarkedParser):
 
 
 def read_function(text: str, schemas: Schemas) -> Call | None:
-    """`<function=name><parameter=key>value</parameter>...</function>`, lines between them."""
+    """Qwen3-Coder's call: `<function=name><parameter=key>value</parameter>...</function>`, with
+    line breaks between its parts. None for any other text."""
     function = _FUNCTION.fullmatch(text)
     if function is None:
         return None
@@ -62,7 +63,8 @@ def read_function(text: str, schemas: Schemas) -> Call | None:
 
 
 def read_glm(text: str, schemas: Schemas) -> Call | None:
-    """`name<arg_key>key</arg_key><arg_value>value</arg_value>...`, lines between them."""
+    """GLM's call: `name<arg_key>key</arg_key><arg_value>value</arg_value>...`, with line breaks
+    between its parts. None for any other text."""
     function = _GLM_NAME.fullmatch(text)
     if function is None:
         return None
@@ -78,7 +80,7 @@ def _call(name: str, body: str, argument: re.Pattern[str], schemas: Schemas) -> 
             return None
         key, end = match[1].strip(), match.end()
         value = match[2]
-        if argument is _PARAMETER:  # whose values stand in lines of their own
+        if argument is _PARAMETER:  # its values are between line breaks
             value = value.removeprefix("\n").removesuffix("\n")
         arguments[key] = typed_value(value, _property(schema, key), schema)
     if body[end:].strip():
@@ -90,8 +92,8 @@ def _call(name: str, body: str, argument: re.Pattern[str], schemas: Schemas) -> 
 
 
 def typed_value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
-    """The value that the text is by its schema: JSON where that has a type which the schema
-    allows, else the text. `root` holds the definitions that the schema may refer to."""
+    """The value of a text by its schema: the JSON value if the schema allows its type, else the
+    text itself. `root`: the schema with the definitions that `schema` may refer to."""
     types = allowed_types(schema, root)
     if types == {"string"}:
         return text
@@ -107,7 +109,8 @@ def typed_value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def allowed_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """The JSON types that a schema allows, as far as it names them."""
+    """The JSON types that a schema allows; all of them if it does not name any. `root`: as for
+    `typed_value`."""
     schema = resolved(schema, root)
     if not isinstance(schema, Mapping) or depth > 8:
         return _ANY_TYPES
@@ -137,7 +140,8 @@ GEMMA4 = GemmaMarks("<|tool_call>", "<tool_call|>", '<|"|>')
 
 
 class GemmaParser(MarkedParser):
-    """`call:name{key:value,...}` between marks; strings stand between marks, keys alone."""
+    """Gemma: `call:name{key:value,...}` between marks. Strings are between marks, too; keys are
+    not."""
 
     def __init__(self, marks: GemmaMarks) -> None:
         self.mark = marks.opening
@@ -174,19 +178,19 @@ class _GemmaReader:
     def __init__(self, text: str, quote: str) -> None:
         self._text = text
         self._quote = quote
-        self._at = 0
+        self._position = 0
 
     def read(self) -> Any:
-        """The value that the whole text is. Raises ValueError."""
+        """The value of the whole text. Raises ValueError if it is not a value."""
         value = self._value()
-        if self._text[self._at :].strip():
+        if self._text[self._position :].strip():
             raise ValueError("more follows")
         return value
 
     def _value(self) -> Any:
         if self._takes(self._quote):
-            end = self._text.index(self._quote, self._at)
-            value, self._at = self._text[self._at : end], end + len(self._quote)
+            end = self._text.index(self._quote, self._position)
+            value, self._position = self._text[self._position : end], end + len(self._quote)
             return value
         if self._takes("{"):
             return dict(self._items("}", self._member))
@@ -195,7 +199,7 @@ class _GemmaReader:
         return read_json(self._bare())
 
     def _member(self) -> tuple[str, Any]:
-        key = self._value() if self._text.startswith(self._quote, self._at) else self._bare()
+        key = self._value() if self._text.startswith(self._quote, self._position) else self._bare()
         if not self._takes(":"):
             raise ValueError("a key without a value")
         return key, self._value()
@@ -209,18 +213,18 @@ class _GemmaReader:
         return items
 
     def _bare(self) -> str:
-        match = _BARE.match(self._text, self._at)
+        match = _BARE.match(self._text, self._position)
         if match is None:
             raise ValueError("a value is missing")
-        self._at = match.end()
+        self._position = match.end()
         return match[0].strip()
 
     def _takes(self, token: str) -> bool:
-        while self._text[self._at : self._at + 1].isspace():
-            self._at += 1
-        is_there = self._text.startswith(token, self._at)
-        self._at += len(token) * is_there
-        return is_there
+        while self._text[self._position : self._position + 1].isspace():
+            self._position += 1
+        is_next = self._text.startswith(token, self._position)
+        self._position += len(token) * is_next
+        return is_next
 
 
 def _property(schema: Mapping[str, Any], key: str) -> Any:
@@ -229,7 +233,7 @@ def _property(schema: Mapping[str, Any], key: str) -> Any:
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """The schema that a reference into `root` names; any other one as it is."""
+    """`schema`, or the schema that it refers to within `root`; None if that does not exist."""
     for _ in range(8):
         path = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(path, str):
@@ -248,5 +252,5 @@ def _type_of(value: Any) -> str:
 
 
 def as_bare(value: Any) -> str:
-    """A value of an enum as it is written between tags."""
+    """A value of an enum as models write it between tags: a string as it is, else JSON."""
     return value if isinstance(value, str) else json.dumps(value)

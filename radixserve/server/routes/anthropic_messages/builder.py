@@ -25,7 +25,7 @@ PING = named_event("ping", {"type": "ping"})
 
 
 class MessageBuilder(BlocksBuilder):
-    """Formats messages."""
+    """Formats messages, whole and as events."""
 
     def __init__(self, turn: ChatTurn, request_id: str, body: MessagesRequest) -> None:
         super().__init__(turn)
@@ -43,14 +43,14 @@ class MessageBuilder(BlocksBuilder):
         return {**message, **self._final_members()}
 
     def opening(self) -> str:
-        """The cached tokens of the prompt follow at the end."""
+        """The event message_start and a ping. The cached tokens are reported at the end."""
         usage = {"input_tokens": len(self._turn.prompt.token_ids), "output_tokens": 0}
         message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage)
         message |= self._diagnostics(begun_anthropic_diagnostics)
         return _event({"type": "message_start", "message": message}) + PING
 
     def block_event(self, block_event: ContentBlockEvent, completion: Completion | None) -> str:
-        del completion  # every block ends in the same way
+        del completion  # Anthropic's blocks have no status
         block = block_event.block
         if block_event.kind == "stop":
             return _event({"type": "content_block_stop", "index": block.index})
@@ -90,7 +90,7 @@ class MessageBuilder(BlocksBuilder):
         }
 
     def _stop(self, blocks: Sequence[ContentBlock], completion: Completion) -> dict[str, Any]:
-        """stop_reason and stop_sequence."""
+        """The members stop_reason and stop_sequence."""
         reason, sequence = "end_turn", None
         if completion.finish_reason == "length":
             is_full = len(completion.token_ids) < self._request.max_tokens
@@ -102,25 +102,27 @@ class MessageBuilder(BlocksBuilder):
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _final_members(self) -> dict[str, Any]:
-        """The answers to the envelope's actions, and diagnostics; the answers to `cache_control`
-        are in the usage."""
+        """The answers to the actions of `kv_hints`, and the diagnostics. The effect of
+        `cache_control` is in the usage."""
         envelope = self.generation.hint_answers.kv_hints
         kv_hints = {} if envelope is None else {"kv_hints": envelope}
         return {**kv_hints, **self._diagnostics(anthropic_diagnostics)}
 
     def _diagnostics(
-        self, words: Callable[[TurnDiagnosis | None], dict[str, Any] | None]
+        self, formatted: Callable[[TurnDiagnosis | None], dict[str, Any] | None]
     ) -> dict[str, Any]:
+        """The member `diagnostics`, if it was requested. `formatted`: formats a diagnosis."""
         asked = self._request.diagnostics
         if asked is None:
             return {}
         is_first = asked.previous_message_id is None
-        return {"diagnostics": None if is_first else words(self._turn.diagnosis())}
+        return {"diagnostics": None if is_first else formatted(self._turn.diagnosis())}
 
 
 def message_usage(usage: Usage, num_thinking: int, num_retained: int) -> dict[str, Any]:
-    """`usage`. Three counts add up to the prompt: cached tokens, computed tokens that a mark
-    retains, and other computed tokens, which stay cached until they are evicted."""
+    """The `usage` of a message. Three counts add up to the prompt: cached tokens
+    (cache_read_input_tokens), computed tokens that a mark retains (cache_creation_input_tokens),
+    and other computed tokens (input_tokens), which stay cached until they are evicted."""
     prompt, cached = usage.prompt_tokens, usage.cached_tokens
     created = max(0, min(num_retained, prompt) - cached)
     return {
@@ -133,7 +135,7 @@ def message_usage(usage: Usage, num_thinking: int, num_retained: int) -> dict[st
 
 
 def num_retained(generation: HttpGeneration) -> int:
-    """Leading tokens of the prompt that the marks keep, after the end."""
+    """The number of the prompt's first tokens that the marks retain; 0 before the answer's end."""
     answers = generation.hint_answers.cache_hints
     return max((answer["tokens_covered"] for answer in answers), default=0)
 

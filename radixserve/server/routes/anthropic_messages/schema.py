@@ -28,7 +28,7 @@ from radixserve.server.wire.schema import (
 
 
 class CacheControl(Body):
-    """A retain hint."""
+    """A mark that becomes a `retain` hint: see `retain_hints`."""
 
     skips_unknown: ClassVar[bool] = True
 
@@ -63,7 +63,7 @@ class ToolResultBlock(_Block):
 
 
 class ThinkingBlock(_Block):
-    """`signature` has no effect: what the model thought is taken as it is."""
+    """The model's reasoning. `signature` has no effect."""
 
     type: Literal["thinking"]
     thinking: str
@@ -139,7 +139,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """Variables of the template: `enable_thinking`, and `thinking_budget` for the budget."""
+    """Sets the template's variables `enable_thinking` and `thinking_budget`."""
 
     rules: ClassVar = rules_of("messages", "thinking")
 
@@ -163,7 +163,7 @@ class ThinkingTurns(Body):
 
 
 class ClearThinking(Body):
-    """Thoughts before the last `keep` turns of the assistant that have some are left out."""
+    """Leaves out reasoning, except in the last `keep` turns of the assistant that have some."""
 
     type: Annotated[str, Field(pattern=r"^clear_thinking_\d+$", max_length=64)]
     keep: (
@@ -180,7 +180,7 @@ class ContextManagement(Body):
 
 
 class Metadata(Body):
-    """`user_id` names the session where nothing else does."""
+    """`user_id` may name the session, if no other field or header does."""
 
     skips_unknown: ClassVar[bool] = True
 
@@ -188,7 +188,8 @@ class Metadata(Body):
 
 
 class Diagnostics(Body):
-    """Why was the prompt of the message before not found in the cache? null: there is none yet."""
+    """Asks where this prompt differs from that of an earlier message, and so missed the cache.
+    null: there is no earlier message yet."""
 
     skips_unknown: ClassVar[bool] = True
 
@@ -196,7 +197,7 @@ class Diagnostics(Body):
 
 
 class PromptFields(CacheFields):
-    """The fields that become the prompt."""
+    """The fields that determine the prompt."""
 
     rules: ClassVar = rules_of("messages")
 
@@ -215,7 +216,7 @@ class PromptFields(CacheFields):
 
 
 class CountTokensRequest(PromptFields):
-    """How long is the prompt?"""
+    """The body of /v1/messages/count_tokens."""
 
 
 class MessagesRequest(PromptFields, SessionFields):

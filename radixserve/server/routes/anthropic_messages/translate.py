@@ -31,13 +31,14 @@ from radixserve.server.wire.errors import ApiError, wrong_field
 from radixserve.server.wire.sampling import read_sampling
 from radixserve.server.wire.schema import TemplateFields
 
+# Choices of `ChatTools` by Anthropic's types.
 _CHOICES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 _SECONDS = {"5m": 300.0, "1h": 3600.0}  # of a cache_control mark
-_ERROR = "Error: "  # before the result of a tool that failed: OpenAI's format has no flag
+_ERROR = "Error: "  # prefix of a failed tool's result: messages of chats do not have `is_error`
 
 
 def turn_request(server: AppState, body: MessagesRequest, cache: CacheUse) -> TurnRequest:
-    """Raises ApiError."""
+    """Translate a body. Raises ApiError."""
     messages = chat_messages(body)
     diagnostics = body.diagnostics
     params = read_sampling(
@@ -63,7 +64,8 @@ def turn_request(server: AppState, body: MessagesRequest, cache: CacheUse) -> Tu
 
 
 def template_of(body: PromptFields, messages: Sequence[dict[str, Any]]) -> TemplateFields:
-    """How the messages are rendered: a last one of the assistant is continued. Raises ApiError."""
+    """The template's fields. A message of the assistant at the end is continued. Raises
+    ApiError."""
     continues = messages[-1]["role"] == "assistant"
     if continues and "tool_calls" in messages[-1]:
         raise ApiError(
@@ -87,7 +89,8 @@ def template_of(body: PromptFields, messages: Sequence[dict[str, Any]]) -> Templ
 
 
 def chat_messages(body: PromptFields) -> list[dict[str, Any]]:
-    """Messages of one role that follow each other are one turn. Raises ApiError."""
+    """The system prompt and the messages as chat messages. Adjacent messages of the same role are
+    joined into one turn. Raises ApiError."""
     turns: list[tuple[str, list[Any]]] = []
     calls: set[str] = set()  # of the assistant's last turn
     if body.system is not None:
@@ -118,15 +121,16 @@ def _blocks(content: str | Sequence[Any]) -> list[Any]:
 
 
 def _check_results(calls: Collection[str], blocks: list[Any], where: str) -> None:
-    """Each tool_result belongs to one of the `calls` of the assistant's last turn."""
+    """Raise ApiError unless each tool_result belongs to one of `calls`, those of the assistant's
+    last turn."""
     for index, block in enumerate(blocks):
         if isinstance(block, ToolResultBlock) and block.tool_use_id not in calls:
-            problem = f"{shown(block.tool_use_id)} names no tool_use of the turn before"
+            problem = f"{shown(block.tool_use_id)} does not name a tool_use of the turn before"
             raise wrong_field(f"{where}[{index}].tool_use_id", problem)
 
 
 def _clear_thinking(turns: list[tuple[str, list[Any]]], body: PromptFields) -> None:
-    """Leave out thoughts, as `context_management` asks."""
+    """Remove reasoning from turns, as `context_management` asks."""
     edits = body.context_management.edits if body.context_management is not None else []
     for edit in edits:
         num_kept = _num_kept(edit)
@@ -140,14 +144,14 @@ def _clear_thinking(turns: list[tuple[str, list[Any]]], body: PromptFields) -> N
 
 
 def _num_kept(edit: ClearThinking) -> int:
-    """Turns that keep their thoughts; one by default, as Anthropic has it."""
+    """The number of turns that keep their reasoning; Anthropic's default is 1."""
     if edit.keep is None:
         return 1
     return 2**31 if isinstance(edit.keep, str) else edit.keep.value
 
 
 def _messages(role: str, blocks: Sequence[UserBlock | AssistantBlock]) -> list[dict[str, Any]]:
-    """A turn: results of tools are messages of their own."""
+    """A turn as chat messages. Each tool result is a message of its own."""
     if role == "assistant":
         return [_assistant_message(blocks)]
     messages: list[dict[str, Any]] = []
@@ -174,7 +178,7 @@ def _result_text(block: ToolResultBlock) -> str:
 
 
 def _assistant_message(blocks: Sequence[Any]) -> dict[str, Any]:
-    """What the assistant said: the parts of one text are joined as they are."""
+    """A turn of the assistant as a chat message. Text blocks are joined without a separator."""
     text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
     thinking = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
     calls = [
@@ -195,7 +199,7 @@ def _assistant_message(blocks: Sequence[Any]) -> dict[str, Any]:
 
 
 def tools_of(body: PromptFields) -> ChatTools:
-    """Raises ApiError."""
+    """The checked tools and tool choice. Raises ApiError and InvalidRequest."""
     functions = []
     for index, tool in enumerate(body.tools or ()):
         if isinstance(tool, Tool):
@@ -209,7 +213,7 @@ def tools_of(body: PromptFields) -> ChatTools:
     if (choice.type == "tool") != (choice.name is not None):
         raise ApiError(
             400,
-            "tool_choice.name belongs to the type tool, and to no other",
+            "tool_choice.name is required for the type tool, and refused for others",
             param="tool_choice.name",
         )
     return ChatTools.read(
@@ -229,18 +233,21 @@ def _constraint(body: MessagesRequest) -> Constraint | None:
 
 
 def _json(value: Any) -> str:
-    """JSON as the parsers of calls write it, so that a returned call has the same text."""
+    """JSON as the tool parsers write it, so that a call has the same text when it is sent back."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def retain_hints(body: PromptFields) -> list[CacheHint]:
-    """Anthropic's `cache_control` marks as a hint: the whole prompt is retained, with each of its
-    prefixes, for the longest time among the marks of its blocks and tools. [] without a mark."""
+    """A `retain` hint for Anthropic's `cache_control` marks; [] without a mark.
+
+    The whole prompt, and so each of its prefixes, is retained for the longest time among the marks.
+    """
     seconds = [_SECONDS[mark.ttl or "5m"] for mark in _marks(body)]
     return [CacheHint(verb="retain", seconds=max(seconds))] if seconds else []
 
 
 def _marks(body: PromptFields) -> Iterator[CacheControl]:
+    """The `cache_control` marks of the body, its tools, and its blocks."""
     contents = (message.content for message in body.messages)
     parts: list[Any] = [body, *(body.tools or ())]
     for content in (body.system, *contents):

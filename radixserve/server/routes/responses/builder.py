@@ -1,4 +1,4 @@
-"""`ResponseBuilder`: formats responses, whole and as events."""
+"""`ResponseBuilder`: formats OpenAI's responses, whole and as events."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from radixserve.server.wire.errors import ApiError
 from radixserve.server.wire.json_response import named_event
 
 _PREFIXES = {"reasoning": "rs", "text": "msg", "tool_call": "fc"}
-_STATUSES = {"length": "incomplete"}  # by finish_reason; all others are completed
-_EMPTY = ContentBlock("text", 0)  # of an empty answer
+_STATUSES = {"length": "incomplete"}  # by finish_reason; others are "completed"
+_EMPTY = ContentBlock("text", 0)  # the only block of an empty answer
 
 
 class ResponseBuilder(BlocksBuilder):
@@ -34,15 +34,15 @@ class ResponseBuilder(BlocksBuilder):
         body: ResponseRequest,
         keep: Callable[[dict[str, Any], dict[str, Any]], None] | None,
     ) -> None:
-        """`keep` stores the response and its answer as a message of a chat; None: it is not
-        stored."""
+        """`keep`: called with the response and its answer as a chat message, to store them; None:
+        the response is not stored."""
         super().__init__(turn)
         self._request_id = request_id
         self._number = 0  # of the next event
         self._keep = keep
         params = turn.params
         reasoning = body.reasoning
-        # A thought is the content of its item, or the summary if one is requested.
+        # Reasoning is the content of its item, or the summary if a summary was requested.
         self._summarises = reasoning is not None and reasoning.summary is not None
         tools = [tool for tool in body.tools or [] if isinstance(tool, ResponseFunctionTool)]
         form = body.text.format if body.text is not None else None
@@ -90,7 +90,8 @@ class ResponseBuilder(BlocksBuilder):
     def message(
         self, blocks: Sequence[ContentBlock], completion: Completion, num_reasoning: int
     ) -> dict[str, Any]:
-        """The last item of an answer that was cut is incomplete; calls are whole."""
+        """The whole response. If max_output_tokens ended the answer, its last item that is not a
+        call is incomplete."""
         status = _STATUSES.get(completion.finish_reason, "completed")
         items = blocks or ([] if self._turn.prewarms else [_EMPTY])
         cut = max((item.index for item in items if item.kind != "tool_call"), default=None)
@@ -191,7 +192,7 @@ class ResponseBuilder(BlocksBuilder):
         return self._event(kind, **place, **fields)
 
     def _place_of(self, part: ContentBlock) -> str:
-        """The member of its item that holds the text."""
+        """The member of the item that contains the block's text."""
         return "summary" if part.kind == "reasoning" and self._summarises else "content"
 
     def _name_of_place(self, part: ContentBlock) -> str:
@@ -211,7 +212,7 @@ class ResponseBuilder(BlocksBuilder):
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": entries}
 
     def _entries(self, part: ContentBlock, text: str) -> list[dict[str, Any]]:
-        """The log-probabilities of a block's text; empty if they are not requested."""
+        """The log-probabilities of a block's text; [] if they were not requested."""
         return [] if self._logprobs is None else self._logprobs.all(part.index, len(text))
 
     def _event(self, kind: str, /, **fields: Any) -> str:
@@ -228,7 +229,7 @@ _NAMES = {
 
 
 def response_usage(usage: Usage, num_reasoning: int) -> dict[str, Any]:
-    """`usage`; input_tokens includes cached tokens, as in OpenAI's API."""
+    """The `usage` of a response. input_tokens includes cached tokens, as in OpenAI's API."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
@@ -239,7 +240,7 @@ def response_usage(usage: Usage, num_reasoning: int) -> dict[str, Any]:
 
 
 def assistant_message(parts: Iterable[ContentBlock]) -> dict[str, Any]:
-    """The answer as a message of a chat."""
+    """The answer as a chat message."""
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     for part in parts:
         if part.kind == "text":

@@ -74,7 +74,7 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
 async def show_response(
     request: Request, response_id: str, cache_salt: str | None = None
 ) -> Response:
-    """A response that is stored."""
+    """A stored response."""
     _check_query(request, "cache_salt")
     return answer_json(_stored(request, response_id, cache_salt).response)
 
@@ -111,7 +111,7 @@ async def list_input_items(
     if after is not None:
         ids = [item_id for item_id, _ in ordered]
         if after not in ids:
-            raise ApiError(400, f"after {after!r} is no item of this input", param="after")
+            raise ApiError(400, f"after {after!r} is not an item of this input", param="after")
         ordered = ordered[ids.index(after) + 1 :]
     page = [{**json.loads(item), "id": item_id} for item_id, item in ordered[:limit]]
     ends = {
@@ -123,6 +123,7 @@ async def list_input_items(
 
 
 def _previous(request: Request, body: ResponseRequest) -> StoredResponse | None:
+    """The response that the request continues; None without one. Raises ApiError 400."""
     name = body.previous_response_id
     if name is None:
         return None
@@ -132,7 +133,7 @@ def _previous(request: Request, body: ResponseRequest) -> StoredResponse | None:
     if stored is None:
         raise ApiError(
             400,
-            f"previous_response_id {name!r} is not stored here, or not any more: send its items",
+            f"previous_response_id {name!r} is not stored here, or no longer: send its items",
             param="previous_response_id",
             code="previous_response_not_found",
         )
@@ -140,6 +141,7 @@ def _previous(request: Request, body: ResponseRequest) -> StoredResponse | None:
 
 
 def _stored(request: Request, response_id: str, cache_salt: str | None) -> StoredResponse:
+    """The caller's stored response. Raises ApiError 404."""
     caller = caller_of(request)
     store = server_of(request).responses
     stored = store.find(caller.tenant, caller.namespace(cache_salt), response_id)
@@ -149,6 +151,7 @@ def _stored(request: Request, response_id: str, cache_salt: str | None) -> Store
 
 
 def _check_query(request: Request, *known: str) -> None:
+    """Raise ApiError 400 for a query parameter that is not known."""
     for name in request.query_params:
         if name not in known:
             raise ApiError(

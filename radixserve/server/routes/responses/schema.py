@@ -47,14 +47,15 @@ class _Part(Body):
 
 
 class _Item(_Part):
-    """Members that clients return from answers; they have no effect."""
+    """An item of the input. Clients send `id` and `status` back from answers; they have no
+    effect."""
 
     id: Short | None = None
     status: Short | None = None
 
 
 class ResponseTextPart(_Part):
-    """Clients return `annotations` and `logprobs` from answers; they have no effect."""
+    """A text. Clients send `annotations` and `logprobs` back from answers; they have no effect."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -105,7 +106,8 @@ class ReasoningText(_Part):
 
 
 class ReasoningItem(_Item):
-    """A thought: its content, else its summary. What others have encrypted cannot be read."""
+    """The model's reasoning: its content, or else its summary. The `encrypted_content` of other
+    servers cannot be read."""
 
     type: Literal["reasoning"]
     summary: Bounded[ReasoningText] = []
@@ -113,7 +115,7 @@ class ReasoningItem(_Item):
 
 
 def item_kind(value: Any) -> str | None:
-    """An item by its type; without one it is a message."""
+    """The tag of an item: its type; without a type, it is a message."""
     if isinstance(value, dict) and value.get("type") is None:
         return "<message>"
     return by_type(value)
@@ -130,7 +132,7 @@ Items = Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ITEMS, fai
 
 
 def text_or_items(value: Any) -> str | None:
-    """An input: one text of the user, or items."""
+    """The tag of an input: "<text>" for a text of the user, "<list>" for items."""
     if isinstance(value, str):
         return "<text>"
     return "<list>" if isinstance(value, list) else None
@@ -193,7 +195,7 @@ class TextOptions(Body):
 
 
 class Reasoning(Body):
-    """`none` sets the template's variable enable_thinking to false."""
+    """An `effort` of "none" sets the template's variable enable_thinking to false."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -224,14 +226,14 @@ class ResponseRequest(SingleSampling, SessionFields, PromptCacheFields):
 
     @model_validator(mode="after")
     def _skip_includes(self) -> Self:
-        """Only the log-probabilities of `include` have an effect."""
+        """Note `include` as skipped if it has values other than the log-probabilities'."""
         if any(name != LOGPROBS for name in self.include or ()):
             self._skipped = (*self._skipped, "include")
         return self
 
     @property
     def num_logprobs(self) -> int | None:
-        """The best tokens to report beside each token; None: no log-probabilities."""
+        """How many of the best tokens to report with each token; None: no log-probabilities."""
         wants_logprobs = LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
         return (self.top_logprobs or 0) if wants_logprobs else None
 

@@ -35,7 +35,7 @@ from radixserve.text.template_traits import Message
 def turn_request(
     server: AppState, body: ResponseRequest, messages: Sequence[Message], cache: CacheUse
 ) -> TurnRequest:
-    """`messages`: all but the instructions. Raises ApiError."""
+    """Translate a body. `messages`: the conversation without the instructions. Raises ApiError."""
     said = [] if body.instructions is None else [_message("system", body.instructions)]
     max_tokens = body.max_output_tokens
     effort = body.reasoning.effort if body.reasoning is not None else None
@@ -72,13 +72,14 @@ def turn_request(
 
 
 def items_of(body: ResponseRequest) -> list[InputItem]:
+    """The items of the input; a text is a message of the user."""
     if not isinstance(body.input, str):
         return body.input
     return [MessageItem(role="user", content=body.input)]
 
 
 def messages_of(items: Sequence[InputItem]) -> list[Message]:
-    """The messages that items are. Raises ApiError."""
+    """Items as chat messages. Raises ApiError."""
     turns = _Turns()
     for index, item in enumerate(items):
         turns.add(item, f"input[{index}]")
@@ -86,11 +87,12 @@ def messages_of(items: Sequence[InputItem]) -> list[Message]:
 
 
 class _Turns:
-    """Items one after another; those that are one turn of the assistant become one message."""
+    """Converts items to messages in order. The items of one turn of the assistant become a single
+    message."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
-        # By the number of messages up to it: an assistant's message, and its thoughts.
+        # An assistant's message and its pieces of reasoning, by the number of messages up to it.
         self._thoughts: dict[int, tuple[Message, list[str]]] = {}
 
     def all(self) -> list[Message]:
@@ -102,7 +104,7 @@ class _Turns:
         if isinstance(item, MessageItem):
             if item.role == "assistant":
                 said = self._message({"content", "tool_calls"})
-                said["content"] = _text(item.content, "")  # an answer's parts are one text
+                said["content"] = _text(item.content, "")  # the parts of an answer are one text
             else:
                 self._messages.append(_message(item.role, _text(item.content, "\n")))
         elif isinstance(item, CallItem):
@@ -117,7 +119,8 @@ class _Turns:
             self._thoughts.setdefault(len(self._messages), (said, []))[1].append(_thought(item))
 
     def _message(self, ends: set[str]) -> Message:
-        """The assistant's present message; a new one after any that has one of `ends`."""
+        """The assistant's message at the end of the conversation; a new one if the last message is
+        not the assistant's or has one of the members `ends`."""
         last = self._messages[-1] if self._messages else {}
         if last.get("role") != "assistant" or any(last.get(name) for name in ends):
             last = {"role": "assistant", "content": ""}
@@ -126,19 +129,19 @@ class _Turns:
 
 
 def check_calls(known: Sequence[Message], items: Sequence[InputItem]) -> None:
-    """Each output belongs to a call before it: of the input, or of the `known` messages of the
-    response that it continues. Raises ApiError."""
+    """Raise ApiError unless each output belongs to a call before it, in `items` or in the `known`
+    messages of the response that they continue."""
     calls = {call["id"] for message in known for call in message.get("tool_calls", ())}
     for index, item in enumerate(items):
         if isinstance(item, CallItem):
             calls.add(item.call_id)
         if isinstance(item, OutputItem) and item.call_id not in calls:
-            problem = f"{shown(item.call_id)} names no function_call before it"
+            problem = f"{shown(item.call_id)} does not name a function_call before it"
             raise wrong_field(f"input[{index}].call_id", problem)
 
 
 def listed_items(items: Sequence[InputItem]) -> list[dict[str, Any]]:
-    """As GET .../input_items lists them, but for their ids: texts as parts."""
+    """Items as GET .../input_items lists them, without ids; texts are lists of parts there."""
     listed = []
     for item in items:
         fields = item.model_dump(exclude_none=True)
