@@ -1,6 +1,7 @@
 """`ClusterClient`: an `EngineCoreClient` over several replicas.
 
-A request outlives its replica: another replica continues it from the prompt and the tokens so far.
+If a replica is lost (`_note_lost`), its requests continue on other replicas, from the prompt and
+the tokens so far.
 """
 
 from __future__ import annotations
@@ -38,10 +39,8 @@ _SHARED = frozenset({"page_size", "seconds"})  # equal, or nearly, in all replic
 
 
 def add_stats(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The sum of the replicas' statistics: numbers are added, records field by field, lists joined.
-
-    hit_rate is worked out from the summed tokens.
-    """
+    """The statistics of all replicas together. Numbers are added, records field by field; lists are
+    joined; hit_rate is computed from the sums."""
     if not each:
         return {}
     total: dict[str, Any] = {}
@@ -60,11 +59,12 @@ def add_stats(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return total
 
 
-Links = Mapping[str, ReplicaLink]  # replicas that report, by name
+Links = Mapping[str, ReplicaLink]  # of replicas that report, by name
 
 
 async def ask_replicas(message: EngineMessage[Any], links: Links, router: ReplicaRouter) -> Any:
-    """The answer to a message, as of one engine. Raises EngineDead without a replica."""
+    """Send an engine message to the replicas that it concerns. Returns the answer as a single
+    engine would give it. Raises EngineDead without a replica."""
     match message:
         case messages.GetStats() | messages.GetHeld():
             return add_stats(await _ask_all(message, links))
@@ -81,7 +81,7 @@ async def ask_replicas(message: EngineMessage[Any], links: Links, router: Replic
             await _ask_all(message, links)
         case messages.ResetCache() | messages.CheckCache():
             await _ask_all(message, links)
-        case _:  # dumps, snapshots and previews show a single replica
+        case _:  # dumps, snapshots and previews are those of a single replica
             return await _ask_one(message, links, None)
     return None
 
@@ -101,53 +101,53 @@ async def _ask_all(message: EngineMessage[Any], links: Links) -> list[Any]:
 
 
 async def _ask_one(message: EngineMessage[Any], links: Links, name: str | None) -> Any:
-    """Ask the replica of that name; None: any replica."""
+    """The answer of the replica `name`; None, or a name that is unknown: of any replica."""
     if not links:
-        raise EngineDead("there is no replica")
+        raise EngineDead("no replica is available")
     link = links.get(name or "") or links[min(links)]
     return await link.call(message)
 
 
 class OpenRequest:
-    """A caller's request that has not ended, wherever it runs.
+    """A caller's request that has not ended, on whichever replica it runs.
 
-    Its collector holds the tokens so far, from all replicas that it ran on.
+    Its collector has the tokens so far, from all replicas on which it ran.
     """
 
     def __init__(self, collector: OutputCollector) -> None:
         self.collector = collector
-        self.id = ""  # its id in the replica: a new one on each replica
-        self.replica: str | None = None  # name of its replica; None while it waits for one
+        self.id = ""  # its id on the replica; each replica gets another one
+        self.replica: str | None = None  # the replica's name; None while it waits for one
         self.num_lost = 0  # replicas that were lost while it ran there
-        self.lost_at = time.monotonic()  # when it last left a replica, or arrived
-        self._has_moved = False  # its tokens come from several replicas
-        self._num_repeated = 0  # tokens to drop: its caller has them already
-        self._has_stopped = False  # at a stop string: only the end is missing
+        self.lost_at = time.monotonic()  # when it arrived or last left a replica
+        self._has_moved = False  # whether its tokens come from several replicas
+        self._num_repeated = 0  # tokens to drop, since its caller already has them
+        self._has_stopped = False  # a stop string was found; the replica has not ended it yet
 
     @property
     def request_id(self) -> str:
-        """Its id as the caller knows it."""
+        """The caller's id of the request."""
         return self.collector.request.request_id
 
     def rest(self) -> Request:
-        """The request for the tokens that its caller does not have yet."""
+        """The request to send to a replica: for the tokens that its caller does not have yet."""
         known = self.collector.token_ids
         request = replace(self.collector.request, request_id=self.id, grammar=None)
         if not known or request.beams is not None:
             return request
-        if request.logprob_targets is not None:  # the prompt's scores are in the last output
+        if request.logprob_targets is not None:  # the last output has the whole prompt's scores
             self._num_repeated = len(known)
             return request
         ids = np.concatenate([request.token_ids, np.array(known, np.int32)])
         return replace(request, token_ids=ids, num_resumed_tokens=len(known))
 
     def note_lost(self) -> None:
-        """Its replica was lost."""
+        """Its replica was lost: count it."""
         self.note_moved()
         self.num_lost += 1
 
     def note_moved(self) -> None:
-        """It leaves its replica."""
+        """It leaves its replica, and waits for another one from now on."""
         self.replica, self._has_moved = None, True
         self.lost_at = time.monotonic()
 
@@ -166,7 +166,7 @@ class OpenRequest:
         self._has_stopped |= self.collector.push(output)
 
     def _whole(self, output: RequestOutput, finish: Finish) -> Finish:
-        """The end of an answer from several replicas, as if one engine had made all of it."""
+        """The end of an answer from several replicas, as if a single engine had generated it."""
         usage = finish.usage
         if self.collector.request.beams is None:
             usage = usage.with_answer(len(self.collector.token_ids) + len(output.token_ids))
@@ -192,12 +192,12 @@ class ClusterClient:
         self._frontend = uuid.uuid4().hex  # names this process to the replicas
         self._numbers = itertools.count()
         self._replicas: dict[str, Replica] = {}
-        self._draining: dict[str, Replica] = {}  # removed; some of their requests have not ended
+        self._draining: dict[str, Replica] = {}  # removed replicas that still have open requests
         self._open: dict[str, OpenRequest] = {}  # by the id that replicas know
-        self._waiting: dict[str, OpenRequest] = {}  # of these, without a replica
-        self._ids: set[str] = set()  # of open requests, as their callers know them
+        self._waiting: dict[str, OpenRequest] = {}  # those of `_open` that wait for a replica
+        self._ids: set[str] = set()  # the callers' ids of open requests
         self._facts: Future[EngineFacts] = Future()
-        self._stats: dict[str, Any] = {}  # of the last reports, for the time without a replica
+        self._stats: dict[str, Any] = {}  # of the last reports: returned while no replica reports
         self._death: EngineDead | None = None
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
@@ -215,7 +215,7 @@ class ClusterClient:
         return self._facts.result(timeout)
 
     def set_replicas(self, links: Iterable[ReplicaLink]) -> None:
-        """Replace the set of replicas. A replica with a known name stays as it is."""
+        """Replace the set of replicas. A replica whose name is known keeps its connection."""
         self._post(self._set_replicas, list(links))
 
     def submit(self, collectors: Sequence[OutputCollector]) -> None:
@@ -231,7 +231,7 @@ class ClusterClient:
         self._post(self._abandon, collectors)
 
     def status(self) -> EngineStatus:
-        """The status of all replicas together; stats are the sums of their last reports."""
+        """The status of all replicas together, by their last reports."""
         followed = [*self._replicas.values(), *self._draining.values()]
         statuses = [replica.status for replica in followed if replica.status is not None]
         if statuses:
@@ -270,7 +270,7 @@ class ClusterClient:
             self._thread.join()
 
     def _post(self, function: Callable[..., object], *args: Any) -> bool:
-        """Call `function` in the event loop. False when the thread has ended."""
+        """Call `function` in the event loop. Returns False if the client is closed or forked."""
         if self._death is not None or self.is_forked:
             return False
         try:
@@ -281,7 +281,9 @@ class ClusterClient:
 
     def _dead(self) -> EngineDead:
         if self.is_forked:
-            return EngineDead("this process was forked from the one that speaks to the replicas")
+            return EngineDead(
+                "this process was forked from the one that is connected to the replicas"
+            )
         return fresh(self._death or EngineDead("the Runtime was closed"))
 
     # -- in the loop: requests ----------------------------------------------------------------
@@ -320,7 +322,8 @@ class ClusterClient:
             self._place(OpenRequest(collector))
 
     def _place(self, request: OpenRequest) -> None:
-        """Choose a replica for the rest of the request and send it there."""
+        """Choose a replica for the rest of the request and send it there; without a replica, the
+        request waits."""
         self._open.pop(request.id, None)
         request.id = f"{self._frontend} {next(self._numbers)}"
         self._open[request.id] = request
@@ -355,14 +358,15 @@ class ClusterClient:
         self._ids.discard(request.request_id)
 
     def _abandon(self, collectors: Sequence[OutputCollector]) -> None:
-        left = set(map(id, collectors))
+        abandoned = set(map(id, collectors))
         for request in [
-            request for request in self._open.values() if id(request.collector) in left
+            request for request in self._open.values() if id(request.collector) in abandoned
         ]:
             self._abort(request)
 
     def _abort(self, request: OpenRequest) -> None:
-        """End a request with the tokens so far; its replica ends it when the message arrives."""
+        """End a request with the tokens so far, at once; its replica ends it when the message
+        arrives."""
         replica = self._replicas.get(request.replica or "")
         self._close(request)
         if replica is not None:
@@ -376,10 +380,10 @@ class ClusterClient:
     def _push(self, request: OpenRequest, output: RequestOutput) -> None:
         try:
             request.push(output)
-        except Exception as error:  # its text cannot be made: end this request only
+        except Exception as error:  # its text cannot be decoded: end this request only
             _log.exception("request %s failed", request.request_id)
             request.collector.fail(
-                request_failed(f"the request's text could not be made: {error!r}")
+                request_failed(f"the request's text could not be decoded: {error!r}")
             )
             if request.id in self._open:
                 self._abort(request)
@@ -401,7 +405,8 @@ class ClusterClient:
                 replica.task = self._loop.create_task(self._follow(replica))
 
     def _drain(self, replica: Replica) -> None:
-        """Send no more requests to a removed replica; those that run there may end there."""
+        """Send no more requests to a removed replica. Those that run there have `drain_s` seconds
+        to end; those that were not sent yet move to others."""
         self._draining[replica.link.name] = replica
         for request in replica.remove():
             if request.request_id in self._open:
@@ -427,7 +432,7 @@ class ClusterClient:
             self._place(request)
 
     async def _follow(self, replica: Replica) -> None:
-        """Read the replica's reports until it is removed; connect again after each loss."""
+        """Read a replica's reports until it is removed. Connects again after each loss."""
         while True:
             replica.stream = next(self._numbers)
             parts = self._read(replica), replica.send(self._frontend)
@@ -446,6 +451,7 @@ class ClusterClient:
             await asyncio.sleep(1.0)
 
     async def _read(self, replica: Replica) -> None:
+        """Take in a replica's reports until they end, or none comes for `silence_s` seconds."""
         facts = None if self._facts.done() else await replica.link.facts()
         async with contextlib.aclosing(
             replica.link.reports(self._frontend, replica.stream)
@@ -460,12 +466,13 @@ class ClusterClient:
                     self._facts.set_result(facts)
 
     def _note(self, replica: Replica, report: ReplicaReport) -> None:
+        """Take in a report: its outputs, and for the router its load and cache events."""
         name = replica.link.name
         if self._draining.get(name) is replica:
             self._note_outputs(name, report)
             self._check_drain(replica)
         if self._replicas.get(name) is not replica:
-            return  # removed
+            return  # it was removed
         if replica.status is None:
             self._router.add(name)
         self._router.update(name, report)
@@ -486,7 +493,7 @@ class ClusterClient:
 
     def _note_output(self, name: str, output: RequestOutput) -> None:
         request = self._open.get(output.request_id)
-        if request is None or request.replica != name:  # it has ended, or runs on another replica
+        if request is None or request.replica != name:  # it has ended or moved
             return
         finish = output.finish
         if finish is not None:
@@ -496,7 +503,8 @@ class ClusterClient:
         self._push(request, output)
 
     def _note_lost(self, replica: Replica) -> None:
-        """A replica was lost: place its requests on others."""
+        """A replica was lost: send its requests to others, except those that have lost MAX_LOST
+        replicas, which fail."""
         name = replica.link.name
         replica.note_lost()
         self._router.remove(name)

@@ -1,6 +1,6 @@
-"""The callbacks of this process that follow an application's replicas.
+"""Callbacks that are notified when the replicas of a Ray Serve application change.
 
-A separate module, because Ray Serve copies a request router's module with all its state.
+This is a separate module because Ray Serve copies a request router's module with all its state.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ _followers: dict[str, Callable[[Sequence[str]], None]] = {}  # by the applicatio
 
 
 def follow(application: str, note: Callable[[Sequence[str]], None]) -> None:
-    """`note` is called with the names of all replicas when they change."""
+    """Call `note` with the names of all replicas of the application whenever they change."""
     _followers[application] = note
 
 
 def forget(application: str) -> None:
+    """Remove the application's callback."""
     _followers.pop(application, None)
 
 

@@ -1,8 +1,9 @@
-"""Autoscaling on Ray Serve's mechanism, by the load that engines report.
+"""Autoscaling with Ray Serve, by the load that engines report.
 
-Each frontend has one long call to a replica, so Ray Serve's own count of ongoing requests does not
-show the load. Ray Serve's metrics, delays, bounds and choice of the replica to stop are used. Ray
-Serve copies this module into its controller: it imports nothing of the package at run time.
+Ray Serve's own count of ongoing requests does not show the load, since each frontend has a single
+long call to a replica. The rest is Ray Serve's: metrics, delays, bounds, and which replica is
+stopped. Ray Serve copies this module into its controller, so it imports nothing of the package at
+run time.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ LOAD = "num_requests"  # metric of a replica: requests in its engine, running an
 
 
 def load_policy(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-    """The number of replicas at which the average load is the target, and no state. Ray Serve
-    applies its delays and bounds afterwards.
+    """The number of replicas at which the average load is the target, and an empty state. Ray Serve
+    then applies its delays and bounds.
 
-    No replica is removed while one has not reported, since its load is unknown.
+    While the load of a replica is unknown, none is removed.
     """
     assert context.config is not None
     loads = (context.aggregated_metrics or {}).get(LOAD, {})
@@ -32,7 +33,8 @@ def load_policy(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
 
 
 def serve_config(rule: Autoscaling, num_replicas: int, target: float) -> dict[str, Any]:
-    """Ray Serve's autoscaling_config. `num_replicas` at the beginning; `target`: requests each."""
+    """Ray Serve's autoscaling_config. `num_replicas`: at the beginning. `target`: requests per
+    replica."""
     return {
         "initial_replicas": num_replicas,
         "min_replicas": rule.min_replicas,

@@ -1,4 +1,7 @@
-"""`ReplicaRequestRouter`: Ray Serve's side of the routing."""
+"""`ReplicaRequestRouter`: delivers Ray Serve's calls to the replica that they name.
+
+It does not choose: `routing/tree_router.py` does.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from radixserve.cluster import frontends
 
 
 class ReplicaRequestRouter(RequestRouter):
-    """Sends each call to the replica that it names; notifies the frontends of replica changes."""
+    """Sends each call to the replica that it names, and notifies the frontends when the replicas
+    change."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -20,7 +24,8 @@ class ReplicaRequestRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """The named replica. When it has gone, all of them: whichever gets the call refuses it."""
+        """The named replica. If it does not exist any more, all of them: any one refuses the
+        call."""
         name = pending_request.args[0] if pending_request is not None else ""
         named = [replica for replica in candidate_replicas if replica.replica_id.unique_id == name]
         return [named or candidate_replicas]

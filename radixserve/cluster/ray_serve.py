@@ -1,4 +1,5 @@
-"""Replicas as a deployment of Ray Serve, which places, checks and restarts them."""
+"""`start_replicas`: replicas as a deployment of Ray Serve, which places, checks and restarts
+them."""
 
 from __future__ import annotations
 
@@ -27,14 +28,15 @@ from radixserve.models.names import check_model_name
 from radixserve.request import Request
 from radixserve.routing.autoscaling import Autoscaling
 
-_MAX_CALLS = 100_000  # at a time, of a replica: its engine has the queue
+_MAX_CALLS = 100_000  # that Ray Serve lets run at a time on a replica, whose engine has the queue
 _HEALTH_PERIOD_S = 2.0
 _HEALTH_TIMEOUT_S = 10.0
-_STOP_S = 5.0  # after the requests of a removed replica have ended or moved
+_STOP_S = 5.0  # time to stop a removed replica after its requests have ended or moved
 
 
 class ReplicaDeployment:
-    """An `EngineReplica`; each call names the replica that it is meant for."""
+    """An `EngineReplica` as Ray Serve runs it. Each call names its replica; another one refuses
+    it."""
 
     def __init__(self, model: str, settings: dict[str, Any]) -> None:
         self._name = serve.get_replica_context().replica_id.unique_id
@@ -58,12 +60,12 @@ class ReplicaDeployment:
         await self._replica.check_health()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Ray Serve when the deployment is autoscaled."""
+        """The replica's load, which Ray Serve asks for if the deployment is autoscaled."""
         return {LOAD: float(self._replica.num_requests)}
 
     def _check(self, replica: str) -> None:
         if replica != self._name:
-            raise LookupError(f"replica {replica} is gone")
+            raise LookupError(f"replica {replica} has stopped")
 
 
 class _RayLink:
@@ -82,7 +84,7 @@ class _RayLink:
         try:
             async for report in reports:
                 yield report
-        finally:  # a removed replica stops when no call is left
+        finally:  # Ray Serve stops a removed replica only after its last call
             reports.cancel()
 
     async def submit(self, frontend: str, stream: int, requests: Sequence[Request]) -> bool:
@@ -109,33 +111,38 @@ def start_replicas(
     silence_s: float = SILENCE_S,
     name: str | None = None,
 ) -> ClusterRuntime:
-    """Start `num_replicas` engines of `model`; return when the first is ready.
+    """Start `num_replicas` engines of `model`. Returns when the first one is ready.
 
-    `settings`: fields of EngineConfig. `autoscaling`: replicas are added and taken away by load,
-    `num_replicas` of them start. `address`: of a running Ray cluster, "auto"
-    for the one that Ray finds; default: a new one on this machine, which ends with the Runtime.
-    `num_cpus` that Ray keeps for each; default: on this machine an equal part of the cores, on
-    others one. `silence_s`: a replica without a message for so long counts as lost. `name` of
-    the application in Ray Serve. Raises InvalidRequest for wrong settings.
+    settings      fields of EngineConfig
+    autoscaling   add and remove replicas by load; `num_replicas` are started
+    address       of a running Ray cluster, "auto" for the one that Ray finds; None: a new one on
+                  this machine, which ends with the Runtime
+    num_cpus      cores that Ray reserves for each replica; None: an equal part of the cores on this
+                  machine, 1 in a running cluster
+    silence_s     seconds without a report after which a replica counts as lost
+    name          of the application in Ray Serve
+
+    Raises InvalidRequest for wrong settings.
     """
     config = EngineConfig(**settings)
     rule = None if autoscaling is None else Autoscaling.read("autoscaling", autoscaling)
     if rule is None:
-        most = check_int("num_replicas", num_replicas, 1)
-        scale: dict[str, Any] = {"num_replicas": most}
+        max_replicas = check_int("num_replicas", num_replicas, 1)
+        scale: dict[str, Any] = {"num_replicas": max_replicas}
     else:
         check_int("num_replicas", num_replicas, rule.min_replicas, rule.max_replicas)
-        most, target = rule.max_replicas, rule.target(config.max_running_requests)
+        max_replicas, target = rule.max_replicas, rule.target(config.max_running_requests)
         scale = {"autoscaling_config": serve_config(rule, num_replicas, target)}
     if config.trace is not None:
         raise InvalidRequest("trace cannot be given with replicas: each would write the file")
     if config.kv_events is not None:
         raise InvalidRequest(
-            "kv_events cannot be given with replicas: each would take the address; routers of "
-            "others need a server for each replica"
+            "kv_events cannot be given with replicas: each would take the address; other routers "
+            "need a server for each replica"
         )
     check_model_name(model)
-    model = os.path.abspath(model) if os.path.exists(model) else model  # replicas run elsewhere
+    # Replicas have another working directory.
+    model = os.path.abspath(model) if os.path.exists(model) else model
     is_new = address is None
     if not ray.is_initialized():
         ray.init(
@@ -145,9 +152,9 @@ def start_replicas(
             logging_level=logging.WARNING,
         )
     if num_cpus is None:
-        num_cpus = max(1, (os.cpu_count() or 1) // most) if is_new else 1
-        if is_new or rule is None:  # else Ray may add machines
-            num_cpus = min(num_cpus, ray.cluster_resources().get("CPU", 1) / most)
+        num_cpus = max(1, (os.cpu_count() or 1) // max_replicas) if is_new else 1
+        if is_new or rule is None:  # otherwise Ray may add machines
+            num_cpus = min(num_cpus, ray.cluster_resources().get("CPU", 1) / max_replicas)
     name = name or f"radixserve-{uuid.uuid4().hex[:8]}"
     num_gpus = config.tensor_parallel_size if config.device.startswith("cuda") else 0
     client = ClusterClient(ReplicaRouter(), silence_s=silence_s)
@@ -180,9 +187,8 @@ def start_replicas(
     app = deployment.bind(model, dict(settings))
     try:
         handle = serve.run(app, name=name, route_prefix=None)
-        handle.name.remote(
-            ""
-        ).result()  # the first call makes the router, which notifies us of the replicas
+        # The first call makes Ray Serve's router, which notifies `note` of the replicas.
+        handle.name.remote("").result()
         return ClusterRuntime(client, config, close)
     except BaseException:
         client.close()

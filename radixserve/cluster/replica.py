@@ -1,4 +1,4 @@
-"""`EngineReplica`: an engine for requests of other processes, which sends outputs in batches."""
+"""`EngineReplica`: an engine that runs requests of other processes and reports to them."""
 
 from __future__ import annotations
 
@@ -24,24 +24,32 @@ from radixserve.text.tokenizer import Tokenizer
 
 REPORT_EVERY_S = 1.0  # longest time between two reports
 _MAX_EVENTS = 100_000  # in one report
-FRONTEND_TIMEOUT_S = 30.0  # a frontend that is silent for so long counts as ended
+FRONTEND_TIMEOUT_S = 30.0  # a frontend without a message for so long counts as ended
 
 
 class ReplicaReport(NamedTuple):
-    """A replica's report to a frontend: everything since the last report, in order."""
+    """A replica's report to a frontend: what happened since the last report, in order.
+
+    outputs   of the frontend's requests
+    failures  of its requests, by request id
+    status    of the engine: its load
+    events    cache events, which tell the router what the replica has stored and evicted; they are
+              a step late, and a snapshot replaces events that were lost
+    settled   ids of ended requests all of whose cache events were in this report or earlier ones
+    """
 
     outputs: list[RequestOutput]
-    failures: list[tuple[str, BaseException]]  # by request id
+    failures: list[tuple[str, BaseException]]
     status: EngineStatus
-    events: Sequence[EventBatch | EventSnapshot] = ()  # of the cache; a step late
-    settled: Sequence[str] = ()  # ended requests all of whose events are in reports up to this one
+    events: Sequence[EventBatch | EventSnapshot] = ()
+    settled: Sequence[str] = ()
 
 
 class EngineReplica:
-    """A Runtime for frontends: processes that hold the callers' requests and texts.
+    """A Runtime for frontends: other processes, which have the callers' requests and texts.
 
-    A frontend reads one stream of reports, about one a step. Its next stream ends the one before
-    and the requests reported there. Owned by one event loop.
+    A frontend reads a stream of reports, about one per step. When it opens another stream, the
+    earlier stream and its requests end. Owned by one event loop.
     """
 
     def __init__(self, model: str, settings: dict[str, Any]) -> None:
@@ -58,7 +66,8 @@ class EngineReplica:
         return self._runtime.facts
 
     async def reports(self, frontend: str, stream: int) -> AsyncIterator[ReplicaReport]:
-        """A frontend's stream of reports. `stream`: its number, which `submit` names too."""
+        """The reports to a frontend. `stream`: the stream's number, which the frontend's other
+        calls repeat."""
         self._drop(frontend)
         reader = self._frontends[frontend] = _Frontend(stream, self._runtime.notifier)
         try:
@@ -76,7 +85,8 @@ class EngineReplica:
                 self._drop(frontend)
 
     async def _take_events(self, frontend: _Frontend) -> None:
-        """Pass the cache's events to all frontends; a snapshot to `frontend` if it needs one."""
+        """Give the cache's new events to all frontends, and a snapshot to `frontend` if it needs
+        one."""
         needs_snapshot, num_ended = frontend.end is None, len(frontend.ended)
         with contextlib.suppress(EngineDead):
             batch, snapshot = await self.call(TakeEvents(needs_snapshot))
@@ -87,19 +97,19 @@ class EngineReplica:
             frontend.num_settled = num_ended
 
     async def submit(self, frontend: str, stream: int, requests: Sequence[Request]) -> bool:
-        """Queue requests so that they arrive together; False where the stream has ended."""
+        """Submit requests to the engine together. Returns False if the stream has ended."""
         reader = self._find(frontend, stream)
         if reader is not None:
             await asyncio.to_thread(self._runtime.submit_for, reader, requests)
         return reader is not None
 
     async def end(self, frontend: str, stream: int, request_ids: Sequence[str]) -> None:
-        """End requests with finish_reason "abort". Without any id it is a sign of life."""
+        """Abort requests. Without ids, the call only shows that the frontend is alive."""
         if self._find(frontend, stream) is not None and request_ids:
             self._runtime.end(request_ids)
 
     async def resync(self, frontend: str, stream: int) -> None:
-        """The frontend has missed events: a later report carries a snapshot of the cache."""
+        """The frontend has missed cache events: send it a snapshot in a later report."""
         reader = self._find(frontend, stream)
         if reader is not None:
             reader.end = None
@@ -109,7 +119,8 @@ class EngineReplica:
         return await self._runtime.ask(message)
 
     async def check_health(self) -> None:
-        """Raises EngineDead. Ends the requests of frontends that have ended."""
+        """Raise EngineDead if the engine is dead. Aborts the requests of frontends that have not
+        sent a message for FRONTEND_TIMEOUT_S."""
         self._runtime.check_alive()
         for name, frontend in list(self._frontends.items()):
             if time.monotonic() - frontend.seen_at > FRONTEND_TIMEOUT_S:
@@ -132,7 +143,7 @@ class EngineReplica:
 
 
 class _Frontend:
-    """Outputs, failures and events for a frontend. The engine's thread puts, the loop takes."""
+    """What is to be reported to a frontend. The engine's thread puts, the event loop takes."""
 
     def __init__(self, stream: int, notifier: OutputNotifier) -> None:
         self.stream = stream
@@ -140,12 +151,12 @@ class _Frontend:
         self.open_ids: set[str] = set()
         self._outputs: deque[RequestOutput] = deque()
         self._failures: deque[tuple[str, BaseException]] = deque()
-        self._waker = notifier.running()  # one signal a step
+        self._waker = notifier.running()  # signals once per step
         self._arrival = asyncio.Event()
-        self.asking: asyncio.Task[None] | None = None  # for events
-        self.ended: deque[str] = deque()  # requests whose events the frontend may not have yet
-        self.num_settled = 0  # of these, the first ones, whose events have arrived
-        self.end: int | None = None  # number of the next event; None: a snapshot is needed first
+        self.asking: asyncio.Task[None] | None = None  # asks the engine for events
+        self.ended: deque[str] = deque()  # ended requests that were not reported as settled
+        self.num_settled = 0  # how many of them, from the first, have all their events here
+        self.end: int | None = None  # number of the next event; None: needs a snapshot first
         self._events: list[EventBatch | EventSnapshot] = []
         self._num_events = 0
 
@@ -165,7 +176,8 @@ class _Frontend:
         self.ended.append(request_id)
 
     def put_events(self, batch: EventBatch) -> None:
-        """Add events; after a gap, or with too many for one report, a snapshot replaces them."""
+        """Add events. After a gap, or if there are too many for one report, a snapshot will replace
+        them."""
         if self.end is None:
             return
         self._num_events += len(batch.events)
@@ -187,13 +199,13 @@ class _Frontend:
         return events
 
     def take_settled(self) -> list[str]:
-        """Ended requests whose events were reported; empty while a snapshot is awaited."""
+        """The ids of requests to report as settled; [] while a snapshot is needed."""
         count = 0 if self.end is None else self.num_settled
         self.num_settled -= count
         return [self.ended.popleft() for _ in range(count)]
 
     async def wait(self) -> None:
-        """Wait for an output or a message, at most REPORT_EVERY_S."""
+        """Wait until there is something to report, at most REPORT_EVERY_S."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REPORT_EVERY_S):  # `wait_for` may miss a cancellation
                 await self._arrival.wait()
@@ -207,6 +219,8 @@ class _Frontend:
 
 
 class _ReplicaRuntime(Runtime):
+    """A Runtime whose outputs go to frontends."""
+
     @property
     def notifier(self) -> OutputNotifier:
         return self._client.notifier
@@ -235,7 +249,7 @@ class _ReplicaRuntime(Runtime):
 
 
 class _RelayCollector(OutputCollector):
-    """Passes outputs on; makes text only to find stop strings."""
+    """Passes a request's outputs to its frontend. Decodes text only to find stop strings."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None, frontend: _Frontend) -> None:
         stops = request.params.stop if tokenizer is not None else ()

@@ -1,4 +1,4 @@
-"""`ReplicaRouter`: chooses the replica of a request."""
+"""`ReplicaRouter`: feeds the reports of replicas to a `TreeRouter`, which makes the choice."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from radixserve.routing.tree_router import TreeRouter
 
 
 class ReplicaRouter:
-    """A `TreeRouter` that is fed by the reports of replicas. Owned by one thread.
+    """Chooses the replica of a request by what the replicas have reported. Owned by one thread.
 
-    Replicas are known by name from `add` to `remove`.
+    A replica is known by its name from `add` to `remove`. `routing/tree_router.py` has the costs.
     """
 
     def __init__(self) -> None:
         self._router = TreeRouter()
         self._replicas: set[str] = set()
-        self._num_output: dict[str, int] = {}  # tokens that came, by request id
+        self._num_output: dict[str, int] = {}  # output tokens so far, by request id
 
     def add(self, replica: str) -> None:
         self._router.add(replica)
@@ -30,11 +30,14 @@ class ReplicaRouter:
         if replica in self._replicas:
             self._replicas.remove(replica)
             self._router.remove(replica)
-            of = self._router.of_request
-            self._num_output = {key: n for key, n in self._num_output.items() if of(key)}
+            self._num_output = {
+                request_id: num_output
+                for request_id, num_output in self._num_output.items()
+                if self._router.of_request(request_id)
+            }
 
     def update(self, replica: str, report: ReplicaReport) -> None:
-        """Take in the load of a replica and the events of its cache."""
+        """Take in a replica's outputs, and its cache events: what it has stored and evicted."""
         for output in report.outputs:
             if output.token_ids and output.request_id in self._num_output:
                 self._router.start(output.request_id)
@@ -48,11 +51,11 @@ class ReplicaRouter:
             self._router.end(request_id, self._num_output.pop(request_id, None))
 
     def needs_snapshot(self, replica: str) -> bool:
-        """Whether events of the replica's cache were missed, or none has arrived."""
+        """Whether cache events of the replica were missed, or none has arrived yet."""
         return self._router.index.needs_snapshot(replica)
 
     def choose(self, request: Request) -> str | None:
-        """The replica that is to run the request; None without replicas.
+        """Choose the replica that runs the request; None without replicas.
 
         The request counts as the replica's load until a report says that it has settled.
         """
@@ -73,6 +76,7 @@ class ReplicaRouter:
         return self._router.best(token_ids.astype(np.int32, copy=False).tobytes(), namespace)
 
     def of_session(self, session: str) -> str | None:
+        """The replica on which a session ran last; None if it is unknown."""
         return self._router.of_session(session)
 
     def close_session(self, session: str) -> None:

@@ -14,17 +14,17 @@ START_TIMEOUT_S = 600.0
 
 
 class ClusterRuntime(Runtime):
-    """Callers see one engine. A request goes to the replica that has cached most of its tokens; the
-    capacity is that of one replica.
+    """A Runtime over several replicas. A request runs on the replica where it costs least, so its
+    largest size is that of a single replica.
 
-    Dumps of the tree and previews of evictions are those of one replica.
+    Dumps of the tree and previews of evictions show a single replica.
     """
 
     def __init__(
         self, client: ClusterClient, config: EngineConfig, close: Callable[[], object]
     ) -> None:
-        """`config`: that of the replicas; `close` is called when the Runtime is closed. Raises
-        TimeoutError where no replica reports."""
+        """`config`: that of each replica. `close` is called when the Runtime is closed. Raises
+        TimeoutError if no replica reports within START_TIMEOUT_S."""
         self.config = config
         self._use(client.facts(START_TIMEOUT_S), client, OutputNotifier())
         self._finalizer = weakref.finalize(self, _close, client, close)

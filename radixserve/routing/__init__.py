@@ -1,1 +1,4 @@
-"""Chooses the replica of a request, by an index of all cached tokens and one cost."""
+"""Chooses the replica of a request: `TreeRouter.choose`, by cached tokens and load.
+
+`TokenIndex` knows which replica has which tokens cached, from the replicas' cache events.
+"""

@@ -1,4 +1,4 @@
-"""`Autoscaling`: the wanted number of replicas, computed from their load."""
+"""`Autoscaling`: the rule for the number of replicas, by their load."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from radixserve.errors import InvalidRequest
 
 _MAX_REPLICAS = 1024
 _MAX_S = 1e9
-_TARGET_SHARE = 0.5  # of max_running_requests: as many again may come while a replica starts
+_TARGET_SHARE = 0.5  # of max_running_requests: the rest is for requests until a replica has started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Autoscaling(StrictFields):
-    """Fields, rule and, but for the target, defaults of Ray Serve's autoscaling_config.
+    """Ray Serve's autoscaling_config: the same fields and rule and, except for the target, the same
+    defaults.
 
-    The load of a replica is its requests, running and waiting; its mean over `look_back_period_s`
-    counts. There are to be as many replicas as have the target on average, once that has been more
-    than there are for `upscale_delay_s`, or less for `downscale_delay_s`.
+    A replica's load is its number of requests, running and waiting, as a mean over
+    `look_back_period_s`. The wanted number of replicas is the one at which their average load is
+    the target. Replicas are added when more have been wanted for `upscale_delay_s`, and removed
+    when fewer have been wanted for `downscale_delay_s`.
     """
 
-    max_replicas: int = 0  # to be given
+    max_replicas: int = 0  # required
     min_replicas: int = 1
-    target_ongoing_requests: float | None = None  # of a replica; None: max_running_requests / 2
+    target_ongoing_requests: float | None = None  # per replica; None: max_running_requests / 2
     metrics_interval_s: float = 10.0  # between two reports of the load
     look_back_period_s: float = 30.0
     upscale_delay_s: float = 30.0
@@ -52,16 +54,16 @@ class Autoscaling(StrictFields):
 
     @classmethod
     def read(cls, name: str, given: object) -> Self:
-        """One as it is, its fields as a mapping, or as text: "max_replicas=4,min_replicas=2".
-
-        Raises InvalidRequest, which calls it `name`.
-        """
+        """The rule in `given`: an Autoscaling, a mapping of its fields, or a text such as
+        "max_replicas=4,min_replicas=2". Raises InvalidRequest, which names the setting `name`."""
         if isinstance(given, cls):
             return given
         if isinstance(given, Mapping):
             return cls(**given)
         if not isinstance(given, str):
-            raise InvalidRequest(f"{name} must be such as max_replicas=4, got {shown(given)}")
+            raise InvalidRequest(
+                f"{name} must be a text such as max_replicas=4, got {shown(given)}"
+            )
         settings: dict[str, Any] = {}
         for item in filter(None, map(str.strip, given.split(","))):
             field, _, value = item.partition("=")
@@ -73,9 +75,9 @@ class Autoscaling(StrictFields):
         return cls(**settings)
 
     def target(self, max_running_requests: int) -> float:
-        """Requests that a replica is to have on average."""
+        """The number of requests that a replica should have on average."""
         return self.target_ongoing_requests or max(1.0, _TARGET_SHARE * max_running_requests)
 
     def num_wanted(self, num_ongoing: float, target: float) -> int:
-        """Replicas for so many requests."""
+        """The wanted number of replicas for `num_ongoing` requests, within the bounds."""
         return min(max(math.ceil(num_ongoing / target), self.min_replicas), self.max_replicas)

@@ -1,4 +1,4 @@
-"""The records of the token index: its nodes, a replica, an open prompt, the end of a walk."""
+"""The records of `TokenIndex`: nodes, replicas, reservations of open requests, and matches."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ NEVER = float("-inf")
 
 
 class Reserved:
-    """Requests under way whose prompts go through a node, by replica. Not changed once made: nodes
-    share those of one request."""
+    """The number of open requests whose prompts pass through a node, by replica. Immutable, since
+    the nodes of one prompt share it."""
 
     __slots__ = ("counts", "mask")
 
     def __init__(self, counts: dict[int, int]) -> None:
-        self.mask = sum(1 << number for number in counts)  # bit r: some went to replica r
+        self.mask = sum(1 << number for number in counts)  # bit r: replica r has one of them
         self.counts = counts
 
     def with_one(self, number: int) -> Reserved:
         return Reserved({**self.counts, number: self.counts.get(number, 0) + 1})
 
     def without_one(self, number: int) -> Reserved | None:
-        """None where that was the only one."""
+        """Without one request of replica `number`; None if no request is left."""
         counts = {**self.counts, number: self.counts[number] - 1}
         if not counts[number]:
             del counts[number]
@@ -32,15 +32,16 @@ class Reserved:
 
 
 class Conversation(NamedTuple):
-    """A prompt that later ones may continue."""
+    """A prompt that later prompts may continue."""
 
     number: int  # of its replica
-    expected_s: float  # work of the requests that continue it, when it was last used
+    expected_s: float  # at `used_at`: expected work of the requests that continue it, in seconds
     used_at: float
 
 
 class IndexNode:
-    """Where an edge ends. 104 bytes, its tokens, and its place among the parent's children."""
+    """The end of an edge. Memory: 104 bytes, the edge's tokens, and an entry in the parent's
+    children."""
 
     __slots__ = (
         "children",
@@ -60,9 +61,9 @@ class IndexNode:
         self.tokens = tokens  # int32
         self.holders = holders  # bit r: replica r has all tokens from the root to here
         self.reserved: Reserved | None = None
-        self.used_at = used_at  # when a prompt last went through it, to whatever replica
-        self.work_s = 0.0  # recent work of all requests whose prompts go through it, at `used_at`
-        self.conversation: Conversation | None = None  # whose last prompt ends here
+        self.used_at = used_at  # when a prompt last passed through it, on any replica
+        self.work_s = 0.0  # at `used_at`: recent work of requests whose prompts pass through it
+        self.conversation: Conversation | None = None  # the one whose last prompt ends here
         self.children = NO_CHILDREN
 
     @property
@@ -71,7 +72,7 @@ class IndexNode:
 
 
 class Root(IndexNode):
-    """The empty edge at the top of a namespace."""
+    """The root of a namespace, with an empty edge."""
 
     __slots__ = ("namespace",)
 
@@ -80,7 +81,7 @@ class Root(IndexNode):
         self.namespace = namespace
 
 
-NO_CHILDREN: dict[bytes, IndexNode] = {}  # by first token; shared by all leaves, stays empty
+NO_CHILDREN: dict[bytes, IndexNode] = {}  # shared by all leaves; always empty
 
 
 class Reservation(NamedTuple):
@@ -91,16 +92,16 @@ class Reservation(NamedTuple):
 
 
 class Matched(NamedTuple):
-    """Where a walk down a prompt ended."""
+    """The end of the longest match of a prompt."""
 
     node: IndexNode
-    pos: int  # bytes
-    spread: int = 0  # leading tokens with fewer holders than their share of all work needs
-    continued: IndexNode | None = None  # where the conversation ends that the prompt continues
+    pos: int  # bytes of the prompt that match
+    spread: int = 0  # leading tokens that should be computed on another replica, too: see `match`
+    continued: IndexNode | None = None  # the end of the conversation that the prompt continues
 
 
 class HoldingReplica:
-    """A replica: its position in the stream of events, and the ends of its nodes."""
+    """The index's record of a replica: its position in the stream of events, and its nodes."""
 
     __slots__ = ("cursor", "ends", "evicted_at", "number")
 
@@ -108,4 +109,4 @@ class HoldingReplica:
         self.number = number
         self.cursor = EventCursor()
         self.ends: dict[int, IndexNode] = {}  # by the replica's node ids
-        self.evicted_at = NEVER  # last use of the tokens that it evicted last
+        self.evicted_at = NEVER  # the last use of the tokens that it evicted last

@@ -1,9 +1,9 @@
-"""`TokenIndex`: which replicas have which tokens cached, exact to the token, fed by their events.
+"""`TokenIndex`: which replicas have which tokens cached, exact to the token, by their cache events.
 
-One tree of token edges for all replicas; an edge carries a bit for each replica that holds it, and
-no K/V. An edge ends where tokens diverge, where a replica's node ends, and where an open request's
-prompt ends. Each replica has a number, which is its bit. A removed replica's number is reused when
-its bits have been cleared, a few with each batch of events.
+The index is one tree of token edges for all replicas. An edge has a bit for each replica that has
+its tokens cached. An edge ends where tokens diverge, where a replica's node ends, and where an open
+request's prompt ends. A replica's bit is its number. A removed replica's number is reused when its
+bits have been cleared, which happens a few at a time, with each batch of events.
 """
 
 from __future__ import annotations
@@ -40,30 +40,32 @@ from radixserve.routing.index_node import (
 
 WORK_HALF_LIFE_S = 3600.0
 NO_NEED = (float("inf"), 0.0)
-_SWEPT = 64  # ends of removed replicas' nodes that are cleared with a batch of events
+_SWEPT = 64  # nodes of removed replicas that are cleared with each batch of events
 
 
 class TokenIndex:
-    """Owned by one thread. Replicas are known by name from `add` to `remove`.
+    """The cached tokens of all replicas. A replica is known by its name from `add` to `remove`.
+    Owned by one thread.
 
-    Memory: 4 bytes a token that any replica holds, about 250 bytes an edge, and about 100 bytes a
-    node of each replica.
+    Memory: 4 bytes per token that any replica has cached, about 250 bytes per edge, and about 100
+    bytes per node of each replica.
     """
 
     def __init__(self) -> None:
         self.num_edges = 0
-        self.num_tokens = 0  # in edges
-        self.now = 0.0  # seconds, kept by the owner: when what is stored or reserved now is used
+        self.num_tokens = 0  # in all edges
+        self.now = 0.0  # seconds, set by the owner: the time of use of what is stored or reserved
         self._roots: dict[str, Root] = {}  # by namespace
         self._holders: dict[str, HoldingReplica] = {}
-        self._live = 0  # bits of replicas
-        self._numbers = 0  # bits in use, of removed ones too
+        self._live = 0  # bits of all replicas
+        self._numbers = 0  # bits in use, those of removed replicas included
         self._removed: deque[tuple[int, Iterator[IndexNode]]] = deque()
 
     # -- replicas -----------------------------------------------------------------------------
 
     def add(self, replica: str) -> int:
-        """A replica with nothing cached; its number. Needs a snapshot before events count."""
+        """Add a replica with an empty cache. Returns its number. Its events are ignored until its
+        first snapshot."""
         assert replica not in self._holders
         number = (~self._numbers & (self._numbers + 1)).bit_length() - 1  # the lowest bit not set
         self._numbers |= 1 << number
@@ -72,7 +74,7 @@ class TokenIndex:
         return number
 
     def remove(self, replica: str) -> None:
-        """Remove a replica: its tokens are no longer found. O(1)."""
+        """Remove a replica. `match` ignores its tokens from now on. O(1)."""
         holder = self._holders.pop(replica)
         self._live &= ~(1 << holder.number)
         self._removed.append((holder.number, iter(holder.ends.values())))
@@ -81,24 +83,25 @@ class TokenIndex:
         return self._holders[replica].number
 
     def needs_snapshot(self, replica: str) -> bool:
-        """Ignore a replica's events until the next snapshot, as some or all are missing."""
+        """Whether events of the replica are missing: later ones are ignored until a snapshot."""
         return self._holders[replica].cursor.is_lost
 
     def next_event(self, replica: str) -> int:
-        """The number of its next event."""
+        """The number of the replica's next event."""
         return self._holders[replica].cursor.end
 
     def evicted_at(self, replica: str) -> float:
-        """When what that replica evicted last was last used; NEVER if it has evicted nothing.
+        """The last use of the tokens that the replica evicted last; NEVER before an eviction.
 
-        Under LRU all that it still has was used later. O(1).
+        With LRU, all tokens that it still has were used later. O(1).
         """
         return self._holders[replica].evicted_at
 
     # -- events -------------------------------------------------------------------------------
 
     def take(self, replica: str, batch: EventBatch) -> None:
-        """Apply what is new in `batch`. About 3 us an event, and the tokens in it."""
+        """Apply the events of `batch` that are new: stored, evicted (Removed, Truncated), split and
+        reset tokens. About 3 us per event, and O(tokens in it)."""
         holder = self._holders[replica]
         for event in holder.cursor.accept(batch):
             self._apply(holder, event)
@@ -106,7 +109,8 @@ class TokenIndex:
             self._sweep()
 
     def restart(self, replica: str, snapshot: EventSnapshot) -> bool:
-        """Whether `snapshot` is newer and so replaced what was known. O(tokens in both)."""
+        """Replace what is known of the replica by `snapshot`, if that is newer. Returns whether it
+        was. O(tokens in both)."""
         holder = self._holders[replica]
         if not holder.cursor.restart(snapshot):
             return False
@@ -147,7 +151,8 @@ class TokenIndex:
         return root
 
     def _store(self, node: IndexNode, tokens: bytes, bit: int) -> IndexNode:
-        """The node where `tokens` after `node` end; all between hold `bit` then."""
+        """Store `tokens` below `node` and set `bit` on their edges. Returns the node at their
+        end."""
         pos, stop = 0, len(tokens)
         while pos < stop:
             child = node.children.get(tokens[pos : pos + TOKEN_BYTES])
@@ -163,7 +168,7 @@ class TokenIndex:
         return node
 
     def _grow(self, node: IndexNode, tokens: bytes, bit: int) -> IndexNode:
-        """`_store`; an edge that only this replica holds becomes longer."""
+        """Like `_store`, but lengthens the edge if only this replica has it."""
         if node.children or node.reserved is not None or node.holders != bit:
             return self._store(node, tokens, bit)
         node.tokens += tokens
@@ -180,7 +185,7 @@ class TokenIndex:
         return leaf
 
     def _split(self, node: IndexNode, cut: int) -> IndexNode:
-        """Cut an edge after `at` bytes; `node` stays the lower part. Returns the upper one."""
+        """Cut an edge after `cut` bytes. `node` becomes the lower part. Returns the upper part."""
         parent, edge, reserved = node.parent, node.tokens, node.reserved
         assert parent is not None
         upper = IndexNode(parent, edge[:cut], node.holders, node.used_at)
@@ -193,7 +198,7 @@ class TokenIndex:
         return upper
 
     def _above(self, node: IndexNode, num_tokens: int) -> IndexNode:
-        """The node that ends that many tokens before the end of `node`."""
+        """The node that ends `num_tokens` before the end of `node`; an edge is split if needed."""
         rest = num_tokens * TOKEN_BYTES
         while rest:
             size = len(node.tokens)
@@ -205,8 +210,8 @@ class TokenIndex:
         return node
 
     def _clear(self, node: IndexNode, num_tokens: int, bit: int) -> None:
-        """Take `bit` from the last `num_tokens` tokens that end in `node`, up to where another
-        block of the same replica begins with the same tokens."""
+        """Clear `bit` from the last `num_tokens` tokens up to the end of `node`, except those with
+        which another node of the same replica begins, too."""
         rest = num_tokens * TOKEN_BYTES
         while rest:
             size, parent = len(node.tokens), node.parent
@@ -222,14 +227,15 @@ class TokenIndex:
             node = parent
 
     def _prune(self, node: IndexNode) -> None:
-        """Remove `node`, and what is above it, where no replica holds it and nothing is below."""
+        """Remove `node`, and then the nodes above it, while they have no replica, no child and no
+        open request."""
         while not (node.holders or node.children or node.reserved):
             parent, key = node.parent, node.tokens[:TOKEN_BYTES]
             if parent is None:
                 assert isinstance(node, Root)
                 self._roots.pop(node.namespace, None)
                 return
-            if parent.children.get(key) is not node:  # gone already
+            if parent.children.get(key) is not node:  # it was removed before
                 return
             del parent.children[key]
             self.num_edges -= 1
@@ -237,24 +243,24 @@ class TokenIndex:
             node = parent
 
     def _reset(self, holder: HoldingReplica, namespace: str) -> None:
-        """O(nodes of the replica)."""
+        """Clear a replica's tokens in a namespace. O(nodes of the replica)."""
         root, bit = self._roots.get(namespace), 1 << holder.number
         if root is None:
             return
         stack: list[IndexNode] = [root]
-        held: list[IndexNode] = []
+        cached: list[IndexNode] = []  # nodes with the bit, each before those below it
         while stack:
             node = stack.pop()
             below = [child for child in node.children.values() if child.holders & bit]
             stack += below
-            held += below
-        for node in reversed(held):
+            cached += below
+        for node in reversed(cached):
             node.holders &= ~bit
             self._prune(node)
         holder.ends = {key: node for key, node in holder.ends.items() if node.holders & bit}
 
     def _sweep(self) -> None:
-        """Clear some of the bits of removed replicas; a number whose bits are gone is free."""
+        """Clear some bits of removed replicas. A number without bits can be used again."""
         for _ in range(_SWEPT):
             if not self._removed:
                 return
@@ -267,7 +273,7 @@ class TokenIndex:
             self._clear_up(node, bit)
 
     def _clear_up(self, node: IndexNode, bit: int) -> None:
-        """Take `bit` from all tokens up to the end of `node`."""
+        """Clear `bit` from all tokens between the root and the end of `node`."""
         while node.holders & bit:
             above = node.parent
             assert above is not None
@@ -280,12 +286,17 @@ class TokenIndex:
     def match(
         self, tokens: bytes, namespace: str, lengths: IntArray, needs: tuple[float, float] = NO_NEED
     ) -> Matched | None:
-        """Write how many leading tokens of `tokens` (int32) each replica has, or will have when the
-        prompts under way to it are computed, to `lengths`, by number. Returns how far any has.
-        `needs`: recent work of a replica, seconds to compute a token. Tokens whose requests are
-        more work than both for each replica that has them are to be computed on one more.
+        """Match a prompt against the index. Returns where the longest match ends; None if the
+        namespace is unknown.
 
-        O(tokens matched) in memcmp, and about 0.3 us an edge and a replica.
+        tokens     the prompt (int32)
+        lengths    is set, by replica number, to how many leading tokens of it each replica has
+                   cached, or will have when the open requests there are computed
+        needs      (mean recent work of a replica, seconds to compute a token). Leading tokens whose
+                   requests are more work than n + 1 times either of them, on n replicas, should be
+                   computed on another replica: `Matched.spread`
+
+        O(matched tokens) in memcmp, and about 0.3 us per edge and replica.
         """
         lengths[:] = 0
         node: IndexNode | None = self._roots.get(namespace)
@@ -333,10 +344,13 @@ class TokenIndex:
         matched: Matched | None = None,
         work_s: float = 0.0,
     ) -> Reservation:
-        """All of `tokens` (int32) counts as held by that replica until released, and as used now,
-        by a request of that much work, prefill aside.
+        """Count all of `tokens` (int32) as cached on a replica until `release`, and as used now.
 
-        `matched`: of the same tokens, where the index has not changed since. As `match`.
+        number   of the replica
+        matched  the result of `match` for the same tokens, if the index has not changed since
+        work_s   work of the request without its prefill, in seconds
+
+        Costs as much as `match`.
         """
         parent, pos, *_ = matched or Matched(self._root(namespace), 0)
         node = end = self._store(parent, tokens[pos:], 0)
@@ -351,7 +365,7 @@ class TokenIndex:
         return Reservation(number, end)
 
     def release(self, reservation: Reservation) -> None:
-        """O(edges)."""
+        """End a reservation. O(edges of the prompt)."""
         number, node = reservation
         while node.parent is not None:
             above, reserved = node.parent, node.reserved
@@ -366,7 +380,7 @@ class TokenIndex:
     # -- audit --------------------------------------------------------------------------------
 
     def held(self, replica: str, namespace: str) -> list[tuple[int, ...]]:
-        """The longest token paths that a replica holds, sorted. O(what it holds); for audits."""
+        """The longest token paths that a replica has cached, sorted. O(tokens); for audits."""
         paths, bit = [], 1 << self._holders[replica].number
         root = self._roots.get(namespace)
         stack: list[tuple[IndexNode, bytes]] = [] if root is None else [(root, b"")]
@@ -380,7 +394,7 @@ class TokenIndex:
         return sorted(paths)
 
     def check(self) -> None:
-        """AssertionError unless all invariants hold. O(everything)."""
+        """Raise AssertionError unless all invariants are true. O(size of the index)."""
         num_edges = num_tokens = 0
         stack: list[IndexNode] = [*self._roots.values()]
         while stack:
@@ -406,7 +420,7 @@ class TokenIndex:
 
 
 def write_lengths(lengths: IntArray, mask: int, length: int) -> None:
-    """Set the entries of the bits of `mask`."""
+    """Set the entries of `lengths` whose bits are set in `mask`."""
     if mask.bit_count() > 8:
         data = np.frombuffer(mask.to_bytes(-(-len(lengths) // 8), "little"), np.uint8)
         lengths[np.unpackbits(data, count=len(lengths), bitorder="little").view(np.bool_)] = length
@@ -418,7 +432,7 @@ def write_lengths(lengths: IntArray, mask: int, length: int) -> None:
 
 
 def common_bytes(edge: bytes, tokens: bytes, pos: int) -> int:
-    """Bytes of the whole tokens that `edge` and `tokens` from byte `pos` have in common."""
+    """The number of bytes that `edge` and `tokens[pos:]` have in common, in whole tokens."""
     count = min(len(edge), len(tokens) - pos) // TOKEN_BYTES
     differs = np.frombuffer(edge, np.int32, count) != np.frombuffer(tokens, np.int32, count, pos)
     first = int(differs.argmax()) if count else 0

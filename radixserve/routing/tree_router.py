@@ -1,19 +1,23 @@
-"""`TreeRouter`: sends each request where it costs least, given what each replica has cached.
+"""`TreeRouter`: chooses the replica on which a request costs least, by what each has cached.
 
     cost = prefill x (1 + price) + half a mean request x price + wait + displaced
 
-In seconds, the smallest wins.
+All costs are in seconds; the replica with the smallest cost is chosen.
 
-- prefill: of the tokens that are not cached there. A prefix on n replicas costs nothing if its
-  requests are at least n + 1 mean loads of recent work: another replica must compute it anyway.
-- price: exp((load - mean load) / scale). Work costs more on a busy replica: prefixes stay together
-  until a replica has too much work; then those that are computed again soonest move.
-- load: recent work, and the expected work of the replica's other conversations. The router learns
+- prefill: time to compute the tokens that are not cached there. A prefix that n replicas have costs
+  nothing if its requests are at least n + 1 mean loads of recent work, since another replica must
+  compute it anyway.
+- price: exp((load - mean load) / scale). Work costs more on a busy replica. So requests with the
+  same prefix stay together until their replica has too much work.
+- load: recent work, and the expected work of the replica's open conversations. The router learns
   how often and how soon prompts are continued. So new conversations go where few are open.
-- wait: half of the prefill that is queued there, as order of arrival is not that of service.
-- displaced: prefill of the tokens that must be evicted. The older these are, the less they are
-  worth; prompts without a cached prefix go where they evict least, and all caches together evict in
-  nearly the order of one.
+- wait: half of the prefill that is queued there; half, since requests are not served in order of
+  arrival.
+- displaced: time to recompute the tokens that must be evicted; those that were used long ago count
+  less. So prompts without a cached prefix go where they evict least, and all caches together evict
+  in nearly the order of a single one.
+
+Evictions reach the router as cache events: `take`.
 """
 
 from __future__ import annotations
@@ -31,27 +35,28 @@ from radixserve.routing.index_node import NEVER, Conversation, IndexNode, Reserv
 from radixserve.routing.token_index import WORK_HALF_LIFE_S, TokenIndex
 
 Floats = NDArray[np.float64]
-_SCALE_REQUESTS = 1.0  # an excess of so many mean requests,
-_SCALE_SHARE = 0.045  # and of this part of the mean load, makes the price e times as high
-_PRICED_REQUESTS = 0.5  # mean requests that cost their price beside the prefill
+# The scale of the price is the sum of the two: a load that much above the mean costs e times more.
+_SCALE_REQUESTS = 1.0  # in mean requests
+_SCALE_SHARE = 0.045  # as a part of the mean load
+_PRICED_REQUESTS = 0.5  # mean requests whose price is added to that of the prefill
 _MAX_EXPONENT = 50.0
-_MAX_CONTINUED = 10.0  # mean requests that an open conversation is expected to bring at most
-_OPEN_GAPS = 4.0  # mean gaps between its requests after which half as much is expected
+_MAX_CONTINUED = 10.0  # mean requests that are expected of an open conversation at most
+_OPEN_GAPS = 4.0  # expected work halves after so many mean gaps between continued requests
 _WAIT_SHARE = 0.5
-_MAX_DISPLACED = 4.0  # what is evicted costs its prefill as often at most
-_EMA = 0.02  # weight of a request in the means of requests
+_MAX_DISPLACED = 4.0  # an evicted token costs at most so many times its prefill
+_EMA = 0.02  # weight of a request in moving averages
 
 
 class StepCosts(NamedTuple):
     """Seconds that a replica's steps take. Default: 8 billion parameters in bfloat16 on a GPU."""
 
     prefill_token_s: float = 27e-6
-    decode_row_s: float = 20e-6  # of a decoded token,
-    kv_token_s: float = 50e-9  # and of each token before it
+    decode_row_s: float = 20e-6  # for each decoded token
+    kv_token_s: float = 50e-9  # for each decoded token and each token before it
 
 
 class RoutedRequest(NamedTuple):
-    """A request under way."""
+    """A request that was sent to a replica and has not ended."""
 
     replica: str
     reservation: Reservation
@@ -61,34 +66,35 @@ class RoutedRequest(NamedTuple):
 
 
 class TreeRouter:
-    """Owned by one thread. Replicas are known by name from `add` to `remove`.
+    """Chooses replicas. A replica is known by its name from `add` to `remove`. Owned by one thread.
 
-    A choice among 64 takes about 90 us at 8,000 tokens, more than half of it in the index.
+    A choice among 64 replicas takes about 90 us for a prompt of 8,000 tokens, more than half of it
+    in the index.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: seconds."""
+        """`clock`: returns the time in seconds."""
         self.index = TokenIndex()
         self._clock = clock
         self._names: dict[int, str] = {}  # by number
         self._routed: dict[str, RoutedRequest] = {}  # by request id
-        self._starting: set[str] = set()  # of these, without a first token
-        self._homes: dict[str, str] = {}  # by session
-        self._mean_output = 128.0  # tokens
-        self._mean_work = 0.0  # seconds of a request
-        self._continued = 0.0  # share of requests that continue another one's prompt
-        self._mean_gap_s = 10.0  # between two such
+        self._starting: set[str] = set()  # those of `_routed` without a first token
+        self._homes: dict[str, str] = {}  # by session: the replica where it ran last
+        self._mean_output = 128.0  # tokens per request
+        self._mean_work = 0.0  # seconds per request
+        self._continued = 0.0  # share of requests that continue another request's prompt
+        self._mean_gap_s = 10.0  # between a request and the one that continues it
         self._decayed_at = clock()
         self._resize(8)
 
     def _resize(self, size: int) -> None:
-        """Room for so many replicas. All arrays: [size], by number."""
+        """Make room for `size` replicas. All arrays: [size], by number."""
         old = getattr(self, "_state", np.zeros((8, 0)))
         self._state = np.zeros((8, size))
         self._state[:, : old.shape[1]] = old
         (self._prefill_s, self._row_s, self._kv_s) = self._state[:3]  # StepCosts
-        (self._work_s, self._queued_s) = self._state[3:5]  # recent work; prefill not begun
-        self._evicted_at, self._absent = self._state[5:7]  # absent: 0.0 or inf
+        (self._work_s, self._queued_s) = self._state[3:5]  # recent work; queued prefill
+        self._evicted_at, self._absent = self._state[5:7]  # absent: inf without such a replica
         self._expected_s = self._state[7]  # work that open conversations will bring
         self._evicted_at[old.shape[1] :] = NEVER
         self._absent[old.shape[1] :] = np.inf
@@ -101,7 +107,7 @@ class TreeRouter:
         return list(self._names.values())
 
     def add(self, replica: str, costs: StepCosts | None = None) -> None:
-        """It has nothing cached, and counts as loaded as the least loaded one."""
+        """Add a replica with an empty cache. Its load begins as that of the least loaded one."""
         number = self.index.add(replica)
         if number >= len(self._lengths):
             self._resize(2 * number)
@@ -110,7 +116,7 @@ class TreeRouter:
         self._names[number] = replica
 
     def remove(self, replica: str) -> None:
-        """Forget the tokens and open requests of a lost replica at once."""
+        """Remove a replica with its cached tokens and its open requests."""
         for request_id in [
             key for key, request in self._routed.items() if request.replica == replica
         ]:
@@ -123,13 +129,14 @@ class TreeRouter:
         self._state[:, number] = (0, 0, 0, 0, 0, NEVER, np.inf, 0)
 
     def take(self, replica: str, batch: EventBatch) -> None:
-        """See `TokenIndex.take`."""
+        """Apply new cache events: what the replica has stored and evicted. See
+        `TokenIndex.take`."""
         self.index.now = self._clock()
         self.index.take(replica, batch)
         self._evicted_at[self.index.number(replica)] = self.index.evicted_at(replica)
 
     def restart(self, replica: str, snapshot: EventSnapshot) -> bool:
-        """See `TokenIndex.restart`."""
+        """Replace what is known of the replica's cache by a snapshot. See `TokenIndex.restart`."""
         self.index.now = self._clock()
         is_new = self.index.restart(replica, snapshot)
         self._evicted_at[self.index.number(replica)] = self.index.evicted_at(replica)
@@ -146,10 +153,10 @@ class TreeRouter:
         max_output: int = 1 << 30,
         session: str = "",
     ) -> str | None:
-        """Where the request is to run; from now on it counts as load there and all of `tokens`
-        (int32) as cached there, until `end`. None without replicas.
+        """Choose the replica of a request; None without replicas.
 
-        A session's K/V counts as cached where the session was before only.
+        Until `end`, the request counts as the replica's load, and all of `tokens` (int32) as cached
+        there. A request of a known session counts only what the session's replica has cached.
         """
         if not self._names:
             return None
@@ -202,12 +209,12 @@ class TreeRouter:
             self._decayed_at = now
 
     def _still_running(self, elapsed: float) -> float:
-        """Part of what a conversation was expected to bring that still is after so long."""
+        """The part of a conversation's expected work that remains after `elapsed` seconds."""
         return float(0.5 ** (elapsed / (_OPEN_GAPS * max(self._mean_gap_s, 1e-3))))
 
     def _prices(self, now: float, continued: IndexNode | None) -> Floats:
-        """[size] price of a second of work on each replica, in seconds. Expected work of the
-        continued conversation is not counted for its replica."""
+        """[size] the price of a second of work on each replica, in seconds. The expected work of
+        the conversation that the request continues is taken off its replica's load."""
         self._continued += _EMA * ((continued is not None) - self._continued)
         if continued is not None and continued.conversation is not None:
             number, expected_s, used_at = continued.conversation
@@ -222,16 +229,17 @@ class TreeRouter:
         return np.exp(np.minimum((load - mean) / scale, _MAX_EXPONENT))
 
     def _expect(self, reservation: Reservation, now: float) -> None:
-        """The prompt will be continued, as far as others were."""
+        """Add the expected work of the prompt's continuations to its replica, by how often other
+        prompts were continued."""
         number, node = reservation
-        if node.conversation is not None:  # of an equal prompt
+        if node.conversation is not None:  # an equal prompt was counted
             return
         times = min(self._continued / max(1.0 - self._continued, 1e-9), _MAX_CONTINUED)
         node.conversation = Conversation(number, times * self._mean_work, now)
         self._expected_s[number] += times * self._mean_work
 
     def _displaced(self, now: float) -> Floats | float:
-        """[size] how many tokens worth of prefill a token pushes out."""
+        """[size] the tokens of prefill that storing a token costs by evictions."""
         ages = now - self._evicted_at
         known = ages[ages < np.inf]
         if not len(known):
@@ -240,16 +248,16 @@ class TreeRouter:
         return np.minimum(mean / np.maximum(ages, 1e-9), _MAX_DISPLACED)
 
     def start(self, request_id: str) -> None:
-        """Note a request's first token. Idempotent."""
+        """A request's first token has come: its prefill is no longer queued. Idempotent."""
         if request_id in self._starting:
             self._starting.remove(request_id)
             request = self._routed[request_id]
             self._queued_s[request.reservation.number] -= request.prefill_s
 
     def end(self, request_id: str, num_output: int | None = None) -> None:
-        """It has ended, with so many tokens where known. Idempotent.
+        """A request has ended, with `num_output` tokens if that is known. Idempotent.
 
-        The events of its stored tokens should have been applied.
+        Call it after the events of its stored tokens were applied by `take`.
         """
         self.start(request_id)
         request = self._routed.pop(request_id, None)
@@ -263,18 +271,19 @@ class TreeRouter:
         self.index.release(request.reservation)
 
     def best(self, tokens: bytes, namespace: str = "") -> str | None:
-        """Where most of `tokens` (int32) is cached; None without replicas."""
+        """The replica that has cached most of `tokens` (int32); None without replicas."""
         if not self._names:
             return None
         self.index.match(tokens, namespace, self._lengths)
         return self._names[max(self._names, key=self._lengths.__getitem__)]
 
     def of_request(self, request_id: str) -> str | None:
-        """Where a request under way is."""
+        """The replica of a request that has not ended; None if it is unknown."""
         request = self._routed.get(request_id)
         return None if request is None else request.replica
 
     def of_session(self, session: str) -> str | None:
+        """The replica on which a session ran last; None if it is unknown."""
         return self._homes.get(session)
 
     def close_session(self, session: str) -> None:

@@ -40,7 +40,7 @@ def test_it_is_read_from_text_mappings_and_itself() -> None:
         ("max_replicas=2.5", "--autoscaling: max_replicas must be a number, got '2.5'"),
         ("max_replicas", "--autoscaling: max_replicas must be a number, got ''"),
         ("1-4", "--autoscaling must be one of max_replicas, min_replicas"),
-        (4, "--autoscaling must be such as max_replicas=4, got 4"),
+        (4, "--autoscaling must be a text such as max_replicas=4, got 4"),
         ({"max_replicas": 4, "most": 3}, "unknown Autoscaling name 'most'; allowed: max_replicas"),
         ({"max_replicas": -1}, "max_replicas must be between 1 and 1024, got -1"),
         ({"max_replicas": 2, "min_replicas": 3}, "max_replicas must be between 3 and"),

@@ -434,7 +434,7 @@ def test_many_prompts_of_a_tenant_take_its_share_of_the_slots(
             many = pool.submit(ask, [[number, 5] for number in range(slots + 6)], "ann")
             wait_until(lambda: own_runtime.status().running >= 1 + slots // 2)
             assert own_runtime.status().running == 1 + slots // 2
-            assert state.load().waiting == slots + 6 - slots // 2
+            assert state.engine_status().waiting == slots + 6 - slots // 2
             assert state.load().waiting_tokens == 2 * (slots + 6 - slots // 2)
         assert others.result() == many.result() == 200
     wait_until(lambda: not state.in_flight)

@@ -241,7 +241,7 @@ not know the answer, say so.
 
 Notes on list.sort: sort the list in place, using only comparisons between items. The argument \
 `key` is a function of one argument that is called once for each item. The sort is stable: items \
-that compare_caches equal keep their order.
+that compare equal keep their order.
 
 Notes on shutil.copy: copy the file `src` to the file or directory `dst`. The contents and the \
 permission bits are copied; other metadata, such as the times of creation and modification, is not.
