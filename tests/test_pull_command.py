@@ -106,8 +106,8 @@ def test_a_gguf_file_by_its_quantisation(monkeypatch: pytest.MonkeyPatch) -> Non
         (f"{MANY}:Q3_K", "has no Q3_K; it has BF16, Q2_K, Q4_K_M, Q8_0"),
         (f"{MANY}:BF16", "is split into several files"),
         (f"{MANY}:Q2_K", "name the file, as in someone/many-GGUF:a-Q2_K.gguf"),
-        ("a/b/c", "is no name on the hub"),
-        ("a b", "is no name on the hub"),
+        ("a/b/c", "is not a name on the hub"),
+        ("a b", "is not a name on the hub"),
     ],
 )
 @pytest.mark.usefixtures("hub")

@@ -2,9 +2,10 @@
 
     python tools/draw_architecture.py [--output FILE]      # - is standard output
 
-Packages and arrows come from the sources, type-only imports included. A package is drawn above all
-that it imports; the control plane is on the left, the workers are on the right. Imports of the
-records, and those that follow from others, have no arrow.
+Packages and arrows are read from the sources, type-only imports included. The text of a package is
+the first sentence of its docstring. A package is drawn above all packages that it imports, the
+control plane on the left, the workers on the right. Imports of the records do not have an arrow,
+nor do those that a longer path of arrows implies.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ LETTERS = 44  # characters of a line in a box
 
 
 def package_of(module: str) -> str | None:
-    """The box of a module; None for modules from elsewhere, the face and the entry points."""
+    """The box of a module; None for modules of other packages, for `radixserve` itself, and for
+    the entry points."""
     first, _, rest = module.partition(".")
     if first == KERNELS:
         return KERNELS
@@ -58,6 +60,7 @@ def package_of(module: str) -> str | None:
 
 
 def imported_modules(path: Path) -> Iterator[str]:
+    """The modules that a file imports, in functions, too."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -68,7 +71,7 @@ def imported_modules(path: Path) -> Iterator[str]:
 
 
 def read_imports() -> dict[str, set[str]]:
-    """For each package the packages that it imports."""
+    """For each package, the packages that it imports."""
     imports: dict[str, set[str]] = {}
     for base in (ROOT, ROOT / "kernels"):
         for path in sorted((base).glob("radixserve*/**/*.py")):
@@ -76,7 +79,9 @@ def read_imports() -> dict[str, set[str]]:
             package = package_of(module)
             if package is not None and not module.endswith("__init__"):
                 others = {package_of(name) for name in imported_modules(path)} - {None, package}
-                imports.setdefault(package, set()).update(o for o in others if o is not None)
+                imports.setdefault(package, set()).update(
+                    other for other in others if other is not None
+                )
     return imports
 
 
@@ -90,26 +95,29 @@ def purpose(package: str) -> str:
 
 
 def layers(imports: dict[str, set[str]]) -> list[list[str]]:
-    """Packages from the top down; each lies above all that it imports."""
+    """Rows of packages from the top down; each package is above all that it imports."""
     level: dict[str, int] = {}
     for package in TopologicalSorter(imports).static_order():
-        level[package] = 1 + max((level[o] for o in imports.get(package, ())), default=-1)
+        level[package] = 1 + max((level[other] for other in imports.get(package, ())), default=-1)
     rows = [
-        [p for p in ORDER if level.get(p) == number] for number in range(max(level.values()) + 1)
+        [package for package in ORDER if level.get(package) == number]
+        for number in range(max(level.values()) + 1)
     ]
     return rows[::-1]
 
 
 def needed(imports: dict[str, set[str]]) -> list[tuple[str, str]]:
-    """Imports without those that a longer path says already, and without those of the records."""
+    """The imports to draw: without those that a longer path implies, and without those of the
+    records."""
     below: dict[str, set[str]] = {}
     for package in TopologicalSorter(imports).static_order():
-        below[package] = set().union(*(below[o] | {o} for o in imports.get(package, ())), set())
+        direct = imports.get(package, ())
+        below[package] = set().union(*(below[other] | {other} for other in direct))
     return [
         (package, other)
         for package, others in sorted(imports.items())
         for other in sorted(others - {RECORDS})
-        if not any(other in below[o] for o in others)
+        if not any(other in below[package_between] for package_between in others)
     ]
 
 

@@ -2,8 +2,7 @@
 
     python tools/draw_branching.py [--output FILE]
 
-The program runs on the demo model, the tree is what `Runtime.cache_tree` says of it: nothing in the
-picture is made up.
+The program runs on the demo model, and the tree is that of `Runtime.cache_tree`.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ PROMPT = "The json module of Python's standard library"
 QUESTIONS = (" reads text: `json.loads(", " writes text: `json.dumps(")
 LETTER = 6.7  # pixels of a character
 BOX, GAP, ROW, EDGE = 40, 46, 52, 18  # heights and distances in pixels
-COLOURS = {1: "#e8eef7", 2: "#a9c7f0", 4: "#5b8fd6"}  # by how many paths go through a node
+COLOURS = {1: "#e8eef7", 2: "#a9c7f0", 4: "#5b8fd6"}  # by the number of paths through a node
 
 
 @dataclass
 class Box:
-    """A node of the tree and where it is drawn."""
+    """A node of the tree and its place in the picture."""
 
     text: str
     num_tokens: int
@@ -59,13 +58,13 @@ class Box:
 
 
 def grow() -> tuple[Box, int]:
-    """Run the program; returns its tree and the tokens of context that its ends have together."""
+    """Run the program. Returns its tree, and the sum of its branches' tokens of context."""
     params = SamplingParams(max_tokens=7, temperature=0.8, ignore_eos=True, seed=7)
     with Runtime("demo") as rt, rt.branch(PROMPT) as root:
-        kids = root.fork(2)
-        for kid, question in zip(kids, QUESTIONS, strict=True):
-            kid.extend(question)
-        ends = [fork for kid in kids for fork in kid.fork(2)]
+        children = root.fork(2)
+        for child, question in zip(children, QUESTIONS, strict=True):
+            child.extend(question)
+        ends = [fork for child in children for fork in child.fork(2)]
         generate_all(ends, params)
         dump = rt.cache_tree()
         assert rt.tokenizer is not None
@@ -79,7 +78,7 @@ def make_box(node: Mapping[str, Any], decode: Any) -> Box:
 
 
 def place(box: Box, x: float, top: float) -> float:
-    """Lay out from left to right; returns the y below everything."""
+    """Place a box and those below it in the tree. Returns the y below all of them."""
     box.x, below = x, top
     for child in box.children:
         below = place(child, x + box.width + GAP, below)
@@ -112,7 +111,7 @@ def svg(root: Box, num_sent: int) -> str:
 
 
 def _lines(box: Box) -> Iterator[str]:
-    """From a box to its children."""
+    """The lines from a box to its children."""
     start, y = box.x + box.width, box.y + BOX / 2
     for child in box.children:
         end, middle = child.y + BOX / 2, start + GAP / 2

@@ -2,7 +2,7 @@
 
     python tools/draw_computed_tokens.py [--results FILE] [--output FILE]
 
-FILE is what `benchmarks/bench_engine.py --save DIR` wrote; its rows "radix" and "off" are the same
+FILE is a result of `benchmarks/bench_engine.py --save DIR`. Its rows "radix" and "off" are the same
 requests with the tree and with cache="off".
 """
 
@@ -39,7 +39,8 @@ class Bars(NamedTuple):
 
 
 def read_bars(path: Path) -> list[Bars]:
-    """The workloads of a result file that arrived as a burst. Raises KeyError without both rows."""
+    """The bars of the workloads in a result file whose requests arrived at once. Raises KeyError
+    without both rows."""
     cases = json.loads(path.read_text())["cases"]
     bars = []
     for case in cases:
@@ -74,7 +75,7 @@ def _legend() -> Iterator[str]:
 
 
 def _draw(row: Bars, y: int, scale: float) -> Iterator[str]:
-    """Both bars, the number of tokens behind each, and what the tree saves."""
+    """Both bars of a workload, their numbers of tokens, and the factor that the tree saves."""
     yield f'<text x="16" y="{y + 19}" fill="#111">{escape(row.name)}</text>'
     factor = row.computed_without / row.computed
     saved = f" ({factor:.1f} times fewer)" if factor > 1 else ""

@@ -1,13 +1,13 @@
 """Setuptools' build backend, with editable installs that type checkers can follow.
 
-The two packages of this project lie under two roots. Setuptools installs such a project editable by
-an import hook, which neither mypy nor pyright nor an editor runs. Here `pip install -e .` writes a
-.pth file with one folder, `.editable/`, which holds a link to each package. The checkout itself
-is never put on the path: `import kernels` would then find the folder of that name, which
-transformers takes for the package `kernels` of the index.
+The two packages of this project have different parent folders. For an editable install of such a
+project, setuptools writes an import hook, which mypy, pyright and editors do not run. With this
+backend, `pip install -e .` writes a .pth file with the folder `.editable/`, which contains a link
+to each package. The checkout itself is not put on the path, since `import kernels` would then find
+the folder of that name, and transformers would take it for the package `kernels` of PyPI.
 
-Wheels and source archives are setuptools' own. On a system without symbolic links, so is an
-editable install.
+Wheels and source archives are built by setuptools, as are editable installs on a system without
+symbolic links.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from setuptools import build_meta
-from setuptools.build_meta import *  # noqa: F403  # all hooks but the one below
+from setuptools.build_meta import *  # noqa: F403  # all hooks except build_editable
 
 PACKAGES = ("radixserve", "kernels/radixserve_kernels")  # folders, from the root of the checkout
 LINKS = Path(".editable")
-_HOOK = "__editable__"  # how the names of setuptools' own files begin
+_HOOK = "__editable__"  # prefix of the names of setuptools' import hook files
 
 
 def build_editable(
@@ -32,7 +32,7 @@ def build_editable(
     config_settings: dict[str, Any] | None = None,
     metadata_directory: str | None = None,
 ) -> str:
-    """Build the wheel of an editable install; returns its file name. Runs in the checkout."""
+    """Build the wheel of an editable install. Returns its file name. Called in the checkout."""
     name = build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
     try:
         folder = link_packages(Path.cwd())
@@ -43,7 +43,7 @@ def build_editable(
 
 
 def link_packages(root: Path) -> Path:
-    """Make the folder of links; returns it. Raises OSError where links cannot be made."""
+    """Make the folder of links. Returns it. Raises OSError if links cannot be made."""
     folder = root / LINKS
     folder.mkdir(exist_ok=True)
     for package in PACKAGES:
@@ -54,7 +54,7 @@ def link_packages(root: Path) -> Path:
 
 
 def replace_hook(wheel: Path, folder: Path) -> None:
-    """Put a .pth file with `folder` into a wheel in place of setuptools' import hook."""
+    """Replace setuptools' import hook in a wheel by a .pth file with `folder`."""
     with zipfile.ZipFile(wheel) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
     (record,) = (name for name in files if name.endswith(".dist-info/RECORD"))
@@ -70,6 +70,6 @@ def replace_hook(wheel: Path, folder: Path) -> None:
 
 
 def _digest(data: bytes) -> str:
-    """As a wheel's RECORD has it."""
+    """The digest of a file in the format of a wheel's RECORD."""
     digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest())
     return f"sha256={digest.decode().rstrip('=')}"

@@ -2,8 +2,8 @@
 
     python tools/record_flashinfer.py [--output FILE]
 
-Run it in the root of the sources with the version installed that setup.cfg names. The record is
-held against the installed package by tests/attention/test_flashinfer_calls.py.
+Run it in the root of the sources, with the FlashInfer version of setup.cfg installed.
+tests/attention/test_flashinfer_calls.py compares the record with an installed package.
 """
 
 from __future__ import annotations

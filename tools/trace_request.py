@@ -5,13 +5,13 @@
 Runs `Runtime("demo").generate` to warm up, and once under a profiler in every thread, with a prompt
 whose beginning is cached. Only functions of radixserve and radixserve_kernels count.
 
-decode step   the calls in the engine's thread from one `Engine.begin_step` to the next, of steps
-              that decode one row: the median of all of them; "files" are those that define the
-              called functions, "moves" are calls from a function of one file to one of another
+decode step   calls in the engine's thread from one `Engine.begin_step` to the next, as the median
+              of the steps that decode one row; "files" define the called functions, "moves" are
+              calls from a function of one file to a function of another
 objects       classes of radixserve of which the request makes instances. Records among them carry
               values from one part to another: named tuples, dataclasses, structures of C, and
               AttentionMetadata. The others own state: handles, queues, buffers, nodes of the tree
-made once     the instances that it makes however long its answer is
+made once     instances whose number does not depend on the length of the answer
 matches       walks of the prefix tree until the request has ended
 
 --calls lists the functions of a decode step in the order of their calls, --records the classes of
@@ -36,25 +36,25 @@ from typing import Any
 import radixserve
 import radixserve_kernels
 
-# Of the packages as they are imported: from the repository or through an editable install's links.
+# The packages' folders as they are imported: of the repository or of an editable install's links.
 SOURCES = tuple(
     str(Path(package.__file__ or "").parent) + "/" for package in (radixserve, radixserve_kernels)
 )
 PACKAGES = ("radixserve.", "radixserve_kernels.")
-STEP = ("engine/engine.py", "Engine.begin_step")  # begins a step
-MATCH = "match_prefix"  # walks the tree
-PROMPTS = (  # each begins as the one before it and goes on with other words
+STEP = ("engine/engine.py", "Engine.begin_step")  # the function that begins a step
+MATCH = "match_prefix"  # the function that walks the tree
+PROMPTS = (  # they have the same beginning
     "The json module of Python reads documents",
     "The json module of Python writes the numbers of a list",
     "The json module of Python has a function for each of these",
 )
-PLAIN_RECORDS = ("AttentionMetadata",)  # records that are classes without fields' declarations
+PLAIN_RECORDS = ("AttentionMetadata",)  # records that are plain classes
 STRUCTURE = ctypes.Structure
 SEVERAL = (list, tuple, dict, set, frozenset)
 
 
 def file_of(code: CodeType) -> str | None:
-    """The path below its package's folder of a function of ours; None for others."""
+    """The file of one of our functions, relative to its package; None for other functions."""
     for source in SOURCES:
         if code.co_filename.startswith(source):
             return code.co_filename[len(source) :]
@@ -62,12 +62,13 @@ def file_of(code: CodeType) -> str | None:
 
 
 def is_step(code: CodeType) -> bool:
+    """Whether a function begins a step."""
     name = file_of(code)
     return name is not None and name.endswith(STEP[0]) and code.co_qualname == STEP[1]
 
 
 def is_ours(value: object) -> bool:
-    """Whether it is an instance of a class of ours; arrays of ctypes are not."""
+    """Whether `value` is an instance of one of our classes, but not an array of ctypes."""
     return type(value).__module__.startswith(PACKAGES) and not isinstance(value, ctypes.Array)
 
 
@@ -75,8 +76,8 @@ def is_ours(value: object) -> bool:
 class Step:
     """The calls from one step to the next."""
 
-    calls: list[tuple[str, str]] = field(default_factory=list)  # file, function
-    num_moves: int = 0
+    calls: list[tuple[str, str]] = field(default_factory=list)  # (file, function)
+    num_moves: int = 0  # calls from one file to another
 
     @property
     def files(self) -> set[str]:
@@ -84,12 +85,12 @@ class Step:
 
 
 class Tracer:
-    """A profile function. `objects`: every object of ours that was a local variable."""
+    """A profile function. `objects`: all objects of our classes that were local variables."""
 
     def __init__(self) -> None:
         self.is_on = False
         self.steps: list[Step] = []
-        self.objects: dict[int, Any] = {}  # by id; held, so that no id comes twice
+        self.objects: dict[int, Any] = {}  # by id; the references keep ids unique
         self.num_matches = 0
         self.num_calls = 0
 
@@ -126,7 +127,7 @@ class Tracer:
 
 
 def is_record(kind: type) -> bool:
-    """Whether instances of a class carry values and own no state."""
+    """Whether a class is a record, whose instances carry values instead of owning state."""
     is_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
     is_plain = kind.__name__ in PLAIN_RECORDS
     return is_tuple or is_plain or dataclasses.is_dataclass(kind) or issubclass(kind, STRUCTURE)
@@ -144,7 +145,7 @@ def parts(value: object) -> Iterator[object]:
 
 
 def new_objects(tracer: Tracer, before: dict[int, Any]) -> list[object]:
-    """The objects that were seen, and those in their fields, without those of `before`."""
+    """The objects that the tracer saw and those in their fields, without those of `before`."""
     made: dict[int, object] = {}
     stack = list(tracer.objects.values())
     while stack:
@@ -155,9 +156,9 @@ def new_objects(tracer: Tracer, before: dict[int, Any]) -> list[object]:
     return list(made.values())
 
 
-def held_by(roots: list[object]) -> dict[int, Any]:
-    """The objects that are reached from `roots`, by id."""
-    held: dict[int, Any] = {}
+def reachable_from(roots: list[object]) -> dict[int, Any]:
+    """The objects of our classes that can be reached from `roots`, by id."""
+    reached: dict[int, Any] = {}
     seen: set[int] = set()
     stack = list(roots)
     while stack:
@@ -166,13 +167,13 @@ def held_by(roots: list[object]) -> dict[int, Any]:
             continue
         seen.add(id(value))
         if is_ours(value):
-            held[id(value)] = value
+            reached[id(value)] = value
             stack += parts(value)
         elif isinstance(value, dict):
             stack += value.values()
         elif isinstance(value, list | tuple | set | frozenset):
             stack += value
-    return held
+    return reached
 
 
 def main() -> None:
@@ -196,9 +197,9 @@ def main() -> None:
         tracer.start()
         rt.generate(PROMPTS[1], params)
         tracer.is_on = False
-        before = {**tracer.objects, **held_by([rt])}
+        before = {**tracer.objects, **reachable_from([rt])}
         for value in list(before.values()):
-            before |= held_by(list(parts(value)))
+            before |= reachable_from(list(parts(value)))
         tracer.start()
         rt.generate(PROMPTS[2], params)
         tracer.is_on = False
@@ -210,6 +211,7 @@ def main() -> None:
 def show(
     tracer: Tracer, steps: list[Step], objects: list[object], args: argparse.Namespace
 ) -> None:
+    """Print the counts and the requested lists. `steps`: those that decode one row."""
     kinds = Counter(map(type, objects))
     records = {kind: count for kind, count in kinds.items() if is_record(kind)}
     others = {kind: count for kind, count in kinds.items() if not is_record(kind)}

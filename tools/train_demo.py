@@ -7,8 +7,8 @@ on them with the CPU, and writes the folder that ships with the package::
 
     python tools/train_demo.py --out radixserve/models/demo --minutes 50
 
-The result is a toy: it writes documentation-like English about the standard library, and is
-there to exercise the engine (chat template, prefix cache, long prompts), not to be relied on.
+The result is a toy: it writes documentation-like English about the standard library. It is made to
+exercise the engine (chat template, prefix cache, long prompts); its answers are often wrong.
 """
 
 from __future__ import annotations

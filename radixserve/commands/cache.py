@@ -1,4 +1,4 @@
-"""`radixserve cache`: lists, verifies and prunes a kv_store; saves prompts to one, loads it."""
+"""`radixserve cache`: lists, verifies, prunes, saves and loads a folder of K/V (a kv_store)."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _prune(store: FolderStore, args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(counts, indent=2))
     else:
-        print(f"{num_dropped} files went; {format_bytes(store.num_bytes)} are left")
+        print(f"{num_dropped} files removed; {format_bytes(store.num_bytes)} left")
     return 0
 
 

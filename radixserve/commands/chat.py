@@ -1,4 +1,4 @@
-"""`radixserve chat`: a conversation in the terminal, with forks of it side by side."""
+"""`radixserve chat`: conversations in the terminal, and forks of them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ examples:
 """
 _HELP = _EPILOG.partition("\n\n")[0].partition("\n")[2]
 _MAX_NODES = 200
-TEMPERATURE = 0.3  # where the model brings no sampling defaults: small ones ramble at 1.0
+TEMPERATURE = 0.3  # for models without sampling defaults: small models ramble at 1.0
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
         flag = "--resume" if args.resume else "--load"
         raise InvalidRequest(f"{flag} brings its own system message and template")
     sampling, settings = given_sampling(args), given_engine(args)
-    SamplingParams(**sampling)  # refuses a wrong one before anything heavy is loaded
+    SamplingParams(**sampling)  # checks them before a model is loaded
     template = None if args.template is None else _read_template(args.template)
     saves = SavedChats(args.model)
     resumed = saves.numbered("1").path if args.resume else None
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         with without_echo(), loading_bar(args.model):
             from radixserve.api.runtime import Runtime
 
-            # One row mostly waits for memory: activations of 16 bits cost a tenth there.
+            # Decoding one row waits mostly for memory, where 16-bit activations cost a tenth more.
             settings = {"activation_bits": 16, **settings}
             runtime = stack.enter_context(Runtime(args.model, **settings))
         if not runtime.model_sampling_defaults:
@@ -146,12 +146,12 @@ class TerminalOptions:
 
     console: Console
     saves: SavedChats
-    saves_by_itself: bool  # after every answer, if messages are typed
-    is_plain: bool  # no markdown; there is none in a pipe either
+    saves_by_itself: bool  # save after every answer, if messages are typed in a terminal
+    is_plain: bool  # print answers as they are, without markdown, as in a pipe
 
 
 class ChatTerminal:
-    """Reads messages from standard input; each one is a command or is answered."""
+    """Reads messages from standard input. A message is a command, or the model answers it."""
 
     def __init__(
         self, runtime: Runtime, chat: ChatSession, params: SamplingParams, options: TerminalOptions
@@ -163,9 +163,9 @@ class ChatTerminal:
         self._renders_markdown = self._console.is_terminal and not options.is_plain
         self._saves_by_itself = self._reader.is_terminal and options.saves_by_itself
         self._chats = {"main": chat}
-        self._origins: dict[str, str] = {}  # {fork: the conversation it was forked from}
-        self._files: dict[str, Path] = {}  # {conversation: the file that it is saved in}
-        self._name = "main"
+        self._origins: dict[str, str] = {}  # {fork: the conversation that it was forked from}
+        self._files: dict[str, Path] = {}  # {conversation: the file in which it is saved}
+        self._name = "main"  # of the current conversation
         self._reused = self._computed = self._generated = 0
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class ChatTerminal:
             chat.close()
 
     def greet(self, model: str, resumed: Path | None = None) -> None:
-        """`resumed`: the file of SavedChats whose conversation is continued."""
+        """Print the first line. `resumed`: the file of the saved conversation that is continued."""
         if resumed is not None:
             self._files[self._name] = resumed
         turns = len(self._chat.history) // 2
@@ -184,13 +184,13 @@ class ChatTerminal:
         self._note(f"{model}{before}. /help lists the commands, /quit leaves.{more}")
 
     def talk(self) -> None:
-        """Until the end of input, the second Ctrl-C at the prompt, or /quit."""
+        """Handle messages until the end of input, the second Ctrl-C at the prompt, or /quit."""
         for message in self._messages():
             try:
                 self._take(message)
             except (InvalidRequest, RequestFailed, OSError) as error:
                 self._say(error_line(error), "red")
-            except KeyboardInterrupt:  # of a command; an answer handles its own
+            except KeyboardInterrupt:  # during a command; `_answer` handles its own
                 self._note("stopped")
         if self._files:
             self._note("saved: `radixserve chat --resume` goes on with the last conversation")
@@ -262,7 +262,7 @@ class ChatTerminal:
         self._autosave()
 
     def _show_plain(self, text: str) -> Iterator[Chunk]:
-        """The chunks of the answer, each after it was printed as it is."""
+        """Print the answer as it is. Yields each chunk after it was printed."""
         try:
             with contextlib.closing(self._chat.stream(text)) as chunks:
                 for chunk in chunks:
@@ -275,7 +275,7 @@ class ChatTerminal:
             self._console.print()
 
     def _show_markdown(self, text: str) -> Iterator[Chunk]:
-        """The chunks of the answer, which is shown as markdown."""
+        """Show the answer as markdown. Yields its chunks."""
         from radixserve.commands.chat_answer import AnswerView
 
         with (
@@ -287,7 +287,7 @@ class ChatTerminal:
                 yield chunk
 
     def _prefill_progress(self, text: str) -> Callable[[], str]:
-        """How much of the prompt has been computed since now, as a text for the user."""
+        """A function that returns, for the user, how much of the prompt has been computed."""
         tokenizer, tokens = self._runtime.tokenizer, self._chat.tokens
         assert tokenizer is not None, "chats need one"
         if len(tokens):
@@ -327,7 +327,7 @@ class ChatTerminal:
         )
 
     def _autosave(self) -> None:
-        """Save the conversation in its own file. Where that fails it is said once."""
+        """Save the conversation in its own file. An error is printed once and ends autosaving."""
         if not self._saves_by_itself:
             return
         try:
@@ -411,7 +411,7 @@ class ChatTerminal:
             self._note(f"{index:3}  {when}, {turns}: {self._short(saved.question)}")
 
     def _open(self, path: Path) -> str:
-        """Continue a saved conversation; returns its name here."""
+        """Open a saved conversation and switch to it. Returns its name here."""
         chat = self._runtime.load_chat(path, params=self._params)
         stem = "-".join(path.stem.split()) or "loaded"
         self._name = stem if stem not in self._chats else self._free_name(stem)
@@ -446,7 +446,8 @@ class ChatTerminal:
         self._say(text, "dim", no_wrap=no_wrap)
 
     def _say(self, text: str, style: str, *, no_wrap: bool = False) -> None:
-        """A line that words wrap in, or that is cut at the edge; whole in a pipe."""
+        """Print a line. In a terminal it wraps between words or, with `no_wrap`, is cut at the
+        edge; in a pipe it is printed whole."""
         whole = not self._console.is_terminal
         layout: Any = {"no_wrap": no_wrap, "overflow": "ellipsis" if no_wrap else "fold"}
         if whole:
@@ -456,8 +457,8 @@ class ChatTerminal:
 
 @contextlib.contextmanager
 def one_interrupt() -> Iterator[None]:
-    """The first Ctrl-C raises KeyboardInterrupt in here; more of them while it is handled do
-    nothing. Only the main thread gets them."""
+    """A context manager in which the first Ctrl-C raises KeyboardInterrupt and later ones are
+    ignored. In other threads than the main one, it does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

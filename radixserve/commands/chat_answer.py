@@ -1,4 +1,4 @@
-"""`AnswerView`: shows an answer in the terminal while it is generated, as markdown."""
+"""`AnswerView`: shows an answer as markdown in the terminal while it is generated."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
 REFRESHES_PER_S = 8
-SHOW_WAIT_S = 0.4  # before the first token
+SHOW_WAIT_S = 0.4  # a wait for the first token that is longer is shown
 _FENCE = re.compile(r" *(?:[-*+] +|\d+[.)] +)?(`{3,}|~{3,})(.*)")
 
 
 class AnswerView:
-    """A context manager: `add` pieces of an answer to it.
+    """A context manager to which pieces of an answer are added (`add`).
 
-    Blocks of markdown are printed for good once they are complete; the last one is drawn again as
-    it grows, as much of it as fits on the screen. Words wrap at the terminal's edge. Before the
-    first piece it shows how much of the prompt has been computed.
+    A block of markdown is printed when it is complete. The last block is redrawn while it grows, as
+    much of it as fits on the screen. Before the first piece, the progress of the prefill is shown.
     """
 
     def __init__(self, console: Console, progress: Callable[[], str]) -> None:
@@ -56,12 +55,12 @@ class AnswerView:
         self._print(self._text)
 
     def add(self, text: str) -> None:
-        """Append a piece of the answer, whatever control characters it has."""
+        """Append a piece of the answer. Control characters are shown as escapes."""
         if text:
             self._has_text = True
             blocks, self._text = split_blocks(self._text + escape_lines(text))
             if blocks:
-                self._live.refresh()  # else the block would be seen twice until the next drawing
+                self._live.refresh()  # otherwise the block would be shown twice for a moment
             for block in blocks:
                 self._print(block)
 
@@ -74,7 +73,7 @@ class AnswerView:
         self._console.print(AnswerMarkdown(block))
 
     def _current(self) -> RenderableType:
-        """What stands below the printed blocks now; called by the thread that draws."""
+        """What to draw below the printed blocks; called by the drawing thread."""
         if not self._has_text:
             seconds = time.monotonic() - self._began_at
             if seconds < SHOW_WAIT_S:
@@ -82,21 +81,21 @@ class AnswerView:
             self._spinner.update(text=Text(f"{self._progress()}, {seconds:.0f} s", style="dim"))
             return self._spinner
         lines = self._console.render_lines(AnswerMarkdown(self._text), pad=False)
-        if self._has_printed or not lines:  # never less than a line, which is what Live counts on
+        if self._has_printed or not lines:  # Live needs at least one line
             lines.insert(0, [Segment("")])
         return SegmentLines(lines[-max(1, self._console.height - 2) :], new_lines=True)
 
 
 def escape_lines(text: str) -> str:
-    """Control characters as escapes, line by line; tabs are four blanks."""
+    """The text with control characters, except line ends, as escapes, and tabs as four blanks."""
     return "\n".join(escape(line) for line in text.replace("\t", "    ").split("\n"))
 
 
 def split_blocks(text: str) -> tuple[list[str], str]:
-    """The complete blocks of markdown at the beginning of a growing text, and the rest.
+    """Split a growing text into the complete blocks of markdown at its beginning, and the rest.
 
-    A block ends with a closing fence, or before a blank line that a line without indentation
-    follows. Together they are the text.
+    A block ends with a closing fence, or at a blank line that is followed by a line without
+    indentation. Blocks and rest together are the text.
     """
     blocks: list[str] = []
     begin = position = 0
@@ -128,7 +127,7 @@ class _LeftHeading(Heading):
 
 
 class _Code(CodeBlock):
-    """Code without its own blank lines around it: blocks are separated already."""
+    """A block of code without blank lines around it, since `AnswerView` separates blocks."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         code = str(self.text).rstrip()
@@ -136,10 +135,10 @@ class _Code(CodeBlock):
 
 
 class AnswerMarkdown(Markdown):
-    """Markdown of a model: nothing of its text is lost, and links show where they lead.
+    """Markdown that a model wrote. Its text is kept complete, and links show their targets.
 
-    HTML and backslashes are text, line ends in a paragraph stay, and code is in the terminal's own
-    colours.
+    HTML and backslashes are text, line ends in a paragraph are kept, and code has the terminal's
+    own colours.
     """
 
     elements = {

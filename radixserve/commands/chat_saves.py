@@ -1,4 +1,8 @@
-"""`SavedChats`: conversations that the chat command saves by itself, to be resumed."""
+"""`SavedChats`: the conversations that the chat command saves automatically.
+
+They are the JSON files of `ChatSession.save`: messages, exact token ids and model. They lie in
+$XDG_STATE_HOME/radixserve/chats/MODEL, by default below ~/.local/state.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,12 @@ from radixserve.errors import InvalidRequest
 if TYPE_CHECKING:
     from radixserve.api.chat import ChatSession
 
-MAX_SAVED = 100  # conversations of a model; the oldest are deleted
+MAX_SAVED = 100  # conversations per model; the oldest are deleted
 _MAX_LISTED = 10
 
 
 class SavedChat(NamedTuple):
-    """A conversation in the folder."""
+    """A saved conversation."""
 
     path: Path
     saved_at: float  # time.time()
@@ -30,11 +34,8 @@ class SavedChat(NamedTuple):
 
 
 class SavedChats:
-    """The folder of a model's conversations.
-
-    It is $XDG_STATE_HOME/radixserve/chats/MODEL, by default below ~/.local/state, and readable by
-    its owner only. A file is written whole or not at all.
-    """
+    """The folder of a model's conversations. Only its owner can read it. A file is written whole or
+    not at all."""
 
     def __init__(self, model: str) -> None:
         state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
@@ -43,7 +44,7 @@ class SavedChats:
         self._numbers = itertools.count(1)
 
     def new_path(self) -> Path:
-        """A file for a conversation that has none yet. Deletes the oldest ones beyond MAX_SAVED."""
+        """A path for a new conversation. Deletes the oldest conversations beyond MAX_SAVED."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in self._newest_first()[MAX_SAVED - 1 :]:
             path.unlink(missing_ok=True)
@@ -51,7 +52,7 @@ class SavedChats:
         return self.folder / f"{stamp}-{os.getpid()}-{next(self._numbers)}.json"
 
     def save(self, chat: ChatSession, path: Path) -> None:
-        """Raises OSError. A conversation without turns has no file."""
+        """Save a conversation; if it has no turns, delete its file. Raises OSError."""
         if not len(chat.tokens):
             path.unlink(missing_ok=True)
             return
@@ -64,12 +65,14 @@ class SavedChats:
             part.unlink(missing_ok=True)
 
     def listed(self) -> list[SavedChat]:
-        """The last ones, newest first; files that hold no conversation are left out."""
+        """The last conversations, newest first. Files that do not contain a conversation are left
+        out."""
         chats = (_read(path) for path in self._newest_first())
         return list(itertools.islice((chat for chat in chats if chat is not None), _MAX_LISTED))
 
     def numbered(self, text: str) -> SavedChat:
-        """That of a number in the list, which begins with 1. Raises InvalidRequest."""
+        """The conversation with a number in `listed`, from 1, given as text. Raises
+        InvalidRequest."""
         chats = self.listed()
         if not chats:
             raise InvalidRequest("no conversation with this model is saved")

@@ -1,4 +1,4 @@
-"""`radixserve demo`: the effect of the prefix cache, shown with the bundled model."""
+"""`radixserve demo`: shows the effect of the prefix cache with the bundled model."""
 
 from __future__ import annotations
 
@@ -111,7 +111,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_counts(answers: list[DemoAnswer]) -> int:
-    """0 when reused + computed is the prompt for each answer; else 1, and prints the wrong ones."""
+    """The exit code: 0 if reused + computed tokens are the prompt's tokens for each answer; else 1,
+    after the wrong answers were printed."""
     wrong = [answer for answer in answers if not answer.adds_up]
     for answer in wrong:
         print(
@@ -125,14 +126,14 @@ def _check_counts(answers: list[DemoAnswer]) -> int:
 def _document(
     facts: dict[str, Any], cached: DemoRun, uncached: DemoRun, decode: Decode | None
 ) -> dict[str, Any]:
-    """The whole demo as plain data."""
+    """The result of the demo as a JSON document."""
     on, off = totals(cached.parts), totals(uncached.parts)
     answers = [*cached.answers, *uncached.answers]
     return {
         "radixserve": __version__,
         "settings": facts,
-        "cache_on": {"parts": [_part(p) for p in cached.parts], **asdict(on)},
-        "cache_off": {"parts": [_part(p) for p in uncached.parts], **asdict(off)},
+        "cache_on": {"parts": [_part(part) for part in cached.parts], **asdict(on)},
+        "cache_off": {"parts": [_part(part) for part in uncached.parts], **asdict(off)},
         "hit_rate": on.cached_tokens / on.prompt_tokens,
         "computed_factor": off.computed_tokens / on.computed_tokens,
         "ttft_factor": off.mean_ttft_s / on.mean_ttft_s,
@@ -160,7 +161,7 @@ def _part(part: Part) -> dict[str, Any]:
 
 
 class _Report:
-    """Prints a line a request as it ends, then the comparison, then the tree."""
+    """Prints a line for each request as it ends, then the comparison, then the tree."""
 
     def __init__(self) -> None:
         self._console = make_console()
@@ -198,7 +199,7 @@ class _Report:
         self._line(Text.assemble(verdict, counts, (answer.question, "cyan"), text))
 
     def compare(self, cached: DemoRun, uncached: DemoRun) -> None:
-        """The same requests with the cache on and off."""
+        """Print the figures of the same requests with the cache on and off."""
         from rich.table import Table
 
         self._title("The same work with the cache off")
@@ -227,7 +228,7 @@ class _Report:
         )
 
     def draw(self, dump: TreeDump, decode: Decode | None) -> None:
-        """The tree as it was after the second turns."""
+        """Print the tree after the second turns."""
         self._title("The tree after the second turns")
         self._say(
             "Drawn while two of the second turns run once more. A node: its tokens, the positions "
@@ -250,7 +251,7 @@ class _Report:
 def _add_rows(
     table: Table, title: str, cached: tuple[Part, ...], uncached: tuple[Part, ...]
 ) -> None:
-    """A title, and three figures of the same requests with the cache on and off."""
+    """Add a title and three figures of the same requests with the cache on and off."""
     from rich.text import Text
 
     on, off = totals(cached), totals(uncached)

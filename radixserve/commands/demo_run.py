@@ -1,4 +1,7 @@
-"""The requests of `radixserve demo`, timed: one long system prompt, conversations of two turns."""
+"""`run_demo`: runs and times the requests of `radixserve demo`.
+
+They are conversations of two turns with the same long system prompt.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
     from radixserve.output import Completion
 
 Messages = list[dict[str, str]]
-_NUM_HELD = 2  # requests that run while the tree is dumped
+_NUM_RUNNING = 2  # requests that run while the tree is dumped
 
 SYSTEM_PROMPT = """\
 You are a helpful assistant for the Python standard library. Keep your answers short. Name the \
@@ -75,7 +78,7 @@ CONVERSATIONS = (
     ("How do I parse JSON?", "What is a dictionary?"),
 )
 
-UNRELATED = "warm up " * 200  # run before anything is timed, then forgotten
+UNRELATED = "warm up " * 200  # a prompt to warm up with, whose K/V is dropped before timing
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +98,14 @@ class DemoAnswer:
 
     @property
     def adds_up(self) -> bool:
+        """Whether reused and computed tokens together are the prompt's tokens."""
         usage = self.completion.usage
         return usage.cached_tokens + usage.computed_tokens == usage.prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Requests that belong together, with the wall time they took."""
+    """Requests that belong together, and the wall time of all of them."""
 
     title: str
     answers: tuple[DemoAnswer, ...]
@@ -113,7 +117,7 @@ class DemoRun:
     """All requests of the demo on one Runtime."""
 
     parts: tuple[Part, ...]
-    tree: TreeDump  # a dump, taken after the second turns
+    tree: TreeDump  # after the second turns
 
     @property
     def answers(self) -> list[DemoAnswer]:
@@ -122,7 +126,7 @@ class DemoRun:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over some answers."""
+    """Sums over the answers of some parts."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -145,15 +149,15 @@ def totals(parts: Sequence[Part]) -> Totals:
 
 
 def count_same(cached: DemoRun, uncached: DemoRun) -> int:
-    """The number of answers that are the same, token for token."""
+    """The number of answers with the same tokens in both runs."""
     pairs = zip(cached.answers, uncached.answers, strict=True)
-    return sum(a.completion.token_ids == b.completion.token_ids for a, b in pairs)
+    return sum(on.completion.token_ids == off.completion.token_ids for on, off in pairs)
 
 
 def count_same_bits(cached: DemoRun, uncached: DemoRun) -> int:
-    """The number of answers behind whose tokens the logits are the same to the bit."""
+    """The number of answers whose logits have the same bits in both runs."""
     pairs = zip(cached.answers, uncached.answers, strict=True)
-    digests = [(a.completion.digest, b.completion.digest) for a, b in pairs]
+    digests = [(on.completion.digest, off.completion.digest) for on, off in pairs]
     return sum(on is not None and on == off for on, off in digests)
 
 
@@ -165,10 +169,11 @@ def run_demo(
     on_part: Callable[[str], object] = lambda _: None,
     on_answer: Callable[[DemoAnswer], object] = lambda _: None,
 ) -> DemoRun:
-    """First and second turns one after another, a dump of the tree, then first turns all at once.
+    """Run the first and second turns one after another, dump the tree, then run the first turns
+    again, all at once.
 
-    Every answer has a digest. `on_part` gets a part's title before it starts, `on_answer` each
-    answer as it comes; their time is not counted.
+    Every answer has a digest. `on_part` is called with a part's title before it starts, `on_answer`
+    with each answer; their time is not counted. Raises InvalidRequest without a tokenizer.
     """
     params = replace(params, digest=True)
     if runtime.tokenizer is None:
@@ -203,7 +208,9 @@ def run_demo(
     ]
     title = "Second turn of each conversation, one after another"
     second_turn = run_part(title, [[followup] for followup in followups])
-    tree = _dump_tree(runtime, [prompt for _, prompt in followups[:_NUM_HELD]], params, max_nodes)
+    tree = _dump_tree(
+        runtime, [prompt for _, prompt in followups[:_NUM_RUNNING]], params, max_nodes
+    )
     runtime.flush_cache()
     title = "The first questions again, all at once, into an emptied cache"
     return DemoRun((first_turn, second_turn, run_part(title, [openings])), tree)
@@ -216,7 +223,7 @@ def _message(role: str, content: str) -> dict[str, str]:
 def _dump_tree(
     runtime: Runtime, prompts: Sequence[Messages], params: SamplingParams, max_nodes: int
 ) -> TreeDump:
-    """The tree while some requests run, so that it shows their locks."""
+    """A dump of the tree while some requests are running, so that it shows their locks."""
     long = replace(params, max_tokens=1024, ignore_eos=True)
     with ExitStack() as stack:
         for prompt in prompts:

@@ -1,4 +1,8 @@
-"""Command-line flags: from one-line descriptions, or from the fields of a settings record."""
+"""Command-line flags, made from one-line descriptions or from the fields of a settings record.
+
+A field becomes the flag with its name; its type and default are the flag's, and its line in the
+record's docstring is the help.
+"""
 
 from __future__ import annotations
 
@@ -62,16 +66,17 @@ FIELD_METAVARS = {
     "namespace": "NAME",
     "session": "NAME",
 }
-_SAMPLING, _ENGINE = "sampling.", "engine."  # before a field's name in the parsed arguments
+_SAMPLING, _ENGINE = "sampling.", "engine."  # prefixes of fields in the parsed arguments
 _NOT_FLAGS = ("n", "best_of", "logits_processors", "keep_special_ids")
 _FIELD = re.compile(r"(\w+) {2,}(\S.*)")
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
-_TYPES: dict[str, Any] = {"N": int, "X": float, "SECONDS": float}  # by metavar; the others: text
+_TYPES: dict[str, Any] = {"N": int, "X": float, "SECONDS": float}  # by metavar; others are text
 
 
 def add_command(
     commands: Any, name: str, summary: str, description: str, epilog: str
 ) -> CommandParser:
+    """Add a command. `summary` is its line in `radixserve --help`."""
     parser: CommandParser = commands.add_parser(
         name, help=summary, description=description, epilog=epilog
     )
@@ -81,10 +86,10 @@ def add_command(
 def add_flags(
     group: argparse._ActionsContainer, flags: Mapping[str, str], **options: Any
 ) -> list[argparse.Action]:
-    """Flags from {"--name METAVAR": help}; without a METAVAR it is a switch.
+    """Add flags from {"--name METAVAR": help}; a flag without a METAVAR is a switch.
 
-    The METAVAR gives the type: N int, X and SECONDS float, else text. `options` go to
-    `add_argument` for each flag.
+    The METAVAR determines the type: N is int, X and SECONDS are float, others are text. `options`
+    are passed to `add_argument` for each flag.
     """
     actions = []
     for usage, text in flags.items():
@@ -97,7 +102,7 @@ def add_flags(
 
 
 def add_model_flag(parser: argparse.ArgumentParser) -> None:
-    """MODEL or --model MODEL, on every command; `take_model` makes one of the two."""
+    """Add MODEL and --model MODEL, of which one may be given; `take_model` joins them."""
     text = (
         'checkpoint folder, GGUF file, hub id such as owner/name or owner/name:Q4_K_M, or "demo" '
         "for the small model that ships with radixserve (default: demo); --model MODEL is the same"
@@ -107,7 +112,7 @@ def add_model_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def take_model(args: argparse.Namespace) -> None:
-    """Set `args.model` of a command that runs one: as it was given, or the default; None where
+    """Set `args.model` of a command with a model: to the given one, or the default; to None if
     --config replaces it. Raises InvalidRequest."""
     if not hasattr(args, "positional_model"):
         return
@@ -121,7 +126,8 @@ def take_model(args: argparse.Namespace) -> None:
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """The model, or --config with --random-weights instead; read by `given_model`."""
+    """Add flags for a model, or for --config with --random-weights instead. `given_model` reads
+    them."""
     add_model_flag(parser)
     parser.add_argument(
         "--config",
@@ -135,7 +141,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def given_model(args: argparse.Namespace) -> str:
-    """The named model, as Runtime takes it. Raises InvalidRequest."""
+    """The name of the model for Runtime. Raises InvalidRequest."""
     if args.config is None:
         if args.random_weights:
             raise InvalidRequest(f"--random-weights needs --config: one of {', '.join(SIZES)}")
@@ -153,7 +159,8 @@ def add_sampling_flags(
     only: Sequence[str] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """A flag for each field of SamplingParams, or for those in `only`."""
+    """Add a flag for each field of SamplingParams, or for those in `only`. `defaults`: values of
+    flags that are not given."""
     names = only or [name for name in _names(SamplingParams) if name not in _NOT_FLAGS]
     group = parser.add_argument_group("sampling")
     flags = _add_field_flags(group, SamplingParams, _SAMPLING, names, defaults or {})
@@ -163,9 +170,10 @@ def add_sampling_flags(
 def add_engine_flags(
     parser: CommandParser, without: Sequence[str] = (), common: Sequence[str] = COMMON_ENGINE
 ) -> None:
-    """A flag for each field of EngineConfig; its seed is --engine-seed beside the requests' own.
+    """Add a flag for each field of EngineConfig, except those in `without`. The flag of its seed is
+    --engine-seed, since --seed is that of requests.
 
-    Those that are not `common` are listed by --help-all only.
+    Flags that are not `common` are listed by --help-all only.
     """
     names = [name for name in _names(EngineConfig) if name not in without]
     group = parser.add_argument_group("engine")
@@ -176,14 +184,16 @@ def add_engine_flags(
 def add_record_flags(
     parser: CommandParser, title: str, record: type, prefix: str, common: Sequence[str]
 ) -> None:
-    """A flag for each field of `record`; read by `given_fields`."""
+    """Add a flag for each field of `record`, in a group with this title; `given_fields` reads
+    them. `prefix`: of the fields in the parsed arguments. Flags that are not `common` are listed by
+    --help-all only."""
     group = parser.add_argument_group(title)
     flags = _add_field_flags(group, record, prefix, _names(record), {})
     parser.mark_rare(action for name, action in flags.items() if name not in common)
 
 
 def given_fields(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
-    """The fields that the command line set."""
+    """The fields of a record that the command line set; `prefix`: see `add_record_flags`."""
     return _given(args, prefix)
 
 
@@ -196,11 +206,11 @@ def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def given_engine(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine fields that the command line set, checked. Raises InvalidRequest."""
+    """The fields of EngineConfig that the command line set, checked. Raises InvalidRequest."""
     settings = _given(args, _ENGINE)
     if "tenant_weights" in settings:
         settings["tenant_weights"] = dict(settings["tenant_weights"])
-    EngineConfig(**settings)  # refuses a wrong one before anything heavy is loaded
+    EngineConfig(**settings)  # checks them before a model is loaded
     return settings
 
 
@@ -211,7 +221,7 @@ def _add_field_flags(
     names: Sequence[str],
     defaults: Mapping[str, Any],
 ) -> dict[str, argparse.Action]:
-    """Flags for fields of a record, with the types, defaults and docstring lines of the fields."""
+    """Add flags for fields of a record, with their types, defaults and docstring lines."""
     flags = {}
     fields = {field.name: field for field in dataclasses.fields(record)}
     hints, texts = typing.get_type_hints(record), _field_help(record)
@@ -235,9 +245,8 @@ def _add_field_flags(
 
 
 def _reading(name: str, hint: Any) -> dict[str, Any]:
-    """How argparse reads a field: by its type, with its choices as the metavar where it has some.
-
-    The record refuses a wrong choice itself.
+    """The options of `add_argument` for a field: by its type, with its choices, if it has some, as
+    the metavar. The record itself refuses a wrong choice.
     """
     choices = CHOICES.get(name)
     if typing.get_origin(hint) is typing.Literal:
@@ -284,7 +293,8 @@ def _int_or_text(text: str) -> int | str:
 
 
 def _field_help(record: type) -> dict[str, str]:
-    """The lines "name   meaning" of a record's docstring, with their continuation lines."""
+    """The help of each field: its line "name   meaning" in the record's docstring, with
+    continuation lines."""
     texts: dict[str, str] = {}
     name = ""
     for line in inspect.cleandoc(record.__doc__ or "").splitlines():

@@ -91,7 +91,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     _check(args)
     sampling, settings, model = given_sampling(args), given_engine(args), given_model(args)
-    SamplingParams(**sampling)  # refuses a wrong one before anything heavy is loaded
+    SamplingParams(**sampling)  # checks them before a model is loaded
     data = b"" if args.jsonl is None else _read(args.jsonl)
     lines = read_batch(data, sampling, lambda text: _as_prompt(text, args))
     num_done = count_answers(args.output, len(lines)) if args.resume else 0
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
 def _hint_at_chat(
     completions: Sequence[Completion], args: argparse.Namespace, runtime: Runtime
 ) -> None:
-    """A chat model that is given plain text often ends it at once."""
+    """Suggest --chat if an answer is empty: a chat model often ends plain text at once."""
     tokenizer = runtime.tokenizer
     if args.chat or args.jsonl is not None or tokenizer is None or not tokenizer.has_chat_template:
         return
@@ -153,7 +153,7 @@ def _hint_at_chat(
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse combinations that make no sense. Raises InvalidRequest."""
+    """Raise InvalidRequest for options that exclude each other."""
     if args.resume and (args.jsonl is None or args.output in (None, "-")):
         raise InvalidRequest("--resume needs --jsonl and the --output FILE of the run before")
     if args.system is not None and not args.chat:
@@ -173,6 +173,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _as_prompt(text: str, args: argparse.Namespace) -> str | list[dict[str, str]]:
+    """The text as a prompt: with --chat, as the messages of a chat."""
     if not args.chat:
         return text
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
@@ -180,7 +181,7 @@ def _as_prompt(text: str, args: argparse.Namespace) -> str | list[dict[str, str]
 
 
 def _prompts(args: argparse.Namespace) -> list[Any]:
-    """The prompts that are known without a model."""
+    """The prompts that can be made without a model."""
     if args.prompt_ids is not None:
         return [_token_ids(text) for text in args.prompt_ids]
     if args.jsonl is not None or args.random_prompt is not None:
@@ -189,7 +190,7 @@ def _prompts(args: argparse.Namespace) -> list[Any]:
 
 
 def _token_ids(text: str) -> list[int]:
-    """The text "5,17 3" is [5, 17, 3]. Raises InvalidRequest."""
+    """The token ids in a text: "5,17 3" is [5, 17, 3]. Raises InvalidRequest."""
     try:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
@@ -197,7 +198,7 @@ def _token_ids(text: str) -> list[int]:
 
 
 def _random_prompts(args: argparse.Namespace, runtime: Runtime) -> list[Any]:
-    """Token ids of the wanted lengths, the same for the same --engine-seed."""
+    """Random token ids of the lengths in --random-prompt, the same for the same --engine-seed."""
     import numpy as np
 
     vocab_size, seed = runtime.model.vocab_size, runtime.config.seed
@@ -232,6 +233,7 @@ def _read(name: str) -> bytes:
 
 
 def _stream(runtime: Runtime, prompt: Any, params: SamplingParams, out: TextIO) -> Completion:
+    """Print an answer as it comes: its text, or token ids without a tokenizer."""
     completion, gap = None, ""
     for chunk in runtime.stream(prompt, params):
         text = chunk.text
@@ -247,9 +249,9 @@ def _stream(runtime: Runtime, prompt: Any, params: SamplingParams, out: TextIO) 
 def _print_answers(
     completions: Sequence[Completion], args: argparse.Namespace, out: TextIO, *, has_text: bool
 ) -> None:
-    """Texts, or token ids without a tokenizer."""
+    """Print answers: as JSON lines, as texts, or as token ids without a tokenizer."""
     lengths = args.random_prompt or ()
-    names = args.prompt or args.prompt_ids or [f"{n} random tokens" for n in lengths]
+    names = args.prompt or args.prompt_ids or [f"{length} random tokens" for length in lengths]
     for index, completion in enumerate(completions):
         if args.json:
             print(json.dumps(completion_fields(completion)), file=out)
@@ -260,7 +262,7 @@ def _print_answers(
 
 
 def _print_sums(completions: Sequence[Completion]) -> None:
-    """Of a batch, whose output has the counts of each answer."""
+    """Print the sums of a batch's token counts; its output has those of each answer."""
     usages = [completion.usage for completion in completions]
     reused, computed, generated = (
         sum(getattr(usage, name) for usage in usages)

@@ -1,4 +1,4 @@
-"""`radixserve info`: versions, the machine, attention backends, and a model's memory plan."""
+"""`radixserve info`: shows versions, the machine, attention backends and a model's memory plan."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MODEL_FIELDS = (
     "vocab_size max_positions attention_features"
 ).split()
 _OPTIONAL_BACKENDS = {"flashinfer": "flashinfer-python", "triton": "triton"}
-_ORDER = {  # the order in which "auto" tries them, then the others
+_ORDER = {  # by device: the order in which "auto" tries backends, then the others
     "cuda": ("flashinfer", "triton", "torch", "cpu"),
     "cpu": ("cpu", "torch", "flashinfer", "triton"),
 }
@@ -126,7 +126,7 @@ def _cpu_name() -> str:
 def _usable_cores() -> int | None:
     try:
         return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
+    except AttributeError:  # some systems do not have it
         return os.cpu_count()
 
 
@@ -138,7 +138,7 @@ def _total_memory() -> int | None:
 
 
 def _attention_backends() -> dict[str, dict[str, Any]]:
-    """Every backend on the device that "auto" takes; it takes the first usable one."""
+    """All backends for the device that "auto" chooses, in its order of preference."""
     import torch
 
     from radixserve.attention.choice import unusable_reason
@@ -162,7 +162,7 @@ def _attention_backends() -> dict[str, dict[str, Any]]:
 
 
 def _backend_unsupported_reason(name: str, device: str) -> str:
-    """A line about a usable backend."""
+    """What to say of a usable backend."""
     if name == "triton" and device == "cpu":
         return "its kernels' references in PyTorch, only where it is asked for: slow, for tests"
     if name == "cpu":
@@ -192,7 +192,7 @@ def _model(name: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shapes(name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The facts of a known size, without making its weights."""
+    """The facts of a known model's shapes, without making its weights."""
     import torch
 
     from radixserve.models.decoder_tensors import describe
@@ -310,13 +310,13 @@ def _model_lines(model: dict[str, Any]) -> dict[str, str]:
 
 
 def _attention(model: dict[str, Any]) -> str:
-    """What its layers need of their attention."""
+    """The features that the model's layers need of an attention backend, as text."""
     names = [name.replace("_", " ") for name in model["attention_features"]]
     return f"with {', '.join(names)} in some layers or all" if names else "causal, no more"
 
 
 def _forms(model: dict[str, Any]) -> str:
-    """The dtype of weights, or of activations beside the forms of quantised weights."""
+    """The dtype of the weights, or the formats of quantised weights and the other dtype."""
     forms, total = model["weight_forms"], model["num_parameters"]
     if not forms:
         return str(model["dtype"])

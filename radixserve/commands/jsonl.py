@@ -1,4 +1,7 @@
-"""JSON lines in, JSON lines out, in order: a bad line gets an error, the others are answered."""
+"""Batches of JSON lines: reads requests, runs them, and writes a line for each, in order.
+
+A bad line gets an error; the others are answered.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +22,28 @@ if TYPE_CHECKING:
     from radixserve.api.runtime import Runtime
     from radixserve.output import Completion
 
-    Answer = tuple[Completion | None, dict[str, Any]]  # None: an error; the line of the output
+    # The completion, None for an error, and the line of the output.
+    Answer = tuple[Completion | None, dict[str, Any]]
 
-REFRESH_S = 0.5  # of the bar while no request ends
+REFRESH_S = 0.5  # between two refreshes of the progress bar while no request ends
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """A line of the input: a prompt with its parameters, or the error that it gets."""
+    """A line of the input: a prompt with its parameters, or an error."""
 
     number: int  # of the line, from 1
-    tag: dict[str, Any]  # {"id": ...} when the line has one
+    tag: dict[str, Any]  # {"id": ...} if the line has an id, else {}
     prompt: Any = None
     fields: Mapping[str, Any] = field(default_factory=dict)  # of SamplingParams, checked
     error: str | None = None
 
 
 def read_batch(data: bytes, base: Mapping[str, Any], as_prompt: Any) -> list[BatchLine]:
-    """The lines of `data`; empty ones are left out.
+    """Read the lines of `data`. Empty lines are left out; a bad line has an `error`.
 
-    `base`: sampling fields of lines that set none; `as_prompt`: applied to prompts that are text.
+    base       sampling fields that a line's own override
+    as_prompt  converts a prompt that is text
     """
     lines = enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1)
     return [_read_line(number, line, base, as_prompt) for number, line in lines if line.strip()]
@@ -55,7 +60,7 @@ def _read_line(number: int, line: bytes, base: Mapping[str, Any], as_prompt: Any
         json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair is not text
         prompt = _take_prompt(fields)
         bias = fields.get("logit_bias")
-        if isinstance(bias, dict):  # JSON has no keys but strings
+        if isinstance(bias, dict):  # keys in JSON are strings
             fields["logit_bias"] = {int(token_id): value for token_id, value in bias.items()}
         fields = {**base, **fields}
         check_single(SamplingParams(**fields), "a line")
@@ -75,7 +80,9 @@ def _take_prompt(fields: dict[str, Any]) -> Any:
         raise InvalidRequest('a line has either "prompt" or "messages"')
     if "messages" in fields:
         messages = fields.pop("messages")
-        if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        if not isinstance(messages, list) or not all(
+            isinstance(message, dict) for message in messages
+        ):
             raise InvalidRequest('"messages" is a list of objects with "role" and "content"')
         return messages
     prompt = fields.pop("prompt")
@@ -86,9 +93,10 @@ def _take_prompt(fields: dict[str, Any]) -> Any:
 
 
 def count_answers(path: str, num_lines: int) -> int:
-    """How many of a batch's lines an output file answers; a line that was cut off is dropped.
+    """The number of a batch's lines that an output file answers. An incomplete line at its end is
+    removed from the file.
 
-    Raises InvalidRequest where it has more lines than the batch.
+    Raises InvalidRequest if it has more lines than the batch.
     """
     if not os.path.exists(path):
         return 0
@@ -108,9 +116,9 @@ def count_answers(path: str, num_lines: int) -> int:
 async def answer_batch(
     runtime: Runtime, batch: Sequence[BatchLine], out: TextIO
 ) -> list[Completion]:
-    """Run all at once, write a line for each as soon as those before it are written.
+    """Run all requests together. Writes the line of each as soon as those before it are written.
 
-    Returns the completions: fewer than lines when some failed.
+    Returns the completions, which are fewer than the lines if some failed.
     """
     from radixserve.api.progress import BatchProgress
 
@@ -136,7 +144,7 @@ async def answer_batch(
 
 
 def _count(bar: BatchProgress, task: asyncio.Task[Answer]) -> None:
-    """A line has its answer, or an error."""
+    """Count a line that has its answer or an error."""
     if not task.cancelled() and task.exception() is None:
         bar.add(task.result()[0])
 

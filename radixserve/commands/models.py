@@ -106,7 +106,9 @@ def _rm(args: argparse.Namespace) -> int:
 def _hub_name(text: str) -> HubName:
     name = read_hub_name(text)
     if name is None:
-        raise InvalidRequest(f"{text!r} is no name on the hub: give owner/name or owner/name:QUANT")
+        raise InvalidRequest(
+            f"{text!r} is not a name on the hub: give owner/name or owner/name:QUANT"
+        )
     return name
 
 

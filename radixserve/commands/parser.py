@@ -1,4 +1,4 @@
-"""`CommandParser`: argparse with help in two tiers, filled text, and errors of two lines."""
+"""`CommandParser`: argparse with --help and --help-all, filled text, and errors of two lines."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MAX_WIDTH = 100  # columns of a help page
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose options are given in full.
+    """A parser that does not accept abbreviated options.
 
-    Options that were marked with `mark_rare` are left out of --help; --help-all lists all. An error
-    does not print the usage: it names the wrong option or command, and a similar one.
+    --help leaves out options that were marked with `mark_rare`; --help-all lists all. An error does
+    not print the usage, but names the wrong option or command, and a similar one.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -34,7 +34,7 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def mark_rare(self, actions: Iterable[argparse.Action]) -> None:
-        """Leave options out of --help."""
+        """List options only in --help-all."""
         self._rare += actions
         self._help_all.help = f"show {len(self._rare)} more options and exit"
 
@@ -52,7 +52,7 @@ class CommandParser(argparse.ArgumentParser):
     def format_full_help(self) -> str:
         """The page of --help-all. The usage has positional arguments only."""
         if self._subparsers is None:
-            names = [self._positional(a) for a in self._get_positional_actions()]
+            names = [self._positional(action) for action in self._get_positional_actions()]
             self.usage = " ".join(["%(prog)s [OPTIONS]", *names])
         return super().format_help()
 
@@ -96,7 +96,8 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Fills paragraphs at the terminal's width; one with an indented line stays as it is."""
+    """Fills paragraphs to the terminal's width. A paragraph with an indented line is kept as it
+    is."""
 
     def __init__(self, prog: str) -> None:
         width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
@@ -112,7 +113,7 @@ class HelpFormatter(argparse.HelpFormatter):
         return textwrap.indent("\n\n".join(paragraphs), indent)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        """Lines that end between words only: an option or a setting stays in one piece."""
+        """Split a text into lines between words only, so that options and settings stay whole."""
         words = " ".join(text.split())
         return textwrap.wrap(words, width, break_long_words=False, break_on_hyphens=False)
 

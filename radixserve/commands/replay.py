@@ -1,4 +1,4 @@
-"""`radixserve replay`: traces of requests through the cache and the scheduler, without a model."""
+"""`radixserve replay`: replays traces of requests through cache and scheduler, without a model."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     return parser
 
 
-DEFAULT_INTERVAL = 512  # of the recurrent states that --state-tokens compares with
+DEFAULT_INTERVAL = 512  # tokens between kept recurrent states, with --state-tokens
 _COMMON = (
     "--json",
     "--plot",
@@ -206,7 +206,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_combination(args: argparse.Namespace) -> None:
-    """InvalidRequest for an option that the others leave without effect."""
+    """Raise InvalidRequest for an option that has no effect with the others."""
     lists = {usage: default for usage, (_, default) in _LISTS.items()}
     scheduling = {usage: flag[1] for usage, flag in {**_SERVING, **_STEP}.items()}
     if not args.closed_loop:
@@ -228,7 +228,7 @@ def _check_combination(args: argparse.Namespace) -> None:
 
 
 def _refuse(args: argparse.Namespace, defaults: Mapping[str, Any], reason: str) -> None:
-    """InvalidRequest for the first of these options, by usage, that is not at its default."""
+    """Raise InvalidRequest for the first of these options, {usage: default}, that is given."""
     for usage, default in defaults.items():
         flag, _, value = _given(args, usage)
         if value != default:
@@ -284,7 +284,7 @@ def _run_closed_loops(args: argparse.Namespace) -> int:
 
 
 def _clusters(args: argparse.Namespace) -> list[Cluster]:
-    """One for each number of replicas."""
+    """A cluster for each number in --replicas. Raises InvalidRequest."""
     from radixserve.replay.replicas import Cluster, Failures
     from radixserve.routing.autoscaling import Autoscaling
 
@@ -302,13 +302,15 @@ def _clusters(args: argparse.Namespace) -> list[Cluster]:
 
 
 def _count(flag: str, text: str) -> int:
+    """A positive integer of a list in `flag`. Raises InvalidRequest."""
     if not text.isdecimal():
         raise InvalidRequest(f"{flag} must be numbers such as 4,16, got {text!r}")
     return check_int(flag, int(text), 1)
 
 
 def _specs(args: argparse.Namespace) -> Callable[[Trace, PathTable], Sequence[CacheSpec]]:
-    """The caches for a trace. Everything is checked now, before a trace is read."""
+    """A function that returns the caches for a trace. The options are checked now, before a trace
+    is read. Raises InvalidRequest."""
     from radixserve.replay import cross, parse_tokens
     from radixserve.replay.study import default_sizes
 
@@ -406,7 +408,7 @@ def _step_costs(args: argparse.Namespace) -> StepModel:
 
 
 def _given(args: argparse.Namespace, usage: str) -> tuple[str, str, Any]:
-    """Flag, name and value of a "--name METAVAR"."""
+    """The flag, the name and the value of an option, given as "--name METAVAR"."""
     flag = usage.split()[0]
     name = flag.strip("-").replace("-", "_")
     return flag, name, getattr(args, name)
@@ -427,7 +429,7 @@ def _bytes_per_token(args: argparse.Namespace) -> int:
 
 
 def _items(flag: str, text: str) -> list[str]:
-    """The parts of a list with commas, each once."""
+    """The items of a list with commas, without repetitions. Raises InvalidRequest for none."""
     items = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not items:
         raise InvalidRequest(f"{flag} needs at least one value")
@@ -442,7 +444,7 @@ def _page_size(text: str) -> int:
 
 @contextlib.contextmanager
 def _bar(title: str, total: int) -> Iterator[Callable[[], object]]:
-    """A progress bar where standard error is a terminal."""
+    """A progress bar, if standard error is a terminal. Yields a function that counts a request."""
     if not sys.stderr.isatty():
         yield lambda: None
         return

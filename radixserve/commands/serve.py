@@ -1,4 +1,8 @@
-"""`radixserve serve`: an OpenAI-compatible server."""
+"""`radixserve serve`: an OpenAI-compatible server.
+
+Its flags are the fields of `ServerConfig` (`server/config.py`) and of `EngineConfig` (`config.py`).
+To add a flag, add a field and its line in the docstring; `_COMMON` lists those that --help shows.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +24,8 @@ from radixserve.commands.terminal import as_path
 from radixserve.errors import InvalidRequest
 from radixserve.server.config import ServerConfig, read_settings
 
-_SERVER = "server."  # before a field's name in the parsed arguments
-_COMMON = (
+_SERVER = "server."  # prefix of ServerConfig's fields in the parsed arguments
+_COMMON = (  # fields whose flags --help lists; --help-all lists the others, too
     "host",
     "port",
     "served_model_name",

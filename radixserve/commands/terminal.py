@@ -1,4 +1,4 @@
-"""The console that commands print to, messages typed in it, and numbers as text."""
+"""Common parts of commands: the console, messages typed in it, and numbers as text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PIPED_WIDTH = 100
 
 
 def make_console() -> Console:
-    """Standard output; without colour and 100 columns wide where it is not a terminal."""
+    """A console on standard output. In a pipe, it has no colours and 100 columns."""
     from rich.console import Console
 
     fixed = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPED_WIDTH
@@ -32,8 +32,8 @@ def make_console() -> Console:
 class MessageReader:
     """Reads messages from standard input.
 
-    In a terminal they are typed with an editor, a pasted text of several lines is one message, and
-    Ctrl-C is a key. Otherwise each line is a message.
+    In a terminal, messages are typed with a line editor, and a pasted text of several lines is one
+    message. Otherwise each line is a message.
     """
 
     def __init__(self) -> None:
@@ -54,8 +54,8 @@ class MessageReader:
 
 @contextlib.contextmanager
 def without_echo() -> Iterator[None]:
-    """Keys are not shown, ^C included, which would disturb what is drawn meanwhile. They are kept
-    for who reads next."""
+    """A context manager in which typed keys, ^C included, are not shown, since they would disturb
+    the output. They remain in the input."""
     if not sys.stdin.isatty():
         yield
         return
@@ -72,7 +72,7 @@ def without_echo() -> Iterator[None]:
 
 
 def error_line(error: Exception) -> str:
-    """An error as one line; of the system's with the file that it is about."""
+    """An error as one line; an OSError with its file."""
     text = str(error)
     if isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"
@@ -104,9 +104,10 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def format_profile(stats: Mapping[str, Any]) -> str:
-    """From `Runtime.cache_stats()`: milliseconds a step by part, and those outside the model.
+    """The milliseconds per step of each part, and of all parts outside the forward pass, as text.
 
-    With overlap the parts add up to more than the time that passed: the rest is hidden.
+    `stats`: from `Runtime.cache_stats()`. With overlap, the parts add up to more than the time that
+    passed.
     """
     steps = int(stats["steps"])
     seconds = {part: stats[f"{part}_s"] for part in PARTS}
@@ -125,8 +126,8 @@ def format_profile(stats: Mapping[str, Any]) -> str:
 
 
 def as_path(name: str) -> str:
-    """The path of a file that the command line names; "-" is a copy of standard input, which goes
-    with the process."""
+    """The path of a file that the command line names. For "-", a copy of standard input, which is
+    deleted at exit."""
     if name != "-":
         return name
     with tempfile.NamedTemporaryFile(prefix="standard input ", delete=False) as copy:

@@ -1,4 +1,7 @@
-"""`radixserve verify`: whether answers have the same bits cold, warm, alone and batched."""
+"""`radixserve verify`: checks that answers have the same bits cold, warm, alone and batched.
+
+It compares a hash of the logits behind each token, for the variants in `_all_variants`.
+"""
 
 from __future__ import annotations
 
@@ -44,37 +47,37 @@ examples:
 _MAX_TOKENS = 24
 _NUM_SAMPLES = 6
 Request = tuple[Any, "SamplingParams"]  # a prompt and its params
-Order = Callable[[int], Sequence[Sequence[int]]]  # of n requests: those of each call of generate
+Order = Callable[[int], Sequence[Sequence[int]]]  # of n requests: the numbers for each generate
 
 
 @dataclass(frozen=True, slots=True)
 class RunVariant:
-    """How the requests run: engine settings, and which of them at once."""
+    """A way of running the requests: engine settings, and which requests run together."""
 
     name: str
     order: Order
     settings: dict[str, Any]
-    keeps_runtime: bool = False  # runs in the runtime of the variant before, with its cache
+    keeps_runtime: bool = False  # use the previous variant's runtime, with its cache
 
 
 @dataclass(frozen=True, slots=True)
 class VariantResult:
-    """How one variant's answers compare with those of requests alone and without a cache."""
+    """The comparison of a variant's answers with the baseline."""
 
     variant: str
-    differing: list[int]  # the requests whose logits differ in a bit, counted from 0
-    with_other_tokens: list[int]  # those of them whose tokens differ
+    differing: list[int]  # numbers, from 0, of the requests whose logits differ in a bit
+    with_other_tokens: list[int]  # numbers of the requests whose tokens differ, too
     cached_tokens: int
     preemptions: int
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Requests and their answers, each computed alone and without a cache."""
+    """The requests, and their answers computed one at a time and without a cache."""
 
     requests: list[Request]
     completions: list[Completion]
-    longest: int  # tokens of the longest one, prompt and answer
+    longest: int  # tokens of the longest request, prompt and answer
     page_size: int
     inexact: str  # see `ResolvedConfig.inexact`
 
@@ -132,7 +135,8 @@ def _as_line(result: VariantResult) -> str:
 
 
 def run_alone(model: str, settings: dict[str, Any], lines: Sequence[BatchLine]) -> Baseline:
-    """What the other variants are compared with. Raises what Runtime and generate raise."""
+    """Compute the baseline: each request alone and without a cache. `lines`: the requests; []: a
+    few of our own. Raises what Runtime and generate raise."""
     from radixserve.api.runtime import Runtime
 
     with Runtime(model, **{**settings, "cache": "off", "cascade_attention": False}) as runtime:
@@ -149,7 +153,8 @@ def run_alone(model: str, settings: dict[str, Any], lines: Sequence[BatchLine]) 
 def run_variants(
     model: str, settings: dict[str, Any], baseline: Baseline
 ) -> Iterator[VariantResult]:
-    """A result for each variant. `settings` hold in all of them, beside the own ones of each."""
+    """Run each variant and compare it with the baseline. `settings`: of all variants; a variant's
+    own settings override them."""
     from radixserve.api.runtime import Runtime
 
     runtime: Runtime | None = None
@@ -176,8 +181,8 @@ def _requests_of(runtime: Runtime, lines: Sequence[BatchLine]) -> list[Request]:
 
 
 def _own_requests(runtime: Runtime) -> list[Request]:
-    """Questions after one system prompt, samples of the first of them, and two other prompts; token
-    ids where the model has no tokenizer."""
+    """Questions after a system prompt, two of them without it, and samples of the first. They are
+    token ids for a model without a tokenizer."""
     from radixserve.request import SamplingParams
 
     questions: list[Any] = [question for question, _ in CONVERSATIONS]

@@ -1,29 +1,29 @@
-"""Limits of a trace: the clairvoyant bound, and LRU at every size by reuse distances.
+"""The best that a cache could do on a trace: the clairvoyant bound, and LRU for every size.
 
-The bound: how many tokens could a cache reuse that knows the future? It shares the rules of every
-cache here. Requests are served one after another in the order of the trace. While one is served all
-of its tokens are in the cache; afterwards these and all tokens that were there before may be kept
-or dropped, within the cache's size; a token enters only when a request that has it is served. One
-hit is one token of a prompt, except its last one, that is in the cache when the request arrives.
-Requests that do not fit alone are passed over.
+The clairvoyant bound is the number of tokens that a cache which knows the future could reuse. It
+has the rules of every cache here. Requests are served one after another in the order of the trace.
+While a request is served, all of its tokens are in the cache. Afterwards, these and the tokens that
+were in the cache before may be kept or dropped, within the cache's size. A token enters the cache
+only when a request that has it is served. A hit is a token of a prompt, except its last one, that
+is in the cache when the request arrives. Requests that alone exceed the cache are skipped.
 
-Belady's rule under these: for room, drop the tokens whose next use lies farthest ahead; a token
-that the model computes again (in an output, or as a prompt's last token) before it could be reused
-is worth nothing until then. No cache of this size can have more hits, whether it drops early, keeps
-tokens out, or evicts in any other order:
+Belady's rule is optimal under these rules: to make room, drop the tokens whose next use is farthest
+ahead. A token that the model computes again (in an output, or as a prompt's last token) before it
+could be reused is worth nothing until then. No cache of this size can have more hits, whether it
+drops early, keeps tokens out, or evicts in any other order:
 
     Take an optimal cache that keeps y and drops x although x is needed first. Keep x instead. When
     x is needed, that is one hit more; when y is needed later, at most one less, and y comes back
-    into the place that the optimal cache held for it all the time. Where y is computed anyway
+    into the place that the optimal cache reserved for it all the time. If y is computed anyway
     before that, x is dropped then and nothing is lost. So following the rule never costs a hit.
 
-A real cache can use only a prefix, and the bound does not check that the tokens above a hit are
-still there. It need not: a token is used whenever one below it is, so it is never dropped first.
-The one exception is a token that the model computes again, in an output or as a last token, while
-something below it waits: a real cache must pay for keeping it, the bound does not. So the bound is
-never too low, and exact where no request recomputes a token that was known.
+A real cache can use only a prefix. The bound does not need to check that the tokens above a hit are
+still cached: a token is used whenever one below it is, so it is never dropped first. The exception
+is a token that the model computes again, in an output or as a last token, while a token below it
+stays cached. A real cache must spend room on it, the bound does not. So the bound is never too low,
+and it is exact if no request recomputes a known token.
 
-It does not bound a scheduler that changes the order of the requests.
+The bound does not apply to a scheduler that changes the order of the requests.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from radixserve.replay.paths import PathTable
 from radixserve.replay.trace import Bools, Floats, Ints
 
 NEVER = -1
-_Slice = tuple[int, int, int]  # the request that used them last; first and end in paths.segments
-_PER_OCTAVE = 8
+_Slice = tuple[int, int, int]  # (request that used it last, first, end): of `paths.segments`
+_STEPS_PER_OCTAVE = 8  # of reuse distances
 
 
 def clairvoyant_hits(paths: PathTable, num_kept: Ints, cache_tokens: int) -> Ints:
-    """[requests] tokens that each request could reuse, at most, in a cache of that size.
+    """[requests] the tokens that each request could reuse at most, with a cache of that size.
 
-    O(segments on all paths) in numpy; about 0.1 ms a request.
+    `num_kept`: see `Trace.num_kept`. O(segments on all paths) in numpy; about 0.1 ms per request.
     """
     return _Oracle(paths, num_kept <= cache_tokens, cache_tokens).run()
 
 
 def next_uses(paths: PathTable, fits: Bools) -> Ints:
-    """For each entry of `paths.segments`: the next request that reuses the segment.
+    """[paths.segments] for each entry, the next request that reuses the segment; NEVER if there is
+    none, or the segment is recomputed before.
 
-    NEVER if there is none, or if the segment is recomputed before. `fits`: [requests] those
-    that are served at all.
+    `fits`: [requests] whether each is served.
     """
     upcoming = np.full(len(paths.lengths), NEVER, np.int64)
     uses = np.empty(len(paths.segments), np.int64)
@@ -69,16 +69,17 @@ def next_uses(paths: PathTable, fits: Bools) -> Ints:
 
 
 class _Oracle:
-    """The cached head of each segment, and a queue of segments by next use."""
+    """The clairvoyant cache: how many tokens of each segment, from its start, are cached, and
+    queues of segments by their next use."""
 
     def __init__(self, paths: PathTable, fits: Bools, cache_tokens: int) -> None:
         self._paths = paths
         self._fits = fits
         self._free = cache_tokens
         self._cached = np.zeros(len(paths.lengths), np.int64)  # tokens
-        self._last = np.full(len(paths.lengths), -1, np.int64)  # request that used it last
+        self._last = np.full(len(paths.lengths), -1, np.int64)  # the last request of each segment
         self._next = next_uses(paths, fits)
-        # By next use, in order of last use: the deeper segments of a path come first.
+        # By next use, each in order of last use: deeper segments of a path are evicted first.
         self._queues: dict[int, deque[_Slice]] = {NEVER: deque()}
         self._farthest: list[int] = []  # a heap of the negated keys of `_queues`
 
@@ -110,7 +111,8 @@ class _Oracle:
             self._queues[key].append((request, first + low, first + high))
 
     def _evict(self) -> None:
-        """Drop the missing number of tokens from the slice that is needed last, deepest first."""
+        """Drop tokens from the slice whose next use is last, deepest first, until enough is free or
+        the slice is empty."""
         queue = self._queues[NEVER]
         while not queue:
             key = -self._farthest[0]
@@ -127,7 +129,7 @@ class _Oracle:
             self._cached[segments[sizes > 0]] = 0
             self._free += int(from_here[0])
             return
-        cut = int(np.flatnonzero(from_here > missing)[-1])  # dropped in part, deeper ones in full
+        cut = int(np.flatnonzero(from_here > missing)[-1])  # dropped in part, deeper ones wholly
         gone = segments[cut + 1 :][sizes[cut + 1 :] > 0]
         rest = missing - (int(from_here[cut + 1]) if cut + 1 < len(from_here) else 0)
         self._cached[gone] = 0
@@ -138,12 +140,12 @@ class _Oracle:
 
 @dataclass(frozen=True, slots=True)
 class ReuseDistances:
-    """The distinct tokens touched between two uses of a token, over all reused prompt tokens.
+    """The distribution of reuse distances: the distinct tokens used between two uses of a token.
 
-    That distance is the size from which on an LRU cache still has the token (Mattson's stack
-    distance), so its distribution is the hit rate of LRU over the cache size, for all sizes at
-    once, as long as every request fits. Within one request tokens nearer to the root count as
-    touched later: the order in which a prefix cache evicts.
+    The distance is the smallest LRU cache that still has the token (Mattson's stack distance), so
+    the distribution is the hit rate of LRU for all cache sizes, as long as every request fits.
+    Within a request, tokens nearer to the root count as used later, which is the order in which a
+    prefix cache evicts.
     """
 
     edges: Floats  # [k + 1] distances
@@ -151,10 +153,10 @@ class ReuseDistances:
 
 
 def reuse_distances(spans: Ints) -> ReuseDistances:
-    """The distribution of `reuse_spans` in steps of an eighth of an octave."""
+    """The distribution of the spans of `reuse_spans`, in steps of an eighth of an octave."""
     farthest = int((spans[:, 1] + spans[:, 2]).max(initial=1))
-    steps = int(np.ceil(np.log2(farthest) * _PER_OCTAVE)) + 1
-    edges = np.concatenate(([0.0], 2.0 ** (np.arange(steps + 1) / _PER_OCTAVE)))
+    steps = int(np.ceil(np.log2(farthest) * _STEPS_PER_OCTAVE)) + 1
+    edges = np.concatenate(([0.0], 2.0 ** (np.arange(steps + 1) / _STEPS_PER_OCTAVE)))
     reached = np.zeros(len(edges))
     for low in range(0, len(spans), 4096):
         part = spans[low : low + 4096]
@@ -163,13 +165,13 @@ def reuse_distances(spans: Ints) -> ReuseDistances:
 
 
 def reuse_spans(paths: PathTable) -> Ints:
-    """[k, 3]: request, least distance less one, number of tokens with distances from there on.
+    """[k, 3] the runs of reused prompt tokens: request, start, number of tokens. The tokens of a
+    run have the reuse distances start + 1, start + 2, ...
 
-    Each row is a run of prompt tokens at distances least + 1, least + 2, ... O(requests) in numpy
-    for each run of tokens last used together.
+    O(requests) in numpy for each run of tokens that were last used together.
     """
     last = np.full(len(paths.lengths), -1, np.int64)  # by segment: the request that used it last
-    held = np.zeros(len(paths), np.int64)  # by request: tokens that it used last
+    used_last = np.zeros(len(paths), np.int64)  # by request: the tokens that it was the last to use
     spans = []
     for request in range(len(paths)):
         path, usable = paths.path(request), int(paths.num_usable[request])
@@ -178,14 +180,14 @@ def reuse_spans(paths: PathTable) -> Ints:
         for low, high in _equal_runs(before):
             count = int(lengths[low : min(high, usable)].sum())
             if known[low] and count:
-                spans.append((request, int(held[before[low] + 1 : request].sum()), count))
-        np.subtract.at(held, before[known], lengths[known])
-        held[request] = lengths.sum()
+                spans.append((request, int(used_last[before[low] + 1 : request].sum()), count))
+        np.subtract.at(used_last, before[known], lengths[known])
+        used_last[request] = lengths.sum()
         last[path] = request
     return np.asarray(spans, np.int64).reshape(-1, 3)
 
 
 def _equal_runs(values: Ints) -> list[tuple[int, int]]:
-    """[low, high) of each run of equal neighbours."""
+    """The bounds [low, high) of each run of equal values."""
     cuts = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
     return list(pairwise(cuts))

@@ -1,4 +1,4 @@
-"""The caches to replay a trace through: their kind and size, and a replay's results."""
+"""`CacheSpec`: a cache to replay a trace through; `ReplayResult`: the result of a replay."""
 
 from __future__ import annotations
 
@@ -22,15 +22,19 @@ GIB = 1 << 30
 DEFAULT_KV_BYTES = 131_072  # Llama-3-8B in bfloat16: 2 x 32 layers x 8 heads x 128 x 2 bytes
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
-SPARE_STATES = 64
-STATE_SHARE = 1 / 3  # of the memory, where states take a part of it
+SPARE_STATES = 64  # states in addition to those at intervals, by default
+STATE_SHARE = 1 / 3  # of the cache's memory, for states that take a part of it
 _MAX_PAGES = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class WindowSpec:
-    """Layers with windows. `share`: of the K/V of a token that such layers have; `ratio`: tokens
-    whose K/V of them is kept over tokens whose other K/V is."""
+    """A model's layers with windows.
+
+    window_size  positions that such a layer sees
+    share        their part of the K/V of a token
+    ratio        number of tokens whose K/V of such layers has room, over that of all tokens
+    """
 
     window_size: int
     share: float
@@ -43,16 +47,20 @@ class WindowSpec:
 
     @property
     def bytes_per_token(self) -> float:
-        """Memory of a token, over that of one with all of its K/V."""
+        """The memory of a token, as a part of that with the K/V of all layers."""
         return 1 - self.share + self.ratio * self.share
 
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """Recurrent states. `interval`: tokens from one kept state to the next; None: as
-    `CheckpointSpacing` chooses by `state_tokens`, the tokens whose K/V takes the memory of a state.
-    `num_states` have room: in the memory of the cache where `state_tokens` is given, else beside
-    it."""
+    """The recurrent states of a model.
+
+    interval      tokens between two kept states; None: `CheckpointSpacing` chooses by
+                  `state_tokens`
+    num_states    states that have room: in the cache's memory if `state_tokens` is given, else
+                  in addition to it
+    state_tokens  memory of a state, as the number of tokens whose K/V takes as much
+    """
 
     interval: int | None
     num_states: int
@@ -64,7 +72,7 @@ class StateSpec:
 
     @property
     def pool_tokens(self) -> float:
-        """Tokens whose K/V would have the memory of all states."""
+        """The memory of all states, as the number of tokens whose K/V takes as much."""
         return self.num_states * self.state_tokens
 
     @property
@@ -77,12 +85,16 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """A cache to replay a trace through. InvalidRequest for names that no cache knows.
+    """A cache to replay a trace through. Raises InvalidRequest for an unknown policy or index.
 
-    `use_sessions`: each session of the trace is a session of the cache, open from its first
-    request to the end of its last one. `states`: of a model with recurrent layers.
-    `windows`: of a model with layers that see a window of positions only; `cache_tokens` then are
-    tokens with the K/V of all layers that the memory would hold.
+    cache_tokens  size; with `windows`, in tokens with the K/V of all layers
+    policy        eviction policy of a radix cache
+    page_size     tokens per page; of a hash cache: per block
+    index         one of INDEXES
+    use_sessions  open a session of the cache for each session of the trace, from its first request
+                  to the end of its last one
+    states        of a model with recurrent layers
+    windows       of a model with layers that see a window of positions
     """
 
     cache_tokens: int
@@ -119,7 +131,7 @@ class CacheSpec:
         return f"{name}+sessions" if self.use_sessions else name
 
     def make(self, clock: Callable[[], float]) -> PrefixCache:
-        """An empty cache; `clock` gives the time (seconds) by which leases end."""
+        """A new, empty cache. `clock`: the time in seconds, by which leases end."""
         states = self.states
         if self.index == "radix":
             return RadixCache(
@@ -145,14 +157,15 @@ class CacheSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:
-    """One replay through one cache. Counts are tokens of prompts unless the name says otherwise."""
+    """The result of a replay through one cache. Counts are prompt tokens, unless their names say
+    otherwise."""
 
     spec: CacheSpec
     hits: Ints  # [requests] reused tokens
-    is_served: Bools  # [requests] False: did not fit, all of its prompt counts as not reused
+    is_served: Bools  # [requests] False: it did not fit, and counts as not reused
     prompt_tokens: int  # of all requests
     evicted_tokens: int
-    seconds: float  # that the replay took
+    seconds: float  # duration of the replay itself
 
     @property
     def hit_tokens(self) -> int:
@@ -169,7 +182,7 @@ class ReplayResult:
 
 
 class TraceClock:
-    """The time of a replay, in seconds since the trace's first request."""
+    """The simulated time of a replay, in seconds since the trace's first request."""
 
     __slots__ = ("now",)
 
@@ -194,11 +207,16 @@ def cross(
 ) -> list[CacheSpec]:
     """All valid combinations, by page size, then by policy, then by size.
 
-    Hash caches have one policy, LRU, and ignore sessions. With `use_sessions` every radix cache
-    appears without sessions and with them; with `checkpoint_interval` without states and with them,
-    by default SPARE_STATES and two for each interval of tokens; with `state_tokens`, memory of a
-    state, two times for each of them, at the intervals that the bytes suggest and at the given
-    one, in the same memory, of which states get a STATE_SHARE; with `windows` also with these.
+    Hash caches have a single policy, LRU, and do not use sessions. A radix cache appears several
+    times:
+
+    use_sessions         without sessions and with them
+    checkpoint_interval  without states and with them; `num_states`, by default SPARE_STATES and two
+                         for each interval of tokens
+    state_tokens         twice for each of them (see `StateSpec.state_tokens`): with the intervals
+                         that `CheckpointSpacing` chooses, and with `checkpoint_interval`. States
+                         take STATE_SHARE of the memory
+    windows              without them and with them
     """
 
     def states(size: int, interval: int | None, state_size: float) -> StateSpec:
@@ -238,7 +256,8 @@ def cross(
 
 
 def parse_tokens(text: str) -> int:
-    """Tokens of "500000", "250k", "1M" or "0.25M" (powers of 1,000). Raises InvalidRequest."""
+    """The number of tokens in a text such as "500000", "250k" or "0.25M" (powers of 1,000). Raises
+    InvalidRequest."""
     number = text.strip().upper()
     unit = number[-1:] if number[-1:].isalpha() else ""
     try:
@@ -254,11 +273,14 @@ def parse_tokens(text: str) -> int:
 
 
 def kv_bytes_per_token(path: str | os.PathLike[str], kv_dtype: str = "auto") -> int:
-    """Bytes of one token's keys and values in all layers: 2 x layers x K/V heads x head_dim x size.
+    """The bytes of one token's K/V in all layers: 2 x layers x K/V heads x head_dim x size.
 
-    `path`: a checkpoint folder or its config.json. With latent attention (kv_lora_rank): layers x
-    (rank + rope part) x size. kv_dtype: as EngineConfig has it; in "int8" a head has a scale of 2
-    bytes. Raises InvalidRequest for a config that does not say, OSError for one that cannot be
+    With latent attention (kv_lora_rank): layers x (rank + rope part) x size.
+
+    path      a checkpoint folder or its config.json
+    kv_dtype  as in EngineConfig; in "int8", each head has a scale of 2 bytes
+
+    Raises InvalidRequest for a config without these numbers, OSError for a file that cannot be
     read.
     """
     check_choice("--kv-dtype", kv_dtype, CHOICES["kv_dtype"])
@@ -282,7 +304,7 @@ def kv_bytes_per_token(path: str | os.PathLike[str], kv_dtype: str = "auto") -> 
         for value in map(config.get, names):
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
-        raise InvalidRequest(f"{file}: {' or '.join(names)} is missing or no positive number")
+        raise InvalidRequest(f"{file}: {' or '.join(names)} is missing or not a positive number")
 
     size, scale = _DTYPE_BYTES[dtype], 0
     if kv_dtype != "auto":

@@ -1,7 +1,8 @@
-"""Closed loops: a session sends its next request a think time after the last answer.
+"""`replay_closed_loop`: a session sends its next request a think time after the last answer.
 
-The real scheduler and cache serve the requests in simulated time. An open replay sends a request
-when the trace says, however late the answers are; here a slow server slows its own arrivals.
+The real scheduler and cache serve the requests in simulated time. The open replay of `scheduled.py`
+sends a request at its recorded time, however late the answers are; here, a slow server slows its
+own arrivals.
 """
 
 from __future__ import annotations
@@ -28,28 +29,28 @@ from radixserve.request import Request, SamplingParams
 from radixserve.schedule import ModelRunnerOutput
 from radixserve.scheduler import Scheduler
 
-MAX_THINK_S = 900.0  # longer gaps of a trace are breaks: the session goes on after so long
+MAX_THINK_S = 900.0  # a longer gap in a trace is a break, and is shortened to this
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """Which requests follow each other, and how long their sessions think between them."""
+    """The sessions of a trace: which requests follow each other, after which think times."""
 
-    sessions: list[list[int]]  # by session, in order of their first request: its requests
-    starts: Floats  # [sessions] seconds, when the first request is sent
-    think_s: Floats  # [requests] from the end of the session's request before; 0 for a first one
+    sessions: list[list[int]]  # the requests of each session; in order of their first requests
+    starts: Floats  # [sessions] when the first request is sent, in seconds
+    think_s: Floats  # [requests] seconds after the session's previous request ended; 0: the first
 
     @property
     def session_think_s(self) -> Floats:
-        """[sessions] seconds that each thinks in all."""
+        """[sessions] the sum of each session's think times, in seconds."""
         return np.asarray([self.think_s[requests].sum() for requests in self.sessions])
 
 
 def infer_closed_loop(trace: Trace, serving: Serving) -> ClosedLoop:
-    """The sessions of a trace, each request of none as its own.
+    """The sessions of a trace. A request without a session is a session of its own.
 
-    A think time is the recorded gap less the time that the answer takes when it is alone and its
-    prompt is cached, at most MAX_THINK_S. `serving.time_scale` stretches starts, not think times.
+    A think time is the recorded gap minus the time that the answer takes alone with a cached
+    prompt, at most MAX_THINK_S. `serving.time_scale` stretches starts, but not think times.
     """
     by_name: dict[str | int, list[int]] = {}
     for index, name in enumerate(trace.sessions):
@@ -66,9 +67,9 @@ def infer_closed_loop(trace: Trace, serving: Serving) -> ClosedLoop:
 
 
 def read_step_costs(path: str | os.PathLike[str]) -> StepModel:
-    """The step costs in a file: a JSON object of fields of `StepModel`, in seconds.
+    """Read the step costs in a file: a JSON object with fields of `StepModel`, in seconds.
 
-    Raises InvalidRequest for another content, OSError for a file that cannot be read.
+    Raises InvalidRequest for other content, OSError for a file that cannot be read.
     """
     with open(path, encoding="utf-8") as file:
         try:
@@ -83,24 +84,24 @@ def read_step_costs(path: str | os.PathLike[str]) -> StepModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedLoopResult(ReplayResult):
-    """One closed loop through the scheduler and a cache; times in modelled seconds."""
+    """The result of a closed loop through the scheduler and a cache. Times are modelled seconds."""
 
     serving: Serving
     loop: ClosedLoop
-    ttft_s: Floats  # [requests] from being sent to first token; nan for those that do not fit
-    session_s: Floats  # [sessions] from the first request's sending to the last answer's end
-    alone_s: Floats  # [sessions] the same, were it alone with an unlimited cache
-    computed_tokens: int  # in prefill and decode, of everything
+    ttft_s: Floats  # [requests] from sending to the first token; nan if it does not fit
+    session_s: Floats  # [sessions] from sending the first request to the end of the last answer
+    alone_s: Floats  # [sessions] the same, if it were alone with an unlimited cache
+    computed_tokens: int  # in prefill and decode
     preemptions: int
     steps: int
     makespan_s: float
-    num_held: int  # decisions to let a request wait: see `PricedAdmission`
-    max_running: int  # the most requests that ran at once
-    max_queue_s: float  # the longest that a request waited for its first admission
+    num_held: int  # how often priced admission let a request wait: see `PricedAdmission`
+    max_running: int  # most requests that ran at the same time
+    max_queue_s: float  # longest wait of a request for its first admission
 
     @property
     def fairness(self) -> float:
-        """Jain's index of the sessions' speeds, each over its speed alone: 1 is fairest."""
+        """Jain's index of the sessions' speeds, each relative to its speed alone; 1.0 at best."""
         speeds = self.alone_s / np.maximum(self.session_s, 1e-12)
         return float(speeds.sum() ** 2 / (len(speeds) * (speeds**2).sum()))
 
@@ -113,7 +114,7 @@ class ClosedLoopResult(ReplayResult):
 
     @property
     def mean_wait_s(self) -> float:
-        """Session time without the think times."""
+        """The mean time of a session without its think times."""
         return float((self.session_s - self.loop.session_think_s).mean())
 
     @property
@@ -123,7 +124,7 @@ class ClosedLoopResult(ReplayResult):
         return float(served.mean()) if len(served) else float("nan")
 
     def document(self) -> dict[str, float | int | str]:
-        """The figures of a table's row."""
+        """The figures of a row in a table."""
         return {
             "order": self.serving.order,
             "admission": self.serving.admission,
@@ -149,18 +150,18 @@ class ClosedLoopResult(ReplayResult):
 
 
 class ClientGate:
-    """Decides outside of the server when a session's request is sent: none is held back here."""
+    """Decides outside the server when a session's request is sent: this one sends it at once."""
 
     def __init__(self, scheduler: Scheduler, loop: ClosedLoop) -> None:
         self.scheduler, self.loop = scheduler, loop
 
     def arrive(self, session: int, index: int) -> list[int]:
-        """A session wants to send a request; returns the requests to send now."""
+        """A session wants to send a request. Returns the requests to send now."""
         del session
         return [index]
 
     def end(self, session: int, index: int, *, is_last: bool) -> list[int]:
-        """A request has ended; returns the requests to send now."""
+        """A request has ended. Returns the requests to send now."""
         del session, index, is_last
         return []
 
@@ -175,10 +176,13 @@ def replay_closed_loop(
     make_gate: Callable[[Scheduler, ClosedLoop], ClientGate] = ClientGate,
     on_request: Callable[[], object] = lambda: None,
 ) -> ClosedLoopResult:
-    """Serve a closed loop. Requests that do not fit into the cache alone end at once, empty.
+    """Serve a closed loop. A request that alone exceeds the cache ends at once, without tokens.
 
-    `lease_s`: of the sessions where `spec.use_sessions`. `on_request` is called when one has
-    ended. The cache is audited at the end. About 30 us a row of a step.
+    lease_s     of the cache's sessions, in seconds; None: the cache's default
+    make_gate   makes the `ClientGate`, which may delay requests
+    on_request  is called when a request has ended
+
+    The cache is audited at the end. About 30 us per row of a step.
     """
     begin = time.perf_counter()
     run = _Run(trace, loop, spec, serving, lease_s, make_gate, on_request)
@@ -204,13 +208,13 @@ class _Run:
         self._scheduler = serving.make_scheduler(self._cache, self._clock)
         self._gate = make_gate(self._scheduler, loop)
         self._session_of = np.zeros(len(trace), np.int64)  # [requests]
-        self._next = np.full(len(trace), -1, np.int64)  # [requests] the session's next one
+        self._next = np.full(len(trace), -1, np.int64)  # [requests] the next one of its session
         self._arrivals: list[tuple[float, int]] = []  # a heap of (time, request)
         for session, requests in enumerate(loop.sessions):
             self._session_of[requests] = session
             self._next[requests[:-1]] = requests[1:]
             heapq.heappush(self._arrivals, (float(loop.starts[session]), requests[0]))
-        self._wanted_at = np.full(len(trace), np.nan)  # [requests] when the session wanted it sent
+        self._wanted_at = np.full(len(trace), np.nan)  # [requests] when its session wanted it sent
         self._ended_at = np.full(len(trace), np.nan)
         self._ttft = np.full(len(trace), np.nan)
         self._hits = np.zeros(len(trace), np.int64)
@@ -235,7 +239,7 @@ class _Run:
                 self._note_output(output)
 
     def _wait(self) -> None:
-        """Nothing runs: until the next arrival."""
+        """Advance the time to the next arrival, since no request runs."""
         if self._arrivals:
             self._clock.now = max(self._clock.now, self._arrivals[0][0])
 
@@ -320,7 +324,7 @@ class _Run:
 
 
 def alone_s(trace: Trace, loop: ClosedLoop, step: StepModel) -> Floats:
-    """[sessions] seconds that each would take alone, with nothing of it evicted."""
+    """[sessions] the seconds that each would take alone, without evictions."""
     seconds = np.zeros(len(loop.sessions))
     for session, requests in enumerate(loop.sessions):
         known = 0
@@ -338,7 +342,7 @@ def alone_s(trace: Trace, loop: ClosedLoop, step: StepModel) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class LoopBound:
-    """No schedule and no cache of that size can do better."""
+    """Lower bounds for every schedule and every cache of a size."""
 
     computed_tokens: int
     makespan_s: float
@@ -347,13 +351,13 @@ class LoopBound:
 def bound_closed_loop(
     trace: Trace, paths: PathTable, loop: ClosedLoop, cache_tokens: int, serving: Serving
 ) -> LoopBound:
-    """What hindsight could reach: for each think time it is chosen whether its K/V is kept.
+    """The best that hindsight could reach, by choosing for each think time whether to keep the K/V.
 
-    Keeping w tokens over a gap of g seconds takes w g of the room's tokens x seconds and saves the
-    computing of w tokens, so the shortest gaps are kept first. Keeping may be in part, a session's
-    requests take no room while they run, and prefixes that other sessions have are always kept:
-    all of this makes the bound lower. The makespan also is at least that of the session which
-    thinks and answers longest, with everything cached.
+    Keeping w tokens over a gap of g seconds takes w x g of the cache's tokens x seconds, and saves
+    computing w tokens, so the shortest gaps are kept first. Three assumptions make the bound lower:
+    K/V may be kept in part; a session's requests take no room while they run; and prefixes of
+    several sessions are always kept. The makespan is also at least that of the longest session with
+    everything cached.
     """
     step = serving.step
     users = _session_counts(paths, loop)
@@ -393,9 +397,9 @@ def bound_closed_loop(
 
 
 def _session_counts(paths: PathTable, loop: ClosedLoop) -> Ints:
-    """[segments] in how many sessions each one is."""
+    """[segments] the number of sessions that have each segment."""
     counts = np.zeros(len(paths.lengths), np.int64)
-    last_session = np.full(len(paths.lengths), -1, np.int64)  # that was counted
+    last_session = np.full(len(paths.lengths), -1, np.int64)  # the last one that was counted
     for session, requests in enumerate(loop.sessions):
         for index in requests:
             path = paths.path(index)

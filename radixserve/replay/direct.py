@@ -1,8 +1,8 @@
-"""A trace through a cache, one request after another, without a scheduler.
+"""`replay_direct`: a trace through a cache, one request after another, without a scheduler.
 
-Every request acquires, computes and commits its prompt, then its output, and is released before the
-next one begins: requests that overlapped are put in order of arrival. `scheduled` models the
-overlap.
+Each request acquires, computes and commits its prompt, then its output, and is released before the
+next one begins. Requests that overlapped in time are served in order of arrival; `scheduled.py`
+models the overlap.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from radixserve.cache import CacheSession, OutOfPages, PrefixCache
 from radixserve.replay.caches import CacheSpec, ReplayResult, TraceClock
 from radixserve.replay.trace import Trace, TraceRequest
 
-CHUNK_TOKENS = 512  # extended at a time, where those before a window may be dropped
+CHUNK_TOKENS = 512  # computed at a time in a cache with windows, which drops those before a window
 
 
 def replay_direct(
@@ -26,11 +26,12 @@ def replay_direct(
     lease_s: float | None = None,
     on_request: Callable[[], object] = lambda: None,
 ) -> ReplayResult:
-    """`lease_s`: of the sessions, in time of the trace; None: the cache's own default.
+    """Replay a trace. A request that alone, with its output, exceeds the cache is skipped.
 
-    `on_request` is called once a request. A request that does not fit alone, with its output, is
-    passed over. The cache is audited at the end. O(tokens of the trace) in copies and comparisons
-    of memory.
+    lease_s     of the cache's sessions, in seconds of the trace; None: the cache's default
+    on_request  is called after each request
+
+    The cache is audited at the end. O(tokens of the trace) in copies and comparisons of memory.
     """
     start, clock = time.perf_counter(), TraceClock()
     cache = spec.make(clock)
@@ -65,7 +66,7 @@ def replay_direct(
 
 
 def serve(cache: PrefixCache, request: TraceRequest, session: CacheSession | None) -> int | None:
-    """Tokens reused; None when the request does not fit."""
+    """Serve a request. Returns the number of reused tokens; None if the request does not fit."""
     prompt, kept = request.prompt, request.kept
     if len(kept) > cache.num_pages * cache.page_size:
         return None
@@ -78,7 +79,7 @@ def serve(cache: PrefixCache, request: TraceRequest, session: CacheSession | Non
                 sequence.extend(tokens[start : start + chunk])
                 sequence.take_checkpoints(start)
                 sequence.commit(sequence.length)
-    except OutOfPages:  # the copy of a page's head was one page too many
+    except OutOfPages:  # copying the beginning of a page needed one page more
         return None
     finally:
         cache.take_state_copies()

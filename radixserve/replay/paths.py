@@ -1,10 +1,9 @@
-"""`PathTable`: a whole trace as paths in one tree from which nothing is dropped.
+"""`PathTable`: a whole trace as paths in the tree of all token prefixes, without evictions.
 
-All sequences (a prompt and the part of its output that is kept) form one tree of token prefixes. It
-is cut into segments where sequences diverge, where one ends, and before the last token of a prompt,
-which is always computed and never reused. So all tokens of a segment are used by exactly the same
-requests, in the same way, and questions about past or future uses of tokens are answered segment by
-segment.
+The sequences are the prompts, each with the part of its output that is kept. The tree is cut into
+segments where sequences diverge, where one ends, and before the last token of a prompt, which is
+always computed and never reused. So all tokens of a segment are used by exactly the same requests,
+in the same way, and past or future uses of tokens can be computed segment by segment.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from radixserve.replay.trace import Ints, Trace
 
-_BYTES = 4  # of a token: edges are int32 bytes, one memcmp compares two
+_BYTES = 4  # per token: edges are the bytes of int32, which memcmp compares
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +27,9 @@ class PathTable:
     lengths: Ints  # [segments] tokens
     starts: Ints  # [segments] position of the first token in its sequences
     segments: NDArray[np.int32]  # the paths of all requests, one after another
-    bounds: Ints  # [requests + 1] where each request's path begins and ends in `segments`
-    num_usable: Ints  # [requests] leading segments that hold all but the prompt's last token
-    reusable: Ints  # [requests] leading prompt tokens that some earlier request had, not the last
+    bounds: Ints  # [requests + 1] the begin and end of each request's path in `segments`
+    num_usable: Ints  # [requests] leading segments: the prompt without its last token
+    reusable: Ints  # [requests] leading prompt tokens of earlier requests, without the last token
 
     def __len__(self) -> int:
         return len(self.num_usable)
@@ -41,19 +40,20 @@ class PathTable:
 
     @property
     def distinct_tokens(self) -> int:
-        """Different token prefixes in prompts and kept outputs: each is computed at least once."""
+        """The number of token prefixes in prompts and kept outputs; each is computed at least
+        once."""
         return int(self.lengths.sum())
 
     @property
     def reusable_tokens(self) -> int:
-        """Prompt tokens that an unlimited cache would have reused."""
+        """The prompt tokens that an unlimited cache would have reused."""
         return int(self.reusable.sum())
 
 
 def build_paths(trace: Trace, *, on_request: Callable[[], object] = lambda: None) -> PathTable:
-    """O(tokens of the trace) in comparisons of memory; holds the distinct tokens meanwhile.
+    """Build the table of a trace. `on_request` is called after each request.
 
-    `on_request` is called once a request.
+    O(tokens of the trace) in comparisons of memory. Needs memory for the distinct tokens meanwhile.
     """
     tree = _Tree()
     ends, limits, reusable = [], [], []
@@ -70,9 +70,10 @@ def build_paths(trace: Trace, *, on_request: Callable[[], object] = lambda: None
 
 
 class _Tree:
-    """Segments by number; roots are empty.
+    """The tree under construction. Segments have numbers; those of roots are empty.
 
-    A split gives the upper part a new number: the segment in which a request ends keeps its own.
+    When a segment is split, the upper part gets a new number, so that the segment in which a
+    request ends keeps its number.
     """
 
     def __init__(self) -> None:
@@ -88,9 +89,10 @@ class _Tree:
         return self._roots[namespace]
 
     def insert(self, node: int, data: bytes, pos: int, stop: int) -> tuple[int, int]:
-        """Follow and extend the tree with data[pos:stop] below `node`.
+        """Insert data[pos:stop] below `node`.
 
-        Returns the segment that ends at `stop` now, and the length of `data` that was known.
+        Returns the segment that ends at `stop`, and the length of `data` that was known before, in
+        bytes.
         """
         while pos < stop:
             child = self._children[node].get(data[pos : pos + _BYTES])
@@ -106,7 +108,7 @@ class _Tree:
         return node, pos
 
     def table(self, ends: list[int], limits: list[int], reusable: list[int]) -> PathTable:
-        """The paths to `ends`; the tree is released."""
+        """The table of the paths to `ends`. Releases the tree."""
         lengths = np.asarray([len(edge) // _BYTES for edge in self._edges], np.int64)
         starts = np.asarray(self._starts, np.int64) // _BYTES
         self._edges, self._children = [], []
@@ -137,7 +139,7 @@ class _Tree:
         return len(self._edges) - 1
 
     def _split(self, node: int, cut: int) -> int:
-        """Cut a segment after `at` bytes; returns the upper part."""
+        """Cut a segment after `cut` bytes. Returns the upper part."""
         edge, parent, start = self._edges[node], self._parents[node], self._starts[node]
         upper = self._add(parent, start, edge[:cut])
         self._children[parent][edge[:_BYTES]] = upper
@@ -149,7 +151,8 @@ class _Tree:
 
 
 def _common(edge: bytes, data: bytes, pos: int, stop: int) -> int:
-    """Bytes of whole tokens that `edge` and data[pos:stop] have in common, one token at least."""
+    """The number of bytes that `edge` and data[pos:stop] have in common, in whole tokens; the first
+    token is known to be the same."""
     count = min(len(edge), stop - pos) // _BYTES
     left: NDArray[Any] = np.frombuffer(edge, np.int32, count)
     differs = left != np.frombuffer(data, np.int32, count, pos)

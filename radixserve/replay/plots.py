@@ -1,4 +1,4 @@
-"""Three plots a trace: hit rate over cache size, reusable prefix lengths, reuse distances.
+"""Draws three plots per trace: hit rate over cache size, reusable prefixes, reuse distances.
 
 Needs matplotlib, which comes with `pip install radixserve[plot]`.
 """
@@ -17,11 +17,11 @@ from radixserve.replay.caches import ReplayResult
 from radixserve.replay.report import format_tokens
 from radixserve.replay.study import Study
 
-_SIZE = (5.6, 3.9)  # inches a plot
+_SIZE = (5.6, 3.9)  # inches per plot
 _SHAPES = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼", "P": "✚"}  # markers in labels
 _MARKERS = tuple(_SHAPES)
 _LABEL_STEP = 0.068  # between two labels, as a share of the plot's height
-# A line that the frame does not hide where it runs along an edge.
+# The style of a line that may run along the edge of the frame.
 _FREE: dict[str, Any] = {"linewidth": 2, "clip_on": False, "zorder": 3}
 
 
@@ -34,7 +34,7 @@ class _End(NamedTuple):
 
 
 def check_plot_path(path: str | os.PathLike[str]) -> None:
-    """InvalidRequest without matplotlib, or for a file name with an unknown ending."""
+    """Raise InvalidRequest without matplotlib, or for a file name with an unknown ending."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError:
@@ -47,10 +47,8 @@ def check_plot_path(path: str | os.PathLike[str]) -> None:
 
 
 def draw(studies: Sequence[Study], path: str | os.PathLike[str]) -> None:
-    """A row of plots for each study, into one file; its ending gives the format.
-
-    Raises what `check_plot_path` raises.
-    """
+    """Draw a row of plots for each study into a file, whose ending determines the format. Raises
+    what `check_plot_path` raises."""
     check_plot_path(path)
     from matplotlib.figure import Figure
 
@@ -64,9 +62,9 @@ def draw(studies: Sequence[Study], path: str | os.PathLike[str]) -> None:
 
 
 def draw_rates(study: Study, axes: Any) -> None:
-    """Hit rate over cache size, a line for each cache, below the clairvoyant bound.
+    """Draw the hit rate over the cache size: a line for each cache, and the clairvoyant bound.
 
-    The axis of rates begins below the lowest one, not at 0: the caches differ by a few percent.
+    The axis of rates does not begin at 0, since the caches differ by a few percent.
     """
     low, high = max(1.0, min(study.bounds) / 1.25), float(max(study.bounds))
     kinds = sorted(study.by_kind().items(), key=lambda item: -_mean_rate(item[1]))
@@ -103,7 +101,7 @@ def draw_rates(study: Study, axes: Any) -> None:
 
 
 def draw_lengths(study: Study, axes: Any) -> None:
-    """The share of the requests of whose prompt at least x was seen before."""
+    """Draw the share of requests at least x of whose prompt was seen before."""
     shares = study.reusable_shares()
     axes.plot(100 * shares, np.linspace(100, 0, len(shares)), color="tab:blue", **_FREE)
     _name(
@@ -116,7 +114,7 @@ def draw_lengths(study: Study, axes: Any) -> None:
 
 
 def draw_distances(study: Study, axes: Any) -> None:
-    """The share of the reused tokens whose reuse distance is at most x."""
+    """Draw the share of reused tokens whose reuse distance is at most x."""
     tokens = study.reuse.tokens
     reached = 100 * np.cumsum(tokens) / max(1.0, float(tokens.sum()))
     begin = max(0, int(np.searchsorted(reached, 0.5)) - 1)
@@ -146,7 +144,7 @@ def _name(axes: Any, title: str, across: str, up: str) -> None:
 
 
 def _log_tokens(axes: Any, low: float, high: float) -> None:
-    """A log axis of token counts with at most about eight names."""
+    """Make the x axis logarithmic, with token counts at about eight ticks."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     decades = math.log10(high / low)
@@ -159,7 +157,7 @@ def _log_tokens(axes: Any, low: float, high: float) -> None:
 
 
 def _label_ends(axes: Any, ends: Sequence[_End]) -> None:
-    """Write the name of each line at its right end, one below the other, in the line's colour."""
+    """Write the name of each line to the right of its end, in its colour, without overlaps."""
     bottom, top = axes.get_ylim()
     heights = _spread([(end.rate - bottom) / (top - bottom) for end in ends], _LABEL_STEP)
     for end, height in zip(ends, heights, strict=True):
@@ -184,8 +182,8 @@ def _label_ends(axes: Any, ends: Sequence[_End]) -> None:
 
 
 def _spread(heights: Sequence[float], step: float) -> list[float]:
-    """Heights for labels in the given order, top to bottom, at least `step` apart and near those
-    of their lines: groups that touch are centred at the mean of their lines."""
+    """The heights of labels, in the order of `heights` from top to bottom, at least `step` apart
+    and near their lines: labels that touch are a group around the mean of their lines."""
     groups: list[list[float]] = []
     for height in heights:
         groups.append([height])

@@ -1,4 +1,4 @@
-"""`read_trace`: a file of requests into a `Trace`, in any of three formats.
+"""`read_trace`: reads a file of requests, in any of three formats, into a `Trace`.
 
     hashes   {"timestamp", "input_length", "output_length", "hash_ids" | "hash_runs"}, a header with
              "block_size"; equal ids mean equal whole prefixes
@@ -7,8 +7,9 @@
     tokens   {"tokens": [ids]} or {"prompt": text or [ids]}, with optional "output_tokens", "output"
              or "output_length"; `Runtime(trace=...)` records this format or the first
 
-All take "timestamp" (milliseconds) or "time" (seconds), "session" and "namespace". Records are put
-in order of time; without times they keep the file's order and arrive at once.
+A line may also have "timestamp" (milliseconds) or "time" (seconds), "session" and "namespace".
+Requests are put in order of time; without times, they keep the file's order and arrive at once.
+`_format_of` recognises the format; to add one, add a class with `add` and `source` there.
 """
 
 from __future__ import annotations
@@ -44,22 +45,22 @@ _log = logging.getLogger("radixserve")
 
 
 class Line(NamedTuple):
-    """A JSON object and its place in a file."""
+    """A line of a file, a JSON object."""
 
     path: str
     number: int  # from 1
     fields: dict[str, Any]
 
     def error(self, what: str) -> InvalidRequest:
-        """An error that names file and line."""
+        """An error about the line, which names the file and the line."""
         return InvalidRequest(f"{self.path}:{self.number}: {what}")
 
     def wrong(self, name: str, what: str) -> InvalidRequest:
-        """An error for a field that is not what it must be."""
+        """An error about the value of a field; `what`: what it must be."""
         return self.error(f'"{name}" must be {what}, got {shown(self.fields.get(name))}')
 
     def number_at(self, name: str) -> float | None:
-        """A number field in [0, 1e15); None when missing."""
+        """A number field in [0, 1e15); None if it is missing. Raises InvalidRequest."""
         value = self.fields.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise self.wrong(name, "a number")
@@ -68,21 +69,23 @@ class Line(NamedTuple):
         return value
 
     def length_at(self, name: str) -> int | None:
-        """A token count; None when missing."""
+        """A field with a number of tokens; None if it is missing. Raises InvalidRequest."""
         value = self.number_at(name)
         if value is not None and (not isinstance(value, int) or value >= 2**31):
             raise self.wrong(name, "a number of tokens")
         return value
 
     def text_at(self, name: str) -> str | None:
-        """A string field, numbers as text; None when missing or null."""
+        """A string field, or an integer as text; None if it is missing or null. Raises
+        InvalidRequest."""
         value = self.fields.get(name)
         if isinstance(value, bool) or not isinstance(value, int | str | None):
             raise self.wrong(name, "text")
         return None if value is None else str(value)
 
     def integers_at(self, name: str, *, width: int) -> Ints | None:
-        """[n], or [n, width] for a width above 1: integers >= 0; None if the field is not so."""
+        """[n], or [n, width] if `width` is above 1: a list of integers >= 0; None if the field is
+        not such a list."""
         given, row = self.fields.get(name), () if width == 1 else (width,)
         if given == []:
             return np.empty((0, *row), np.int64)
@@ -95,10 +98,10 @@ class Line(NamedTuple):
 
 
 def read_lines(path: str) -> tuple[dict[str, Any], Iterator[Line]]:
-    """The header ({} without one) and the other lines, read one by one; empty lines are left out.
+    """The header ({} without one), and an iterator of the other lines. Empty lines are left out.
 
-    Raises OSError for an unreadable file, InvalidRequest for a line that is not a JSON object.
-    The cut-off last line of a log is left out with a warning: its writer was killed.
+    Raises OSError for a file that cannot be read, InvalidRequest for a line that is not a JSON
+    object. An incomplete last line of a log, whose writer was killed, is left out with a warning.
     """
     lines = _objects(path)
     first = next(lines, None)
@@ -111,7 +114,7 @@ def read_lines(path: str) -> tuple[dict[str, Any], Iterator[Line]]:
 
 
 def _requests(header: dict[str, Any], lines: Iterator[Line]) -> Iterator[Line]:
-    """The lines without the headers of later runs that recorded into the same file."""
+    """The lines without headers, which later runs write when they record into the same file."""
     for line in lines:
         if line.fields.get("kind") != LOG_KIND:
             yield line
@@ -156,7 +159,7 @@ _NEEDED = 'a request needs one of "hash_ids", "hash_runs", "text", "tokens" or "
 
 
 class _Record(NamedTuple):
-    """The fields that all formats have."""
+    """The fields of a request that all formats have."""
 
     time: float  # seconds; 0.0 without a time
     has_time: bool
@@ -169,10 +172,10 @@ class _Record(NamedTuple):
 def read_trace(
     path: str | os.PathLike[str], *, limit: int | None = None, stitch: bool = True
 ) -> Trace:
-    """Read a trace. `limit`: only the first requests by time; `stitch`: see `replay.tokens`.
+    """Read a trace. `limit`: only so many requests, the first by time. `stitch`: see `HashTokens`.
 
-    Raises InvalidRequest, with file and line, for what cannot be read as a trace; OSError for a
-    file that cannot be opened. Memory goes with the distinct tokens.
+    Raises InvalidRequest, with file and line, for a file that is not a trace, OSError for a file
+    that cannot be opened. Memory is proportional to the distinct tokens.
     """
     name = os.fspath(path)
     header, lines = read_lines(name)
@@ -219,7 +222,9 @@ def _record(line: Line, num_prompt: int, num_output: int) -> _Record:
 
 
 def _format_of(header: dict[str, Any], first: Line) -> _HashFormat | _TextFormat | _TokenFormat:
-    """The format of a trace: `add` reads a line and returns its tokens of prompt and output."""
+    """The reader of a trace's format, by its first line. `add` reads a line and returns the numbers
+    of its prompt and output tokens; `source` returns the tokens of all lines. Raises
+    InvalidRequest."""
     fields = first.fields
     if "hash_ids" in fields or "hash_runs" in fields:
         return _HashFormat(header, first)
@@ -255,7 +260,7 @@ class _HashFormat:
         return num_prompt, line.length_at("output_length") or 0
 
     def _runs(self, line: Line) -> tuple[Ints, Ints]:
-        """First ids and lengths of runs of consecutive block ids."""
+        """The first ids and the lengths of the runs of consecutive block ids."""
         if "hash_ids" in line.fields:
             ids = line.integers_at("hash_ids", width=1)
             if ids is None:
@@ -299,11 +304,11 @@ class _TextFormat(_PackedFormat):
         if name is not None and self._numbers.setdefault(name, len(self._packed)) != len(
             self._packed
         ):
-            raise line.error(f'"id" {name} is there already')
+            raise line.error(f'"id" {name} is that of an earlier line')
         return self._packed.add(prompt, tokenize(line.text_at("output") or ""))
 
     def _base(self, line: Line) -> IntArray:
-        """The tokens before the line's own text: those of its parent, or of its prefix."""
+        """The tokens before the line's own text: of its parent, or of its prefix, or none."""
         parent, prefix = line.text_at("parent"), line.text_at("prefix")
         if parent is not None and parent != "-1":
             if parent not in self._numbers:

@@ -1,11 +1,11 @@
-"""A trace through the caches of several replicas, each request where a router sends it.
+"""`replay_replicas`: a trace through the caches of several replicas, with a router.
 
-As in `direct` a request is served at once when it arrives; its time is modelled: a replica runs one
-prefill after another and decodes beside them. Routers know the past requests; the tree router also
-gets the caches' events, with a delay.
+As in `direct.py`, the cache serves a request at once when it arrives. Its time is modelled: a
+replica runs one prefill after another, and decodes at the same time. A router knows the earlier
+requests; the tree router also gets the caches' events, after a delay.
 
-Replicas may be added and removed. A lost or removed replica loses its cache; its requests continue
-on other replicas from the prompt and the tokens so far, as in `radixserve.cluster`.
+Replicas may be added and removed. A lost or removed replica loses its cache. Its requests continue
+on other replicas, from the prompt and the tokens so far, as in `radixserve.cluster`.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from radixserve.routing.tree_router import StepCosts, TreeRouter
 
 _MAX_REPLICAS = 1024
 _MAX_S = 1e9
-_EPSILON_S = 1e-6  # of delays, against rounding
+_EPSILON_S = 1e-6  # tolerance of delays, for rounding errors
 
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """When replicas are lost. They depend on the seed, not on the router."""
+    """When replicas are lost. It depends on the seed, but not on the router."""
 
-    mean_s: float | None = None  # a replica's mean time to failure, drawn at each start; None: none
-    at: tuple[tuple[float, int], ...] = ()  # besides: seconds, number of a replica that is there
+    mean_s: float | None = None  # mean time from a replica's start to its failure; None: never
+    at: tuple[tuple[float, int], ...] = ()  # additional failures: (seconds, replica)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -52,47 +52,48 @@ class Failures:
             check_float("mean_s", self.mean_s, 0.0, _MAX_S, open_low=True)
 
     def time_to_failure(self, replica: int, start: int) -> float:
-        """`start`: number of its start, from 0."""
+        """Seconds from a replica's start to its failure. `start`: the start's number, from 0."""
         if self.mean_s is None:
             return math.inf
         return random.Random(f"{self.seed} {replica} {start}").expovariate(1.0 / self.mean_s)
 
 
 class ReplayRouter(Protocol):
-    """Replicas are known by their numbers from `add` to `remove`, requests by that of
-    an attempt: one that loses its replica is sent again, as another attempt."""
+    """A router in a replay. A replica is known by its number from `add` to `remove`. A request that
+    loses its replica is sent again as another attempt, with another number."""
 
     def add(self, replica: int, cache: PrefixCache) -> None:
-        """The cache is empty."""
+        """Add a replica with this cache, which is empty."""
         ...
 
     def remove(self, replica: int) -> None: ...
 
     def choose(self, request: TraceRequest, attempt: int) -> int:
-        """Only called while there are replicas."""
+        """The replica for an attempt of a request. Called only if there is a replica."""
         ...
 
     def events(self, replica: int) -> Callable[[], object]:
-        """Takes the events of that cache; the returned call applies them when they arrive."""
+        """Take the new events of a replica's cache. Returns the call that applies them, for the
+        time when they arrive."""
         ...
 
     def start(self, attempt: int) -> None:
-        """The first token has come. Nothing happens where the replica was removed meanwhile."""
+        """The first token has come. Ignored if the replica was removed meanwhile."""
         ...
 
     def end(self, attempt: int, num_output: int) -> None:
-        """As `start`."""
+        """The attempt has ended. Ignored if the replica was removed meanwhile."""
         ...
 
 
 class TreeReplayRouter:
-    """`TreeRouter`, fed by the events of the caches."""
+    """A `TreeRouter` that gets the events of the replicas' caches."""
 
     def __init__(self, step: StepModel, clock: Callable[[], float]) -> None:
         self._router = TreeRouter(clock)
         self._costs = StepCosts(step.prefill_token_s, step.decode_row_s, step.kv_token_s)
         self._logs: dict[int, EventLog] = {}  # by number
-        self._names: dict[int, str] = {}  # another one at each start
+        self._names: dict[int, str] = {}  # by number; a replica gets a new name at each start
         self._numbers: dict[str, int] = {}
         self._starts = itertools.count()
 
@@ -117,7 +118,7 @@ class TreeReplayRouter:
         return partial(self._take, self._names[replica], self._logs[replica].take())
 
     def _take(self, name: str, batch: EventBatch) -> None:
-        if name in self._numbers:  # what comes from a lost one is dropped
+        if name in self._numbers:  # events of a lost replica are dropped
             self._router.take(name, batch)
 
     def start(self, attempt: int) -> None:
@@ -127,7 +128,7 @@ class TreeReplayRouter:
         self._router.end(str(attempt), num_output)
 
 
-# A router that knows no replica yet, for a cluster and a trace; the function is the trace's clock.
+# Makes a router without replicas for a cluster and a trace; the function is the trace's clock.
 MakeRouter = Callable[["Cluster", Trace, Callable[[], float]], ReplayRouter]
 
 
@@ -142,15 +143,15 @@ def make_tree_router(
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Equal replicas and their router. InvalidRequest for what there is not."""
+    """Equal replicas and their router. Raises InvalidRequest for values out of range."""
 
-    num_replicas: int  # with autoscaling those at the beginning
-    router: str = "tree"  # the name of what `make_router` makes, in tables
-    event_delay_s: float = 0.1  # from a cache to the router, in time of the trace
+    num_replicas: int  # with autoscaling: at the beginning
+    router: str = "tree"  # the router's name in tables
+    event_delay_s: float = 0.1  # of cache events on the way to the router, in seconds of the trace
     step: StepModel = field(default_factory=StepModel)
     failures: Failures | None = None
     autoscaling: Autoscaling | None = None
-    start_s: float = 60.0  # until a replica that was added or lost serves, its cache empty
+    start_s: float = 60.0  # seconds until an added or lost replica serves, with an empty cache
     make_router: MakeRouter = make_tree_router
 
     def __post_init__(self) -> None:
@@ -163,7 +164,7 @@ class Cluster:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether no replica is ever added or removed."""
+        """Whether the replicas are the same from beginning to end."""
         return self.failures is None and self.autoscaling is None
 
     @property
@@ -172,18 +173,19 @@ class Cluster:
 
 
 class Autoscaler:
-    """Ray Serve's default policy: as many replicas as the ongoing requests need, once that has been
-    more, or less, than there are throughout the delay."""
+    """Ray Serve's default policy. The number of replicas changes to the wanted one when that has
+    been larger, or smaller, throughout the delay."""
 
     def __init__(self, rule: Autoscaling, num_replicas: int) -> None:
-        self.num_replicas = num_replicas  # that there are to be
+        self.num_replicas = num_replicas  # the number that was decided last
         self._rule = rule
         self._target = rule.target(Serving().max_running_requests)
         self._direction = 0
         self._since = 0.0
 
     def decide(self, now: float, num_ongoing: float) -> int:
-        """`num_ongoing`: mean of the look-back period, all replicas together."""
+        """The number of replicas from now on. `num_ongoing`: the ongoing requests of all replicas,
+        as a mean over the look-back period."""
         rule = self._rule
         wanted = rule.num_wanted(num_ongoing, self._target)
         direction = (wanted > self.num_replicas) - (wanted < self.num_replicas)
@@ -197,25 +199,26 @@ class Autoscaler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterResult(ReplayResult):
-    """`spec` is the cache of one replica. `hits`: of a request that is sent again, where its first
-    tokens were computed; what is computed again later is in `recomputed_tokens`."""
+    """The result of a replay through a cluster. `spec` is the cache of each replica. `hits` of a
+    request that moved are those where its first tokens were computed; tokens that were computed
+    again later are in `recomputed_tokens`."""
 
     cluster: Cluster
-    replicas: Ints  # [requests] where each went last; -1: it did not fit, or failed
+    replicas: Ints  # [requests] the last replica of each; -1: it did not fit, or failed
     work_s: Floats  # [replicas] modelled seconds of prefill and decode
-    even_work_s: Floats  # [replicas] as much if all work went in equal parts to those there then
-    alive_s: Floats  # [replicas] time that each was there
-    mean_replicas: float  # that were there, over the time of the trace
-    ttft_s: Floats  # [requests] modelled time to first token; nan for those without one
+    even_work_s: Floats  # [replicas] the same, if work were split equally among running replicas
+    alive_s: Floats  # [replicas] how long each was running
+    mean_replicas: float  # running ones, over the time of the trace
+    ttft_s: Floats  # [requests] modelled time to first token; nan without a first token
     num_failures: int  # of replicas
-    num_moved: int  # times that a request lost its replica and went on elsewhere
+    num_moved: int  # how often a request lost its replica and continued on another one
     num_failed: int  # requests that lost too many replicas, or waited too long for one
-    recomputed_tokens: int  # whose K/V requests had when they lost their replica, and not after it
-    lost_tokens: int  # in caches of replicas when they were lost or taken away
+    recomputed_tokens: int  # tokens computed again after their request lost its replica
+    lost_tokens: int  # cached tokens of replicas that were lost or removed
 
     @property
     def hit_rate(self) -> float:
-        """Part of the prompts' tokens that was not computed, less what was computed again."""
+        """The part of the prompt tokens that was not computed, minus tokens computed again."""
         return (self.hit_tokens - self.recomputed_tokens) / self.prompt_tokens
 
     @property
@@ -225,7 +228,7 @@ class ClusterResult(ReplayResult):
 
     @property
     def max_load(self) -> float:
-        """Work of the busiest replica over its equal share; 1.0 at best."""
+        """The work of the busiest replica over an equal share of all work; 1.0 at best."""
         if self.cluster.is_fixed:
             return float(self.work_s.max() / max(self.work_s.mean(), 1e-12))
         return float((self.work_s / np.maximum(self.even_work_s, 1e-12)).max())
@@ -233,36 +236,40 @@ class ClusterResult(ReplayResult):
 
 @dataclass(slots=True, eq=False)
 class _RequestState:
-    """A request, and where it runs now."""
+    """A request and its current attempt. Times are seconds of the trace."""
 
-    request: TraceRequest  # its prompt with the tokens that had come when it was sent
-    since: float  # when it came or lost its replica
-    known: int | None = None  # tokens whose K/V it had when it lost a replica
-    num_lost: int = 0  # replicas
-    has_started: bool = False  # its first token has come
-    attempt: int = -1  # another number each time that it is sent
+    request: TraceRequest  # its prompt ends with the output tokens of earlier attempts
+    since: float  # when it arrived or last lost its replica
+    known: int | None = None  # tokens whose K/V it had when it lost a replica; None: it has not
+    num_lost: int = 0  # replicas that were lost while it ran there
+    has_started: bool = False  # whether its first token has come
+    attempt: int = -1  # number of the current attempt
     replica: int = -1
-    cached: int = 0
+    cached: int = 0  # tokens found in the cache
     prefill_s: float = 0.0
-    token_s: float = 0.0  # work of an output token
+    token_s: float = 0.0  # work per output token
     first: float = 0.0  # when its first token comes
-    ends: float = 0.0
+    ends: float = 0.0  # when it ends
 
 
 class _ClusterReplay:
+    """A running replay: a simulation of events by time."""
+
     def __init__(self, trace: Trace, spec: CacheSpec, cluster: Cluster) -> None:
         self._trace, self._spec, self._cluster = trace, spec, cluster
         self._clock = TraceClock()
         size = cluster.most_replicas
         self._router = cluster.make_router(cluster, trace, self._clock)
-        self._due: list[tuple[float, int, Callable[[], object]]] = []  # a heap
+        self._due: list[
+            tuple[float, int, Callable[[], object]]
+        ] = []  # a heap of (time, number, call)
         self._plans, self._attempts = itertools.count(), itertools.count()
-        self._live: dict[int, PrefixCache] = {}  # replicas that are there, in order of their start
-        self._wanted: set[int] = set()  # and those that will be
-        self._starts = [0] * size  # how often each was started, or was not to be any more
+        self._live: dict[int, PrefixCache] = {}  # running replicas, in order of their start
+        self._wanted: set[int] = set()  # replicas that run or are starting
+        self._starts = [0] * size  # how often each was started or stopped
         self._under_way: dict[int, _RequestState] = {}  # by attempt
         self._waiting: deque[_RequestState] = deque()  # for a replica
-        self._ongoing_s = 0.0  # time of all requests under way or waiting
+        self._ongoing_s = 0.0  # sum of the times of all requests, running or waiting
         rule = cluster.autoscaling
         self._autoscaler = None if rule is None else Autoscaler(rule, cluster.num_replicas)
         self._samples = deque([(0.0, 0.0)])  # time, _ongoing_s
@@ -273,7 +280,7 @@ class _ClusterReplay:
         self._ttft_s = np.full(len(trace), np.nan)
         self._work_s, self._busy_until = np.zeros(size), np.zeros(size)
         self._even_s, self._alive_s, self._up_at = np.zeros(size), np.zeros(size), np.zeros(size)
-        self._each_s = 0.0  # work that a replica would have had that was always there
+        self._each_s = 0.0  # an equal share of all work for a replica that runs from the beginning
         self._evicted = self._failures = self._moved = self._failed = 0
         self._recomputed = self._lost_tokens = 0
 
@@ -366,7 +373,7 @@ class _ClusterReplay:
         self._count(state, 1)
 
     def _count(self, state: _RequestState, sign: int) -> None:
-        """Count the tokens that it found cached; -1 takes them back."""
+        """Count the tokens that an attempt found cached; with `sign` -1, undo that."""
         if state.known is None:
             self._hits[state.request.index] += sign * state.cached
         else:
@@ -381,11 +388,11 @@ class _ClusterReplay:
         self._router.end(attempt, num_output)
 
     def _note_lost(self, state: _RequestState) -> None:
-        """Its replica was lost: how far it had come."""
+        """A request lost its replica: note how far it had come."""
         now, request, step = self._clock.now, state.request, self._cluster.step
         since_begin = now - (state.first - state.prefill_s)
         part, num_came = 0.0, 0
-        if since_begin < 0.0:  # what it would have found counts where it goes
+        if since_begin < 0.0:  # its prefill has not begun: its next attempt counts instead
             self._count(state, -1)
         else:
             part = min(since_begin / state.prefill_s, 1.0) if state.prefill_s else 1.0
@@ -404,7 +411,7 @@ class _ClusterReplay:
         state.since, state.num_lost = now, state.num_lost + 1
 
     def _give_up(self, state: _RequestState) -> None:
-        """It waits for a replica since long ago."""
+        """A request that has waited WITHOUT_REPLICA_S for a replica fails."""
         if state in self._waiting and self._clock.now >= state.since + WITHOUT_REPLICA_S:
             self._waiting.remove(state)
             self._note_failed(state)
@@ -418,7 +425,7 @@ class _ClusterReplay:
     # -- replicas -----------------------------------------------------------------------------
 
     def _add(self, replica: int, start: int) -> None:
-        """A replica serves from now on, unless it was called off since."""
+        """A replica runs from now on, unless it was stopped since. `start`: number of its start."""
         if self._starts[replica] != start:
             return
         now, failures = self._clock.now, self._cluster.failures
@@ -461,7 +468,7 @@ class _ClusterReplay:
                 self._note_failed(state)
 
     def _fail(self, replica: int, start: int | None) -> None:
-        """`start`: the one that this was planned at; None: whichever."""
+        """A replica is lost. `start`: the start for which this was planned; None: any."""
         if replica in self._live and start in (None, self._starts[replica]):
             self._failures += 1
             self._start(replica)
@@ -487,7 +494,7 @@ class _ClusterReplay:
             self._wanted.add(replica)
             self._start(replica)
         coming = sorted(self._wanted - set(self._live))
-        gone = [*self._live, *coming][num_wanted:]  # those not there yet, then the newest
+        gone = [*self._live, *coming][num_wanted:]  # starting replicas, then the newest ones
         for replica in gone:
             self._wanted.remove(replica)
             self._starts[replica] += 1
@@ -502,8 +509,11 @@ def replay_replicas(
     *,
     on_request: Callable[[], object] = lambda: None,
 ) -> ClusterResult:
-    """`spec`: the cache of each replica. Audits all caches, the lost ones too. Deterministic.
-    Failures and autoscaling need a trace with times: InvalidRequest."""
+    """Replay a trace through a cluster. `spec`: the cache of each replica. Deterministic.
+
+    All caches are audited, those of lost replicas included. Raises InvalidRequest for failures or
+    autoscaling with a trace without times.
+    """
     if not (cluster.is_fixed or trace.has_times):
         raise InvalidRequest(f"{trace.name} has no times, which failures and autoscaling need")
     return _ClusterReplay(trace, spec, cluster).run(on_request)

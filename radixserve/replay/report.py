@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A titled table, lines of text after it, or both."""
+    """A title with a table, lines of text, or both."""
 
     title: str
     heads: Sequence[str] = ()
@@ -67,7 +67,7 @@ def format_tokens(count: float) -> str:
 
 
 def print_study(console: Console, document: dict[str, Any]) -> None:
-    """All findings of a study."""
+    """Print all findings of a study. `document`: from `study_document`."""
     console.print(document["trace"], style="bold", markup=False)
     for line in facts(document):
         console.print(line, markup=False)
@@ -92,7 +92,7 @@ def facts(document: dict[str, Any]) -> list[str]:
 
 
 def findings(document: dict[str, Any]) -> Iterator[Finding]:
-    """The tables of a study's document, those that it has figures for."""
+    """The tables for which a study's document has figures."""
     answers = document["answers"]
     yield _rates(document)
     if document["scheduled"]:
@@ -269,8 +269,8 @@ def replay_clusters(
     *,
     watch: Watch = unwatched,
 ) -> list[dict[str, Any]]:
-    """A row for each cluster with each cache, beside one cache of the size of all, which is never
-    lost; with autoscaling of as many as there were on average."""
+    """A row for each cluster with each cache, and for comparison the hit rate of one cache of the
+    size of all replicas together. With autoscaling, their mean number counts."""
     rows: list[dict[str, Any]] = []
     whole: dict[int, float] = {}  # hit rate of one cache, by its size
     for spec, cluster in product(specs, clusters):
@@ -303,7 +303,7 @@ def replay_clusters(
 
 
 def _changes(result: ClusterResult) -> dict[str, Any]:
-    """What only failures and autoscaling change."""
+    """The figures of a row that are of interest only with failures or autoscaling."""
     return {
         "mean_replicas": result.mean_replicas,
         "failures": result.num_failures,
@@ -335,7 +335,7 @@ def cluster_finding(document: dict[str, Any]) -> Finding:
 
 
 def changes_finding(document: dict[str, Any]) -> Finding | None:
-    """What failures and autoscaling did; None where replicas were fixed."""
+    """A table of the effects of failures and autoscaling; None without either."""
     heads = ("router", "replicas", "mean", "failures", "moved", "failed", "again", "lost", "TTFT")
     rows = [
         (

@@ -1,9 +1,8 @@
-"""A trace through the real scheduler and cache, with modelled step times.
+"""`replay_scheduled`: a trace through the real scheduler and cache, with modelled step times.
 
 Requests arrive at the recorded times and are batched. Outputs are the recorded ones, so the cache
-gets the same tokens. A request whose prompt contains another request's output, or the beginning of
-it, is sent only after that request has ended, because its client could not have known the output
-before.
+gets the same tokens. A request whose prompt contains another request's output, or its beginning, is
+sent only after that request has ended, since its client could not have known the output before.
 """
 
 from __future__ import annotations
@@ -33,11 +32,16 @@ ORDERS = ("lpm", "fcfs", "dfs-weight")
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
-    """Seconds of a step: a sum of four terms. A row reads the K/V of its sequence once.
+    """The modelled time of a step, in seconds: a sum of four terms.
 
-    The defaults are those of a model of 8 billion parameters in bfloat16, with 128 KiB of K/V a
-    token, on a GPU that moves 2.6 TB/s and computes 600 TFLOP/s: 16 GB of weights a step and some
-    overhead; 16 GFLOP a prefilled token; sampling and bookkeeping of a row; 128 KiB a K/V token.
+    fixed_s          each step: reads the weights
+    prefill_token_s  each prefilled token
+    decode_row_s     each decoded token: sampling and bookkeeping
+    kv_token_s       each token of K/V that a row reads; it reads its whole sequence once
+
+    The defaults are for a model of 8 billion parameters in bfloat16, with 128 KiB of K/V per token,
+    on a GPU with 2.6 TB/s and 600 TFLOP/s: 16 GB of weights per step and some overhead, 16 GFLOP
+    per prefilled token, 128 KiB per K/V token.
     """
 
     fixed_s: float = 0.007
@@ -50,6 +54,7 @@ class StepModel:
             check_float(term.name, getattr(self, term.name), 0.0, 1e6)
 
     def seconds(self, schedule: SchedulerOutput) -> float:
+        """The modelled time of a step."""
         rows = schedule.rows
         return (
             self.fixed_s
@@ -95,11 +100,11 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledResult(ReplayResult):
-    """One replay through the scheduler and a cache; times in modelled seconds."""
+    """The result of a replay through the scheduler and a cache. Times are modelled seconds."""
 
     serving: Serving
-    ttft_s: Floats  # [requests] from being sent to first token; nan for those that do not fit
-    computed_tokens: int  # in prefill and decode, of everything
+    ttft_s: Floats  # [requests] from sending to the first token; nan if it does not fit
+    computed_tokens: int  # in prefill and decode
     needed_tokens: int  # tokens computed for the first time
     repeated_tokens: int  # tokens computed again without need
     compute_ratio: float  # (needed + repeated) / needed: see `ComputeLedger`
@@ -109,7 +114,7 @@ class ScheduledResult(ReplayResult):
     span_s: float  # from the first arrival to the last token
 
     def ttft_at(self, percentile: float) -> float:
-        """nan when nothing was served."""
+        """The time to first token at a percentile, in seconds; nan if no request was served."""
         return float(np.percentile(self._served_ttft, percentile))
 
     @property
@@ -126,21 +131,24 @@ class ScheduledResult(ReplayResult):
 
 @dataclass(slots=True)
 class _Entry:
-    slots: NDArray[np.int32]  # [kept tokens] the number of each of a request's token prefixes
-    reached: int = 0  # tokens that the request has computed or found so far
+    """The progress of a request."""
+
+    slots: NDArray[np.int32]  # [kept tokens] the numbers of the request's token prefixes
+    reached: int = 0  # its tokens that were computed or found in the cache
 
 
 class ComputeLedger:
-    """Counts computed tokens: first time, or again without need.
+    """Counts the tokens that are computed for the first time (needed), and those that are computed
+    again without need (repeated).
 
-    Tokens are counted by their whole prefix. A token is needed once. Computing it again is
-    unavoidable in two cases: the last token of a prompt, which the first output needs, and a
-    token that was drawn, since it is unknown before. Any other token computed again is repeated:
-    it was dropped meanwhile, or two requests computed it at the same time.
+    Tokens with different prefixes are different tokens. Computing a token again is unavoidable in
+    two cases: it is the last token of a prompt, which the first output needs, or it was sampled,
+    and so was unknown before. Any other token that is computed again is repeated: it was evicted
+    meanwhile, or two requests computed it at the same time.
 
         compute-once ratio = (needed + repeated) / needed, 1.0 at best
 
-    Memory: a byte a distinct token of the trace.
+    Memory: a byte per distinct token of the trace.
     """
 
     def __init__(self, trace: Trace, paths: PathTable) -> None:
@@ -156,7 +164,7 @@ class ComputeLedger:
 
     @property
     def ratio(self) -> float:
-        """1.0 when nothing was computed at all."""
+        """The compute-once ratio; 1.0 if no token was computed."""
         return (self.needed + self.repeated) / self.needed if self.needed else 1.0
 
     def note(self, request: int, start: int, end: int) -> None:
@@ -176,7 +184,7 @@ class ComputeLedger:
         entry.reached = max(entry.reached, end)
 
     def close(self, request: int) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         self._entries.pop(request, None)
 
     def _open(self, request: int) -> _Entry:
@@ -196,10 +204,13 @@ def replay_scheduled(
     lease_s: float | None = None,
     on_request: Callable[[], object] = lambda: None,
 ) -> ScheduledResult:
-    """`paths`: of this trace. `lease_s`: of the sessions, in time of the trace.
+    """Replay a trace. A request that alone exceeds the cache is skipped.
 
-    Requests that do not fit into the cache alone are passed over. `on_request` is called when one
-    has ended. The cache is audited at the end. About 30 us a row of a step.
+    paths       of this trace
+    lease_s     of the cache's sessions, in seconds of the trace; None: the cache's default
+    on_request  is called when a request has ended
+
+    The cache is audited at the end. About 30 us per row of a step.
     """
     start = time.perf_counter()
     run = _Run(trace, paths, spec, serving, lease_s, on_request)
@@ -226,7 +237,7 @@ class _Run:
         self._num_arrived = 0
         self._arrivals = trace.times * serving.time_scale  # [requests] seconds
         self._predecessors = predecessors(trace, paths)
-        self._held: dict[int, list[int]] = {}  # {predecessor: arrived requests that wait for it}
+        self._waiting: dict[int, list[int]] = {}  # {predecessor: requests that wait for its end}
         self._has_ended = np.zeros(len(trace), np.bool_)
         self._hits = np.zeros(len(trace), np.int64)
         self._sent_at = np.full(len(trace), np.nan)  # [requests] seconds
@@ -234,10 +245,10 @@ class _Run:
         self._outputs: dict[str, IntArray] = {}  # recorded ones, of requests in the scheduler
         self._sent_as: dict[int, int] = {}  # {request: its place in the order of sending}
         self._admitted: dict[int, None] = {}  # requests in order of admission
-        self._num_left = trace.session_sizes()  # requests of each session that have not ended
+        self._num_left = trace.session_sizes()  # by session: its requests that have not ended
 
     def drain(self) -> None:
-        """Serve everything."""
+        """Serve all requests."""
         clock, scheduler = self._clock, self._scheduler
         while scheduler.has_work or self._num_arrived < len(self._trace):
             if not scheduler.has_work:
@@ -288,7 +299,7 @@ class _Run:
             if before < 0 or self._has_ended[before]:
                 self._send(index, float(self._arrivals[index]))
             else:
-                self._held.setdefault(before, []).append(index)
+                self._waiting.setdefault(before, []).append(index)
         self._num_arrived = max(self._num_arrived, due)
 
     def _send(self, index: int, now: float) -> None:
@@ -329,7 +340,7 @@ class _Run:
     def _end(self, index: int) -> None:
         self._on_request()
         self._has_ended[index] = True
-        for later in self._held.pop(index, ()):
+        for later in self._waiting.pop(index, ()):
             self._send(later, self._clock.now)
         session = self._trace.sessions[index]
         if session is not None:
@@ -339,11 +350,12 @@ class _Run:
 
 
 def predecessors(trace: Trace, paths: PathTable) -> Ints:
-    """[requests] the request whose output, or its beginning, is in this one's prompt; -1: none.
+    """[requests] for each request, the earlier one whose output, or the beginning of it, is in its
+    prompt; -1: none.
 
-    Among several it is the one with the longest common prefix, the last one among equals.
+    Of several, it is the one with the longest common prefix; of equals, the last one.
     """
-    owners = np.full(len(paths.lengths), -1, np.int64)  # by segment: the request whose output it is
+    owners = np.full(len(paths.lengths), -1, np.int64)  # by segment: the request that generated it
     earlier = np.full(len(trace), -1, np.int64)
     for index in range(len(trace)):
         path = paths.path(index)
@@ -358,7 +370,8 @@ def predecessors(trace: Trace, paths: PathTable) -> Ints:
 
 
 def _max_overtaken(admitted: list[int]) -> int:
-    """The most requests that were sent after one and admitted before it."""
+    """The most requests that were sent after a request and admitted before it. `admitted`: places
+    in the order of sending, in order of admission."""
     before, most = SortedList(), 0
     for place in admitted:
         most = max(most, len(before) - before.bisect_right(place))
@@ -369,9 +382,12 @@ def _max_overtaken(admitted: list[int]) -> int:
 def recorded_samples(
     schedule: SchedulerOutput, outputs: Mapping[str, IntArray]
 ) -> tuple[SampleOutput | None, ...]:
-    """The recorded token of each row, and token 0 after those; None for a row that samples none.
-    `outputs`: of each request, by its id. A row is not made a `ScheduledRequest`: that would be a
-    sixth of a replay's time."""
+    """The sampled token of each row: the recorded one, or 0 after the last of them; None for a row
+    that does not sample. `outputs`: the recorded outputs by request id.
+
+    Reads the schedule's columns, since making a `ScheduledRequest` for each row would take a sixth
+    of a replay's time.
+    """
     rows, samples = schedule.rows, list[SampleOutput | None]()
     for name, start, count, spec in zip(
         rows.request_ids, rows.starts, rows.num_tokens, rows.samples, strict=True

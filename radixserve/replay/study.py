@@ -1,4 +1,4 @@
-"""`Study`: one trace through many caches."""
+"""`study_trace`: replays a trace through many caches; `study_document`: the results as JSON."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from radixserve.replay.trace import Floats, Trace
 
 # Opens a progress bar: its title and the number of requests; inside, a call counts one request.
 Watch = Callable[[str, int], AbstractContextManager[Callable[[], object]]]
-Kind = tuple[str, int]  # label and page size of a cache, without its size
+Kind = tuple[str, int]  # the label and the page size of a cache
 
-_CURVE_POINTS = 48  # of the clairvoyant bound over the cache size, for the plot
+_CURVE_POINTS = 48  # of the plot of the clairvoyant bound over the cache size
 _SHARE_STEPS = 100
 
 
@@ -38,7 +38,7 @@ def unwatched(_title: str, _total: int) -> AbstractContextManager[Callable[[], o
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """The replays of one trace. Token counts are of prompts unless the name says otherwise."""
+    """The replays of one trace. Counts are prompt tokens, unless their names say otherwise."""
 
     trace: Trace
     paths: PathTable
@@ -56,12 +56,13 @@ class Study:
         return self.bounds[cache_tokens] / self.trace.prompt_tokens
 
     def reusable_shares(self) -> Floats:
-        """[101] percentiles over the requests of: reusable part of the prompt, 0.0 to 1.0."""
+        """[101] percentiles, over the requests, of the reusable part of the prompt, 0.0 to 1.0."""
         shares = self.paths.reusable / self.trace.num_prompt
         return np.percentile(shares, np.linspace(0, 100, _SHARE_STEPS + 1))
 
     def bound_curve(self, low: float, high: float) -> tuple[Floats, Floats]:
-        """Cache sizes between the two, evenly on a log scale, and the clairvoyant hit rates."""
+        """Cache sizes from `low` to `high`, evenly spaced on a log scale, and their clairvoyant hit
+        rates."""
         sizes = np.unique(np.geomspace(low, high, _CURVE_POINTS).round())
         kept = self.trace.num_kept
         hits = [clairvoyant_hits(self.paths, kept, int(size)).sum() for size in sizes]
@@ -84,15 +85,17 @@ def study_trace(
     lease_s: float | None = None,
     watch: Watch = unwatched,
 ) -> Study:
-    """Replay the trace through each cache; and through a scheduler for each of `servings`.
+    """Replay the trace through each cache and, for each of `servings`, through the scheduler.
 
-    `specs` may be a function of the trace's paths, when the sizes depend on the trace.
+    specs    the caches; or a function of the trace's paths that returns them
+    lease_s  of the caches' sessions, in seconds of the trace; None: the cache's default
+    watch    opens a progress bar
     """
     with watch("reading", len(trace)) as step:
         paths = build_paths(trace, on_request=step)
     caches = specs(paths) if callable(specs) else specs
     sizes = sorted({spec.cache_tokens for spec in caches})
-    bounds = {s: int(clairvoyant_hits(paths, trace.num_kept, s).sum()) for s in sizes}
+    bounds = {size: int(clairvoyant_hits(paths, trace.num_kept, size).sum()) for size in sizes}
     study = Study(trace, paths, reuse_distances(reuse_spans(paths)), bounds)
     for spec in caches:
         with watch(_title(spec), len(trace)) as step:
@@ -107,7 +110,8 @@ def study_trace(
 
 
 def default_sizes(paths: PathTable, trace: Trace) -> list[int]:
-    """Five sizes up to all distinct tokens, from a hundredth or the longest request's length."""
+    """Five cache sizes: from a hundredth of the distinct tokens, or the longest request's length,
+    to all distinct tokens."""
     most = paths.distinct_tokens
     least = max(1, min(most, max(trace.longest, most // 100)))
     sizes = {_rounded_up(float(size)) for size in np.geomspace(least, max(most, least), 5)}
@@ -115,7 +119,7 @@ def default_sizes(paths: PathTable, trace: Trace) -> list[int]:
 
 
 def _rounded_up(size: float) -> int:
-    """To two digits."""
+    """`size` rounded up to two digits."""
     unit: int = 10 ** max(0, len(str(int(size))) - 2)
     return int(-(-size // unit)) * unit
 
@@ -128,7 +132,8 @@ Rows = list[dict[str, Any]]
 
 
 def study_document(study: Study, bytes_per_token: int) -> dict[str, Any]:
-    """Counts are tokens of prompts unless the name says otherwise; rates are 0.0 to 1.0."""
+    """A study as a JSON document. Counts are prompt tokens, unless their names say otherwise; rates
+    are 0.0 to 1.0."""
     trace, paths = study.trace, study.paths
     return {
         "trace": trace.name,
@@ -190,8 +195,8 @@ def _scheduled(result: ScheduledResult) -> dict[str, Any]:
 
 
 def next_gigabyte(study: Study, bytes_per_token: int) -> Rows:
-    """The tokens that more memory saves: for each cache, and for the clairvoyant bound, between
-    each two neighbouring sizes."""
+    """How many more tokens a larger cache reuses: for each cache and for the clairvoyant bound,
+    from each size to the next."""
     kinds = study.by_kind().items()
     hits = {
         kind: {size: result.hit_tokens for size, result in runs.items()} for kind, runs in kinds
@@ -207,8 +212,9 @@ def next_gigabyte(study: Study, bytes_per_token: int) -> Rows:
 
 
 def page_losses(study: Study) -> Rows:
-    """The hits that pages, blocks or states lose against page size 1 of the same policy (a hash
-    cache: of LRU) without states; negative: they gain. Empty without that size."""
+    """How many hits a cache loses by its pages, blocks or states: compared with page size 1 and the
+    same policy (LRU for a hash cache), without states. Negative: it gains. [] if page size 1 was
+    not replayed."""
     results = {result.spec: result for result in study.direct}
     rows = []
     for spec, result in results.items():
@@ -222,7 +228,7 @@ def page_losses(study: Study) -> Rows:
 
 
 def best_fits(study: Study) -> Rows:
-    """The cache with most hits at each size, the first one among equals; gap: to the bound."""
+    """For each size, the cache with the most hits, the first of equals; `gap`: to the bound."""
     rows = []
     for size in sorted(study.bounds):
         results = [result for result in study.direct if result.spec.cache_tokens == size]
@@ -234,7 +240,7 @@ def best_fits(study: Study) -> Rows:
 
 
 def mean_gaps(study: Study) -> Rows:
-    """By kind of cache: the mean distance to the bound over all sizes, smallest first."""
+    """For each kind of cache, the mean gap to the bound over all sizes; smallest first."""
     rows = []
     for (label, page_size), by_size in study.by_kind().items():
         gaps = [study.bound_rate(size) - result.hit_rate for size, result in by_size.items()]

@@ -1,6 +1,6 @@
-"""`Trace`: requests in order of arrival, and where their tokens come from.
+"""`Trace`: requests in order of arrival; `HashTokens` and `PackedTokens` make their tokens.
 
-Tokens are made when they are asked for: from block ids, packed token ids, or text.
+Times are seconds since the first request. The tokens of a request are made on demand.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Bools = NDArray[np.bool_]
 
 
 class TokenSource(Protocol):
-    """Makes a request's tokens. `HashTokens` and `PackedTokens` are the two."""
+    """Makes the tokens of requests: `HashTokens` or `PackedTokens`."""
 
     def tokens(self, index: int) -> tuple[IntArray, IntArray]:
-        """Prompt and output of a request of the trace."""
+        """The prompt and the output of a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request with its recorded output."""
+    """A request with its recorded output."""
 
-    index: int  # in the trace, by arrival
+    index: int  # in the trace, in order of arrival
     time: float  # seconds since the first request
     session: str | None  # shared by the requests of one conversation, task or user
     namespace: str
@@ -43,7 +43,8 @@ class TraceRequest:
 
     @property
     def kept(self) -> IntArray:
-        """The tokens whose K/V exists at its end: prompt and output without the last token."""
+        """The tokens whose K/V exists when the request ends: prompt and output without the last
+        token."""
         if len(self.output) < 2:
             return self.prompt
         return np.concatenate((self.prompt, self.output[:-1]))
@@ -51,17 +52,18 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Columns by request in order of arrival. Holds no expanded prompts: see `TokenSource`."""
+    """The requests of a trace, as columns in order of arrival. Prompts are made on demand by
+    `source`."""
 
     name: str
     source: TokenSource
-    times: Floats  # [requests] seconds since the first one
+    times: Floats  # [requests] seconds since the first request
     sessions: Sequence[str | None]
     namespaces: Sequence[str]
     num_prompt: Ints  # [requests] tokens
     num_output: Ints  # [requests] tokens
-    has_times: bool = True  # False: the file has no times, all arrive at once
-    sessions_inferred: bool = False  # from which request continues which, not from the file
+    has_times: bool = True  # False: the file does not have times, all requests arrive at once
+    sessions_inferred: bool = False  # whether sessions are inferred from continued prompts
 
     def __len__(self) -> int:
         return len(self.times)
@@ -70,24 +72,24 @@ class Trace:
         return (self.request(index) for index in range(len(self)))
 
     def request(self, index: int) -> TraceRequest:
-        """O(its tokens)."""
+        """A request with its tokens. O(its tokens)."""
         time, session = float(self.times[index]), self.sessions[index]
         tokens = self.source.tokens(index)
         return TraceRequest(index, time, session, self.namespaces[index], *tokens)
 
     @property
     def num_kept(self) -> Ints:
-        """[requests] tokens whose K/V is computed by its end: see `TraceRequest.kept`."""
+        """[requests] the number of tokens in `TraceRequest.kept`."""
         return self.num_prompt + np.maximum(self.num_output - 1, 0)
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """The number of tokens of all prompts."""
         return int(self.num_prompt.sum())
 
     @property
     def longest(self) -> int:
-        """Tokens that the longest request keeps; a smaller cache cannot serve it."""
+        """The tokens that the longest request keeps; a smaller cache cannot serve it."""
         return int(self.num_kept.max())
 
     @property
@@ -95,13 +97,14 @@ class Trace:
         return len(self.session_sizes())
 
     def session_sizes(self) -> Counter[str]:
-        """Requests of each session. O(requests)."""
+        """The number of requests of each session. O(requests)."""
         return Counter(session for session in self.sessions if session is not None)
 
 
 VOCAB = 32_000
-PRIVATE_TAIL, PRIVATE_FOLLOW, PRIVATE_OUTPUT = 1 << 40, 1 << 41, 1 << 42  # first private block ids
-_FIRST_TOKEN = 256  # ids below are left to special tokens
+# First ids of blocks that belong to one request, by their use.
+PRIVATE_TAIL, PRIVATE_FOLLOW, PRIVATE_OUTPUT = 1 << 40, 1 << 41, 1 << 42
+_FIRST_TOKEN = 256  # lower ids are those of special tokens
 _ID_STEP = 0xD1342543DE82EF95
 _STEP = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -112,10 +115,10 @@ _TEXT_VOCAB = 131_072
 
 
 def block_matrix(ids: Ints, size: int) -> IntArray:
-    """[n, size] int32: row k holds the tokens of the block `ids[k]`, in [256, VOCAB).
+    """[n, size] int32: row k has the tokens of the block `ids[k]`, in [256, VOCAB).
 
-    SplitMix64, started at mix64((id + 1) * 0xD1342543DE82EF95). Equal ids give equal tokens,
-    different ids different ones. About 15 ns a token; needs 4 bytes a token and little more.
+    The tokens are those of SplitMix64 with the seed mix64((id + 1) * 0xD1342543DE82EF95), so equal
+    ids give equal tokens and different ids different ones. About 15 ns and 4 bytes per token.
     """
     rows = np.empty((len(ids), size), np.int32)
     step = max(1, _CHUNK // max(1, size))
@@ -139,10 +142,11 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def tokenize(text: str) -> IntArray:
-    """[n] int32: a stand-in for a tokenizer, about four characters a token, 0.5 us a token.
+    """[n] int32: the tokens of a text, without a tokenizer: the CRC-32 of each piece of about four
+    characters, modulo 131,072.
 
-    Needs no model files and gives the same ids everywhere: the CRC-32 of each piece of text,
-    modulo 131,072. Counts differ from a real tokenizer's.
+    It does not need model files and is the same everywhere. The number of tokens differs from that
+    of a real tokenizer. About 0.5 us per token.
     """
     pieces = _PIECE.findall(text)
     ids = [zlib.crc32(piece.encode("utf-8", "surrogatepass")) % _TEXT_VOCAB for piece in pieces]
@@ -150,10 +154,10 @@ def tokenize(text: str) -> IntArray:
 
 
 class PackedTokens:
-    """Prompts and outputs by index, in the order in which they were added.
+    """Stored prompts and outputs, by index in the order in which they were added.
 
-    Equal blocks of 64 tokens are stored once. The turns of a chat share all blocks but the last
-    ones, so memory goes with the distinct tokens: about 5.5 bytes each.
+    Equal blocks of 64 tokens are stored once. The turns of a chat share all blocks except the last
+    ones, so memory is about 5.5 bytes per distinct token.
     """
 
     def __init__(self) -> None:
@@ -165,7 +169,7 @@ class PackedTokens:
         return len(self._sequences)
 
     def add(self, prompt: IntArray, output: IntArray) -> tuple[int, int]:
-        """Returns both lengths. O(tokens)."""
+        """Add a request. Returns the lengths of its prompt and output. O(tokens)."""
         data = np.concatenate((prompt, output)).tobytes()
         whole = len(data) - len(data) % _PACKED_BYTES
         rows = array("i")
@@ -179,15 +183,15 @@ class PackedTokens:
         return len(prompt), len(output)
 
     def reordered(self, order: Ints) -> PackedTokens:
-        """The sequences in another order; shares the blocks."""
+        """The same requests in another order. Shares the blocks."""
         other = PackedTokens()
         other._blocks, other._index = self._blocks, self._index
         other._sequences = [self._sequences[index] for index in order]
         return other
 
     def coarser(self, unit: int) -> PackedTokens:
-        """The same sequences where `unit` tokens are one: their checksum. What two sequences have
-        in common they still have, up to the last whole unit."""
+        """The same requests with `unit` tokens joined to one, their checksum. Prefixes that two
+        sequences have in common stay common, up to the last whole unit."""
         other = PackedTokens()
         for index in range(len(self)):
             prompt, output = self.tokens(index)
@@ -203,7 +207,7 @@ class PackedTokens:
         return other
 
     def tokens(self, index: int) -> tuple[IntArray, IntArray]:
-        """Prompt and output. O(tokens), a copy at memory speed."""
+        """The prompt and the output of a request. O(tokens), a copy at memory speed."""
         rows, tail, num_prompt = self._sequences[index]
         parts = [self._blocks[row] for row in rows]
         ids = np.frombuffer(b"".join([*parts, tail]), np.int32)
@@ -211,17 +215,18 @@ class PackedTokens:
 
 
 class HashTokens:
-    """Pseudo-random tokens (SplitMix64) for a trace that names blocks by hashes.
+    """Makes pseudo-random tokens (SplitMix64) for a trace in which hashes identify blocks.
 
         blocks   [ id 7 ][ id 8 ][ id 31 ]         full blocks, equal ids for equal whole prefixes
         prompt   [----------------------- tail)    a tail shorter than a block may have no id
         output                                [--)
 
-    With `stitch` the tail and the output are those of the request that continues this one, as a
-    client that resends its conversation would send them; else they belong to this request alone.
+    With `stitch`, the tail and the output are taken from the request that continues this one, as if
+    a client had sent its conversation again. Without, they belong to this request alone.
 
-    The distinct blocks are one matrix; a prompt is a selection of its rows. Memory: 4 bytes a token
-    of a distinct block and a block of a request. Making a prompt costs a copy at memory speed.
+    The distinct blocks are one matrix; a prompt is a selection of its rows. Memory: 4 bytes per
+    token of a distinct block, and 4 bytes per block of a request. Making a prompt is a copy at
+    memory speed.
     """
 
     def __init__(
@@ -240,11 +245,11 @@ class HashTokens:
         self._rows: list[IntArray] = [
             np.searchsorted(distinct, blocks).astype(np.int32) for blocks in ids
         ]
-        # By request: the later one that continues it, and the first block after its own full ones.
+        # By request: the later request that continues it, and the first block there that is new.
         self._continued: dict[int, tuple[int, int]] = self._find_continued() if stitch else {}
 
     def tokens(self, index: int) -> tuple[IntArray, IntArray]:
-        """Prompt and output. O(their tokens)."""
+        """The prompt and the output of a request. O(their tokens)."""
         rows, num_whole = self._rows[index], self._num_whole(index)
         num_output = int(self._num_output[index])
         tail_len = int(self._num_prompt[index]) - num_whole * self._size
@@ -260,7 +265,7 @@ class HashTokens:
         return np.concatenate((body, tail)), output
 
     def coarser(self, unit: int) -> HashTokens:
-        """The same blocks where `unit` tokens are one."""
+        """The same requests with `unit` tokens joined to one."""
         distinct = np.arange(len(self._matrix), dtype=np.int64)
         ids = [distinct[rows] for rows in self._rows]
         num_prompt = np.maximum(1, self._num_prompt // unit)
@@ -269,7 +274,7 @@ class HashTokens:
         return HashTokens(max(1, self._size // unit), ids, num_prompt, num_output, stitch=stitch)
 
     def inferred_sessions(self) -> list[str | None]:
-        """Requests that continue each other are a session, named after the first one."""
+        """The session of each request: requests that continue each other, named after the first."""
         sessions: list[str | None] = [f"#{index}" for index in range(len(self._rows))]
         for index in range(len(sessions)):
             if index in self._continued:
@@ -277,19 +282,20 @@ class HashTokens:
         return sessions
 
     def _num_whole(self, index: int) -> int:
-        """Full blocks in a request's prompt."""
+        """The number of full blocks in a request's prompt."""
         return min(int(self._num_prompt[index]) // self._size, len(self._rows[index]))
 
     def _tokens_after(self, later: int, first: int, index: int, count: int) -> IntArray:
-        """[count] the tokens of request `later` from its block `first` on; private ones follow."""
+        """[count] the tokens of request `later` from its block `first`, then private tokens of
+        request `index`."""
         last = min(self._num_whole(later), first - (-count // self._size))
         known = self._matrix[self._rows[later][first:last]].reshape(-1)[:count]
         private = block_tokens(PRIVATE_FOLLOW + index, count - len(known))
         return np.concatenate((known, private))
 
     def _find_continued(self) -> dict[int, tuple[int, int]]:
-        """A request continues an earlier one if it contains and extends that one's last full block,
-        and that block was new in the earlier one. O(blocks of all requests)."""
+        """Find the requests that continue earlier ones: those that contain the last full block of
+        the earlier one, and more, if that block was new there. O(blocks of all requests)."""
         first_user = np.full(len(self._matrix), -1, np.int64)
         open_end = np.full(len(self._matrix), -1, np.int64)  # by last block: request not continued
         continued: dict[int, tuple[int, int]] = {}

@@ -435,10 +435,10 @@ def test_many_prompts_of_a_tenant_take_its_share_of_the_slots(
             wait_until(lambda: own_runtime.status().running >= 1 + slots // 2)
             assert own_runtime.status().running == 1 + slots // 2
             assert state.engine_status().waiting == slots + 6 - slots // 2
-            assert state.load().waiting_tokens == 2 * (slots + 6 - slots // 2)
+            assert state.engine_status().waiting_tokens == 2 * (slots + 6 - slots // 2)
         assert others.result() == many.result() == 200
     wait_until(lambda: not state.in_flight)
-    assert state.load().waiting == 0
+    assert state.engine_status().waiting == 0
     assert AppState(ServerConfig(), "demo", Tenants()).num_at_once("") is None
 
 

@@ -1,4 +1,4 @@
-"""The tokenizer, and endless packed batches of tokens."""
+"""Trains the tokenizer, and makes an endless stream of packed batches of tokens."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from demo_model.format import BOS, EOS, SPECIAL
 
 
 def split_entries(entries: Sequence[Entry], seed: int) -> tuple[list[Entry], list[Entry]]:
-    """Training entries, and about 3 % of the docstrings that the training never sees."""
+    """The entries to train with, and about 3 % of the docstrings, which are held out."""
     rng = random.Random(seed)
-    held = {e for e in entries if e.kind in {"function", "method"} and rng.random() < 0.03}
-    return [e for e in entries if e not in held], [e for e in entries if e in held]
+    held_out = {
+        entry for entry in entries if entry.kind in {"function", "method"} and rng.random() < 0.03
+    }
+    train = [entry for entry in entries if entry not in held_out]
+    return train, [entry for entry in entries if entry in held_out]
 
 
 def train_tokenizer(entries: Sequence[Entry], vocab: int, seed: int) -> Tokenizer:
@@ -65,11 +68,12 @@ class Stream:
 
 
 def held_out_batches(
-    train: Sequence[Entry], held: Sequence[Entry], tokenizer: Tokenizer, seed: int
+    train: Sequence[Entry], held_out: Sequence[Entry], tokenizer: Tokenizer, seed: int
 ) -> dict[str, torch.Tensor]:
-    """Documents of unseen entries, and unseen chats on seen entries, as rows of 512 tokens."""
+    """Rows of 512 tokens by name: documents of held-out entries, and new chats about entries of the
+    training."""
     ids: list[int] = []
-    for entry in held:
+    for entry in held_out:
         ids += tokenizer.encode(f"{BOS}{Documents.show(entry)}{EOS}").ids
     rows = min(len(ids) // 512, 48)
     documents = torch.tensor(ids[: rows * 512], dtype=torch.long).view(rows, 512)

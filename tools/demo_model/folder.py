@@ -1,4 +1,4 @@
-"""The folder that ships: weights, config, tokenizer, chat template and model card."""
+"""`write_folder`: the model's folder: weights, config, tokenizer, chat template and model card."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def config_json(config: LlamaConfig) -> dict[str, object]:
-    """The configuration in the classic layout, which every Llama loader reads."""
+    """The configuration in the older layout, which every loader of Llama models reads."""
     names = (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
         "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
@@ -197,7 +197,7 @@ def write_card(trainer: Trainer, out: Path) -> None:
 
 
 def write_folder(trainer: Trainer, out: Path) -> None:
-    """The files of the model in their final form; each write replaces the one before."""
+    """Write the model's files, in place of those of an earlier call."""
     out.mkdir(parents=True, exist_ok=True)
     model = trainer.model
     weights = {

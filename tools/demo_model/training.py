@@ -1,4 +1,4 @@
-"""The training run: model, optimizer, schedule, held-out loss."""
+"""`Trainer`: the training run: model, optimizer, schedule, held-out loss."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("train_demo")
 
 @dataclass(frozen=True)
 class Earlier:
-    """Totals of the runs that a run continues; kept in the header of the weights."""
+    """The totals of the runs that a run continues, from the header of the weights."""
 
     steps: int = 0
     tokens: int = 0
@@ -43,7 +43,7 @@ class Earlier:
 
 @dataclass
 class Progress:
-    """How far a run is, by the step or by the clock, whichever is ahead."""
+    """The progress of a run, by its steps or by the clock, whichever is ahead."""
 
     steps: int | None
     minutes: float | None
@@ -72,7 +72,8 @@ class Progress:
 
 
 def batch_shape(share: float) -> tuple[int, int]:
-    """Rows and length: short sequences first, the full context at the end."""
+    """The rows and the length of a batch: short sequences first, the full context at the end.
+    `share`: of the run that is done."""
     for limit, shape in ((0.72, (8, 512)), (0.84, (4, 1024)), (0.92, (2, 2048))):
         if share < limit:
             return shape
@@ -106,8 +107,8 @@ def make_model(vocab: int, seed: int) -> LlamaForCausalLM:
 
 
 def make_optimizer(model: torch.nn.Module, peak: float) -> torch.optim.AdamW:
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.98), fused=True)
 
@@ -119,30 +120,32 @@ def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: torch.nn.Module, held: dict[str, torch.Tensor]) -> dict[str, float]:
+def evaluate(model: torch.nn.Module, held_out: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The mean loss of each held-out batch, in nats per token."""
     model.eval()
     losses = {
-        name: sum((float(loss_of(model, r)) * len(r) for r in batch.split(8)), 0.0) / len(batch)
-        for name, batch in held.items()
+        name: sum((float(loss_of(model, rows)) * len(rows) for rows in batch.split(8)), 0.0)
+        / len(batch)
+        for name, batch in held_out.items()
     }
     model.train()
     return losses
 
 
 class Trainer:
-    """The loop: steps, reports, and a usable folder every few minutes."""
+    """Trains the model, logs its losses, and saves a usable folder every few minutes."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         entries = load_entries()
         seed = options.seed
-        self.train_entries, held_entries = split_entries(entries, seed)
-        self.characters = sum(len(e.text) for e in entries)
+        self.train_entries, held_out_entries = split_entries(entries, seed)
+        self.characters = sum(len(entry.text) for entry in entries)
         log.info("%d entries, %d characters", len(entries), self.characters)
         self.tokenizer = train_tokenizer(self.train_entries, options.vocab, seed)
         first = seed + 7919 if options.init else seed  # a continued run sees other chats
         self.stream = Stream(self.train_entries, self.tokenizer, first)
-        self.held = held_out_batches(self.train_entries, held_entries, self.tokenizer, seed)
+        self.held_out = held_out_batches(self.train_entries, held_out_entries, self.tokenizer, seed)
         self.model = make_model(options.vocab, seed)
         self.earlier = Earlier()
         if options.init:
@@ -150,9 +153,9 @@ class Trainer:
             self.model.load_state_dict(weights, strict=False)  # the tied head is not in the file
             self.model.tie_weights()
             self.earlier = Earlier.read(options.init)
-        self.parameters = sum(p.numel() for p in self.model.parameters())
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         log.info("%d parameters; held out: %s", self.parameters,
-                 {name: batch.numel() for name, batch in self.held.items()})  # fmt: skip
+                 {name: batch.numel() for name, batch in self.held_out.items()})  # fmt: skip
         self.run: Any = self.model if options.no_compile else torch.compile(self.model)
         self.optimizer = make_optimizer(self.model, options.lr)
         self.progress = Progress(options.steps, options.minutes)
@@ -175,7 +178,7 @@ class Trainer:
 
     def report(self) -> None:
         progress = self.progress
-        self.losses = evaluate(self.model, self.held)
+        self.losses = evaluate(self.model, self.held_out)
         log.info(
             "step %d (%.0f %%) tokens %.2fM %.1f min %.0f tok/s train %.3f held out %s",
             progress.step, 100 * progress.share, progress.tokens / 1e6, progress.elapsed / 60,
@@ -199,7 +202,7 @@ class Trainer:
         self.save()
 
     def summary(self) -> Earlier:
-        """The training so far, this run included."""
+        """The totals of all training, this run included."""
         options = self.options
         limit = f"--steps {options.steps}" if options.steps else f"--minutes {options.minutes:g}"
         command = f"python tools/train_demo.py {limit} --seed {options.seed} --lr {options.lr:g}"
