@@ -29,10 +29,10 @@ ACTIONS = ("list", "verify", "prune", "save", "load")
 _UNBOUNDED = 1 << 62
 _EPILOG = """\
 list      files, tokens and bytes by model and namespace
-verify    read every file and check its sums; --drop removes those that are damaged
-prune     remove the files that were not used for longest, down to --size
-save      compute the prompts of --jsonl with --model, and keep their K/V in the folder
-load      load what the folder has for --model, and say how much that is
+verify    read every file and check its sums; --drop removes damaged files
+prune     remove the least recently used files, down to --size
+save      compute the prompts of --jsonl with --model, and write their K/V to the folder
+load      load the folder's K/V for --model, and print how many tokens it has
 
 FOLDER is that of `radixserve serve --kv-store FOLDER`, `Runtime(kv_store=...)` or
 `Runtime.save_cache`. The exit code of verify is 1 where a file is damaged.
@@ -57,7 +57,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("folder", metavar="FOLDER", help="of the K/V")
     flags = {
         "--drop": "verify: remove damaged files",
-        "--size BYTES": 'prune: what is to be left, such as "4GB"',
+        "--size BYTES": 'prune: the size to leave, such as "4GB"',
         "--model MODEL": "save, load: the model, as of `radixserve serve` (default: demo)",
         "--jsonl FILE": "save: the prompts, as JSON lines of `radixserve generate`",
         "--json": "print one JSON document instead",

@@ -73,10 +73,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     }
     add_flags(source, tokens, action="append")
     others = {
-        "--chat": "a prompt is a message of a user",
-        "--system TEXT": "system message before it, with --chat",
-        "--output FILE": "write there, not to standard output, which is -",
-        "--resume": "with --jsonl and --output: go on after the lines that FILE has already",
+        "--chat": "take the prompt as a message of the user",
+        "--system TEXT": "with --chat: system message before it",
+        "--output FILE": "write to FILE instead of standard output, which is -",
+        "--resume": "with --jsonl and --output: continue after the lines that FILE already has",
         "--json": "print a JSON line for each answer",
         "--stream": "print the text of a single prompt as it comes",
         "--stats": "print token counts and times to standard error",

@@ -379,7 +379,7 @@ class TokenIndex:
 
     # -- audit --------------------------------------------------------------------------------
 
-    def held(self, replica: str, namespace: str) -> list[tuple[int, ...]]:
+    def cached_paths(self, replica: str, namespace: str) -> list[tuple[int, ...]]:
         """The longest token paths that a replica has cached, sorted. O(tokens); for audits."""
         paths, bit = [], 1 << self._holders[replica].number
         root = self._roots.get(namespace)

@@ -50,47 +50,48 @@ class ServerConfig(StrictFields):
                         host; requests for other names are answered 403
     cors_origin         origin of web pages that may use the server, such as https://chat.example;
                         * is any; other pages get 403 without keys
-    max_connections     open connections at most; more are answered 503
-    max_connections_per_address  of these from one address
-    write_timeout       seconds in which a client takes 64 KiB of the answer that waits for it, or
-                        all of it; else its request is aborted and its connection closed
-    max_queued_requests  requests that wait for the engine at most, every sample of a prompt counts;
-                        more are answered 429. Where it is half full, no tenant gets more than
-                        its share
-    max_queued_tokens   prompt tokens that wait for the engine at most; more are answered 429
-    max_body            bytes of a request's body at most, "32MB" works
-    max_prompts         prompts of one request at most
-    max_n               n and best_of at most
+    max_connections     most open connections; more are answered 503
+    max_connections_per_address  most open connections from one address
+    write_timeout       seconds in which a client must read 64 KiB of an answer that waits for it,
+                        or all of it; otherwise its request is aborted and its connection closed
+    max_queued_requests  most requests that wait for the engine; every sample of a prompt counts.
+                        More are answered 429. When the queue is half full, no tenant gets more
+                        than its share
+    max_queued_tokens   most prompt tokens that wait for the engine; more are answered 429
+    max_body            most bytes of a request's body, "32MB" works
+    max_prompts         most prompts of a request
+    max_n               largest n and best_of
     shutdown_timeout    seconds that requests in flight have after SIGTERM
     ready_timeout       seconds without a step, with work to do, until /health/ready fails
-    max_conversations   conversations of a tenant whose exact token ids are remembered, and sessions
-                        and branches that it may have open; 0: none
-    max_responses       responses of a tenant that previous_response_id may name; 0: none
-    max_response_bytes  bytes of these at most, "64MB" works
+    max_conversations   most conversations of a tenant whose exact token ids are remembered, and
+                        most sessions and branches that it may have open; 0: none
+    max_responses       most stored responses of a tenant, which previous_response_id may name; 0:
+                        none
+    max_response_bytes  most bytes of a tenant's stored responses, "64MB" works
     session_lease       seconds that a session_id stays open after its last request
-    hint_budget_tokens  tokens that the pins and retains of one tenant may hold; default: a quarter
-                        of the pool
-    strict_fields       refuse by name what has no effect here: fields that cannot change an answer,
-                        tools of other types than functions. By default they are skipped, and named
-                        in a header of the answer
-    keep_billing_header  leave the changing header of coding agents in their system prompts
+    hint_budget_tokens  most tokens that the pins and retains of one tenant may keep; default: a
+                        quarter of the pool
+    strict_fields       refuse what has no effect here, by its name: fields that cannot change an
+                        answer, and tools other than functions. By default, they are skipped and
+                        named in a header of the answer
+    keep_billing_header  keep the billing header of coding agents in their system prompts; it
+                        changes with every request, so that nothing after it is found in the cache
     tool_call_parser    style in which the model writes tool calls: hermes, llama3, mistral,
                         mistral-args, granite, kimi, deepseek-v3, deepseek-v3.1, qwen3-coder, glm,
                         gemma4, function-gemma, lfm2, harmony or generic, see docs/tools.md; none:
-                        calls stay text; auto: as its chat template shows
-    reasoning_parser    what becomes reasoning_content. think: what stands in <think></think>;
-                        mistral: in [THINK][/THINK]; gemma4: in the channel "thought"; none:
-                        nothing; auto: as the chat template shows
-    replicas            engines, each in a process and with a cache of its own; 0: one in this
-                        process. A request goes where it costs least, by what is cached there and
-                        by load. Needs the extra [cluster]
-    autoscaling         replicas are added and taken away by load: fields of Ray Serve's
-                        autoscaling_config, such as
-                        "max_replicas=4,target_ongoing_requests=32"; replicas are those at the
-                        beginning, min_replicas where not given
-    ray_address         of a running Ray cluster that is to have them, "auto" for the one that Ray
-                        finds; default: they are started on this machine
-    log_requests        write a line of JSON a request to standard error
+                        calls stay text; auto: by its chat template
+    reasoning_parser    which text becomes reasoning_content. think: the text in <think></think>;
+                        mistral: in [THINK][/THINK]; gemma4: in the channel "thought"; none: no
+                        text; auto: by the chat template
+    replicas            number of engines, each in a process and with a cache of its own; 0: one in
+                        this process. A request runs where it costs least, by cached tokens and
+                        load. Needs the extra [cluster]
+    autoscaling         add and remove replicas by load: fields of Ray Serve's autoscaling_config,
+                        such as "max_replicas=4,target_ongoing_requests=32"; `replicas` is then
+                        their number at the beginning, by default min_replicas
+    ray_address         address of a running Ray cluster for the replicas, "auto" for the one that
+                        Ray finds; default: they are started on this machine
+    log_requests        write a line of JSON per request to standard error
     """
 
     host: str = "127.0.0.1"

@@ -78,7 +78,7 @@ async def follow(replica: LateEvents) -> None:
                     index.restart("r", events)
                 else:
                     index.take("r", events)
-            held = index.held("r", "")
+            held = index.cached_paths("r", "")
             for request in requests:
                 tokens = tuple(request.token_ids.tolist())
                 if request.request_id in one.settled:

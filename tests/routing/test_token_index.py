@@ -41,7 +41,9 @@ class Replica:
     def check(self) -> None:
         there = contents(self.world.cache)
         for namespace in ("", "b"):
-            assert self.index.held(self.name, namespace) == longest(there.get(namespace, []))
+            assert self.index.cached_paths(self.name, namespace) == longest(
+                there.get(namespace, [])
+            )
 
     def restart(self, world: World) -> None:
         """It died, and is back with another cache."""
@@ -196,7 +198,7 @@ def test_blocks_that_begin_alike_are_dropped_one_by_one() -> None:
             sequence.commit(4)
     cache.evict(4)
     index.take("a", log.take())
-    assert index.held("a", "") == [(1, 2, 5, 6)]
+    assert index.cached_paths("a", "") == [(1, 2, 5, 6)]
 
 
 def test_more_replicas_than_a_machine_word_has_bits() -> None:
