@@ -171,7 +171,7 @@ HASHES = {"timestamp": 0, "input_length": 6, "hash_ids": [1]}
         ([{**HEADER, "block_size": 0}, HASHES], 1, "block_size"),
         ([HEADER, {"id": 1, "text": "a", "parent": 7}], 2, '"parent" 7'),
         ([HEADER, {"id": 1, "text": "a", "prefix": "p"}], 2, '"prefix" p'),
-        ([HEADER, {"id": 1, "text": "a"}, {"id": 1, "text": "a"}], 3, "there already"),
+        ([HEADER, {"id": 1, "text": "a"}, {"id": 1, "text": "a"}], 3, "that of an earlier line"),
         ([{"trace": "t", "prefixes": [1]}, {"id": 1, "text": "a"}], 1, "prefixes"),
     ],
 )
