@@ -405,7 +405,7 @@ class TokenIndex:
                 assert child.holders or child.children or child.reserved, "a node without use"
                 if node.parent is not None:
                     stray = child.holders & ~node.holders & self._live
-                    assert not stray, f"held by {stray:b} below what these do not hold"
+                    assert not stray, f"{stray:b} have a node cached, but not its parent"
                 if child.reserved is not None:
                     mask = sum(1 << number for number in child.reserved.counts)
                     assert child.reserved.mask == mask, "reserved for others than counted"
