@@ -109,32 +109,34 @@ _TRACE = {"--limit N": "only the first N requests"}
 _CACHES = {
     "--cache-tokens SIZES": "cache sizes in tokens, such as 250k,1M "
     "(default: five that suit the trace)",
-    "--state-checkpoints N": "replay each radix cache once more for a model with recurrent layers, "
+    "--state-checkpoints N": "also replay each radix cache for a model with recurrent layers, "
     "whose states are kept every N tokens, where prompts branch and where they end",
     "--states N": "recurrent states that have room (default: 64, and 2 for each interval)",
     "--state-tokens SIZES": "memory of a state, in tokens of K/V, such as 3168,10: states take a "
-    "third of the cache's memory, and are kept once by the rule for this size and once every "
-    "--state-checkpoints tokens (512)",
-    "--windows SIZE:SHARE": "replay each radix cache once more for a model whose layers that see "
-    "SIZE positions have this share of the K/V, such as 1024:0.83, in as much memory",
-    "--swa-full-tokens-ratio X": "tokens whose K/V of such layers has room, over all (default: "
-    "0.5)",
-    "--sessions": "replay each once more with the hint which sessions are still open",
+    "third of the cache's memory; one replay keeps them by the rule for this size, another one "
+    "every --state-checkpoints tokens (512)",
+    "--windows SIZE:SHARE": "also replay each radix cache, with the same memory, for a model in "
+    "which layers with a window of SIZE positions have this share of the K/V, such as 1024:0.83",
+    "--swa-full-tokens-ratio X": "with --windows, tokens whose K/V of such layers has room, as a "
+    "part of all tokens (default: 0.5)",
+    "--sessions": "also replay each cache with the sessions of the trace, open until they end",
     "--lease-s SECONDS": "how long an idle open session is preferred (default: the cache's own)",
-    "--bytes-per-token SIZE": 'bytes of K/V a token, "128KB" works '
+    "--bytes-per-token SIZE": 'bytes of K/V per token, "128KB" works '
     "(default: 128 KiB, as Llama-3-8B in bfloat16)",
-    "--model-config PATH": "take the bytes a token from a checkpoint folder or its config.json",
+    "--model-config PATH": "compute the bytes per token from a checkpoint folder or its "
+    "config.json",
     "--kv-dtype NAME": 'with --model-config, the dtype of K/V: "auto" (that of the config), '
     '"bfloat16" or "int8"',
 }
 _CLUSTER = {
-    "--replicas NUMBERS": "how many, such as 4,16,64; beside each number one cache of all their "
-    "sizes together",
-    "--event-delay-s SECONDS": "from a cache to the router, in time of the trace (default: 0.1)",
-    "--failures SECONDS": "a replica's mean time to failure; its requests go on elsewhere",
+    "--replicas NUMBERS": "numbers of replicas, such as 4,16,64; each is compared with one cache "
+    "of the size of all replicas together",
+    "--event-delay-s SECONDS": "delay of cache events on their way to the router, in time of the "
+    "trace (default: 0.1)",
+    "--failures SECONDS": "a replica's mean time to failure; its requests continue on others",
     "--autoscaling SETTINGS": "fields of Ray Serve's autoscaling_config, such as "
-    "max_replicas=16,target_ongoing_requests=4; --replicas are those at the beginning",
-    "--start-s SECONDS": "until a replica that was added or lost serves (default: 60)",
+    "max_replicas=16,target_ongoing_requests=4; --replicas is their number at the beginning",
+    "--start-s SECONDS": "time until an added or lost replica serves (default: 60)",
 }
 _LISTS = {  # by usage: help, default
     "--policy NAMES": (f"eviction policies: {','.join(EVICTION_POLICIES)}", "lru"),
@@ -152,12 +154,12 @@ _SERVING: dict[str, tuple[str, float | None, float]] = {  # by usage: help, defa
     "--time-scale X": ("arrivals are this many times as far apart as recorded", 1.0, 0.0),
 }
 _LOOP = {
-    "--closed-loop": "in place of the other replays: a session's next request is sent when it has "
-    "thought about the last answer, as long as in the trace",
-    "--admission NAMES": "greedy,priced: whether a request that would push out K/V of more worth "
-    "waits (default: greedy)",
-    "--prefill-rate X": "prefill tokens a second, in place of --prefill-us",
-    "--decode-rate X": "tokens a second of a request that runs alone, in place of --step-ms",
+    "--closed-loop": "instead of the other replays: a session sends its next request a think time "
+    "after the last answer, which is that of the trace",
+    "--admission NAMES": "greedy,priced: with priced, a request waits if it would evict K/V that "
+    "is worth more (default: greedy)",
+    "--prefill-rate X": "prefill tokens per second, instead of --prefill-us",
+    "--decode-rate X": "tokens per second of a request that runs alone, instead of --step-ms",
     "--step-costs FILE": "seconds of a step as JSON: fixed_s, prefill_token_s, decode_row_s, "
     "kv_token_s",
 }

@@ -43,7 +43,7 @@ _MAX_EXPONENT = 50.0
 _MAX_CONTINUED = 10.0  # mean requests that are expected of an open conversation at most
 _OPEN_GAPS = 4.0  # expected work halves after so many mean gaps between continued requests
 _WAIT_SHARE = 0.5
-_MAX_DISPLACED = 4.0  # an evicted token costs at most so many times its prefill
+_MAX_DISPLACED = 4.0  # the most that an evicted token costs, in times of its prefill
 _EMA = 0.02  # weight of a request in moving averages
 
 

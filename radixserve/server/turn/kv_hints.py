@@ -91,7 +91,7 @@ def read_actions(envelope: KVHints) -> list[ActionHints]:
         place = f"kv_hints.actions[{index}]"
         if action.action_id in known:
             param = f"{place}.action_id"
-            raise wrong_field(param, f"{shown(action.action_id)} is there twice")
+            raise wrong_field(param, f"{shown(action.action_id)} is given twice")
         known.add(action.action_id)
         actions.append(_read_action(action, f"{place}.payload"))
     return actions

@@ -96,7 +96,7 @@ class _Reader:
         arguments: dict[str, Any] = {}
         for key, value in self._items(")", self._argument):
             if key in arguments:
-                raise ValueError("an argument is there twice")
+                raise ValueError("an argument is given twice")
             arguments[key] = value
         return Call(name, dump(arguments))
 
