@@ -393,7 +393,6 @@ class CudaModelRunner(SingleDeviceRunner):
         self.__dict__.pop("backend", None)
 
     def _make_backend(self, name: str) -> AttentionBackend:
-        more = {} if self.info.kv_dtype is None else {"dtype": self.info.dtype}
         return make_backend(
             name,
             self.pool.kv,
@@ -402,7 +401,7 @@ class CudaModelRunner(SingleDeviceRunner):
             variants=self.info.attention_variants,
             shares=self._shares,
             is_exact=self._config.is_exact_on("cuda"),
-            **more,
+            dtype=None if self.info.kv_dtype is None else self.info.dtype,
         )
 
     def _inexact_reason(self) -> str:
