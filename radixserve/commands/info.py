@@ -319,7 +319,7 @@ def _kv_heads(model: dict[str, Any]) -> str:
     if len(shapes) == 1:
         return f" and {model['num_kv_heads']} key/value heads of {model['head_dim']}"
     parts = [
-        f"{shape['num_kv_heads']} of {shape['head_dim']} in {shape['layers']} of them"
+        f"{shape['num_kv_heads']} of {shape['head_dim']} ({shape['layers']} layers)"
         for shape in shapes
     ]
     return f"; key/value heads: {', '.join(parts)}"
