@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -393,6 +394,7 @@ class CudaModelRunner(SingleDeviceRunner):
         self.__dict__.pop("backend", None)
 
     def _make_backend(self, name: str) -> AttentionBackend:
+        more: dict[str, Any] = {} if self.info.kv_dtype is None else {"dtype": self.info.dtype}
         return make_backend(
             name,
             self.pool.kv,
@@ -401,7 +403,7 @@ class CudaModelRunner(SingleDeviceRunner):
             variants=self.info.attention_variants,
             shares=self._shares,
             is_exact=self._config.is_exact_on("cuda"),
-            dtype=None if self.info.kv_dtype is None else self.info.dtype,
+            **more,
         )
 
     def _inexact_reason(self) -> str:
