@@ -43,9 +43,12 @@ def make_pool(dtype: torch.dtype, head_dim: int) -> KVPool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("head_dim", [8, 7])
-def test_slots_are_read_and_written(dtype: torch.dtype, head_dim: int) -> None:
+@pytest.mark.parametrize("by_torch", [False, True])  # as on a device
+def test_slots_are_read_and_written(dtype: torch.dtype, head_dim: int, by_torch: bool) -> None:
     """One after the other, in pieces, in any order; other slots keep their content."""
     pool, target = make_pool(dtype, head_dim), make_pool(dtype, head_dim)
+    for layers in (*pool._layers_by_row, *target._layers_by_row):
+        layers._words = None if by_torch else layers._words
     rng = np.random.default_rng(0)
     row_bytes = pool.layout.row_bytes
     into = np.zeros(3 * 2 * NUM_SLOTS * row_bytes + 5, np.uint8)
@@ -116,9 +119,12 @@ def test_a_layer_takes_what_its_heads_need(dtype: torch.dtype) -> None:
     assert divided.num_bytes == 60 * 2 * (sum(rows) - 2 * rows[1]) + 20 * 2 * 2 * rows[1]
 
 
+@pytest.mark.parametrize("by_torch", [False, True])  # as on a device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_layers_of_several_shapes_are_read_and_written(dtype: torch.dtype) -> None:
+def test_layers_of_several_shapes_are_read_and_written(dtype: torch.dtype, by_torch: bool) -> None:
     pool, target = make_mixed_pool(dtype), make_mixed_pool(dtype)
+    for layers in (*pool._layers_by_row, *target._layers_by_row):
+        layers._words = None if by_torch else layers._words
     rng = np.random.default_rng(1)
     into = np.zeros(NUM_SLOTS * pool.layout.token_bytes + 3, np.uint8)
     for slots in (np.arange(7, 30), rng.permutation(NUM_SLOTS), np.arange(NUM_SLOTS)[::-3]):
