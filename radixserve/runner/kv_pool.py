@@ -73,13 +73,10 @@ class KVPool:
         return _zeros(size, self._dtype, self._device)
 
     @property
-    def _full(self) -> list[Tensor]:
-        """The memory of all layers that have the cache's pages, a tensor for each shape."""
-        return [self.kv, *(layers.kv for layers in self.others)]
-
-    @property
     def num_bytes(self) -> int:
-        tensors = self._full if self.windows is None else [*self._full, self.windows.kv]
+        tensors = [self.kv, *(layers.kv for layers in self.others)]
+        if self.windows is not None:
+            tensors.append(self.windows.kv)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def copy_page_prefixes(self, copies: IntArray) -> None:
@@ -95,10 +92,11 @@ class KVPool:
         offset = np.arange(len(of_copy)) - np.repeat(np.cumsum(num_tokens) - num_tokens, num_tokens)
         slots = [pages[of_copy] * self.page_size + offset for pages in (source, destination)]
         read, write = (torch.from_numpy(slot).to(self.kv.device) for slot in slots)
-        for kv in self._full:
-            copy_slots(kv.flatten(2, 3), read, write)  # [L, 2, num_slots, Hkv, W]
+        for layers in self.others:
+            copy_slots(layers.kv.flatten(2, 3), read, write)
+        copy_slots(self.kv.flatten(2, 3), read, write)  # [L, 2, num_slots, Hkv, W]
 
-    @functools.cached_property
+    @property
     def layout(self) -> KVLayout:
         """The layout of a token in `kv` and `others`."""
         shapes = tuple(self._shapes[layer] for layer in self._layers_of_tokens())
@@ -115,7 +113,8 @@ class KVPool:
     def read(self, slots: IntArray, into: ByteArray) -> ByteArray:
         """A copy of the K/V in some slots of `kv` and `others`, at the beginning of `into`, which
         is at least as large: [rows, 2, slots, bytes of a row], see `KVLayout`."""
-        num_rows, row_bytes = self.layout.num_rows, self.layout.row_bytes
+        layout = self.layout
+        num_rows, row_bytes = layout.num_rows, layout.row_bytes
         copy = into[: num_rows * 2 * len(slots) * row_bytes]
         copy = copy.reshape(num_rows, 2, len(slots), row_bytes)
         spans = _spans(slots)
