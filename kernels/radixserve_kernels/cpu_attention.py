@@ -26,7 +26,6 @@ class LayerKVRecord(ctypes.Structure):
         ("v", ctypes.c_void_p),
         ("has_window_pages", ctypes.c_int64),
         ("type", ctypes.c_int64),
-        ("slot_bytes", ctypes.c_int64),  # 0: as many as the heads take
     )
 
 

@@ -31,6 +31,7 @@ from radixserve_kernels.decoder_layer import (
     LayerInput,
     LayerInputs,
 )
+from radixserve_kernels.stored_kv import stored_width
 
 _NORMS = (
     *("pre_attention_norm", "post_attention_norm", "pre_mlp_norm", "post_mlp_norm", "qk_norm"),
@@ -123,11 +124,10 @@ class DecoderKV:
         """layers: k and v [num_slots, Hkv, W], and whether they are in window pages. dtype: of the
         decoder that reads them."""
         self._borrowed = layers
+        self.heads = [k.shape[1:] for k, _, _ in layers]  # Hkv, W of each layer
+        self.stored_dtype = layers[0][0].dtype if layers else dtype
         records = [
-            LayerKVRecord(
-                *(k.data_ptr(), v.data_ptr(), windowed, kv_type(k.dtype, dtype)),
-                k[0].numel() * k.element_size() if len(k) else 0,
-            )
+            LayerKVRecord(k.data_ptr(), v.data_ptr(), windowed, kv_type(k.dtype, dtype))
             for k, v, windowed in layers
         ]
         self.records = (LayerKVRecord * len(records))(*records)
@@ -159,12 +159,19 @@ class FusedDecoder:
         self._step = _Step()  # C reads it during a call
         sizes = _shape_record(shape)
         borrowed: list[Any] = [layers, embedding, norm, head, layer_inputs]
+        kv_layers = _kv_layers(layers)
         records = (_Layer * len(layers))(
             *(
                 _layer_record(shape, layer, kv_layer, borrowed)
-                for layer, kv_layer in zip(layers, _kv_layers(layers), strict=True)
+                for layer, kv_layer in zip(layers, kv_layers, strict=True)
             )
         )
+        self._kv_heads = {
+            kv_layer: (record.num_kv_heads, record.head_dim)
+            for kv_layer, layer, record in zip(kv_layers, layers, records, strict=True)
+            if layer.attends
+        }
+        self._checked_kv: DecoderKV | None = None
         inputs = None if layer_inputs is None else _inputs_record(layer_inputs)
         self._borrowed = borrowed  # by C
         self._pointer = library.radixserve_decoder(
@@ -186,7 +193,10 @@ class FusedDecoder:
         window_page_ids: NDArray[np.int32] | None = None,  # in the places of the plan's
         states: CompiledStates | None = None,  # of layers that have some
     ) -> Tensor:
-        """Logits [S, V] float32 after the tokens `sampled`; writes K and V of the new tokens."""
+        """Logits [S, V] float32 after the tokens `sampled`; writes K and V of the new tokens.
+
+        Raises ValueError if a layer's memory is for other heads than it has.
+        """
         size = (len(sampled), self._vocab_size)
         logits = torch.empty(size, dtype=torch.float32, device="cpu")  # not the default device
         tables = (ctypes.c_void_p * len(rotations))(*map(torch.Tensor.data_ptr, rotations))
@@ -200,8 +210,19 @@ class FusedDecoder:
         step.states = None if states is None else ctypes.addressof(states.record)
         self._library.radixserve_set_threads(torch.get_num_threads())
         plan, kv = attention
+        if kv is not self._checked_kv:
+            self._check_heads(kv)
         self._library.radixserve_run(self._pointer, ctypes.byref(step), plan.pointer, kv.records)
         return logits
+
+    def _check_heads(self, kv: DecoderKV) -> None:
+        for layer, (num_heads, dim) in self._kv_heads.items():
+            needed = (num_heads, stored_width(dim, kv.stored_dtype))
+            if tuple(kv.heads[layer]) != needed:
+                raise ValueError(
+                    f"K and V of layer {layer} are of {needed}, not of {tuple(kv.heads[layer])}"
+                )
+        self._checked_kv = kv
 
 
 def _shape_record(shape: DecoderSizes) -> _Shape:

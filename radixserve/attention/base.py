@@ -64,6 +64,13 @@ class RecurrentRows(NamedTuple):
     rows: Sequence[RecurrentRow]  # the others
 
 
+class LayersKV(NamedTuple):
+    """K and V of layers whose heads have another shape than those of the first layer."""
+
+    kv: Tensor  # [L, 2, num_pages, P, Hkv, W]
+    layers: tuple[int, ...]  # [L] their numbers among the layers that store K and V, ascending
+
+
 class WindowKV(NamedTuple):
     """The memory of layers with windows, where their K and V have window pages."""
 
@@ -162,21 +169,29 @@ class AttentionBackend(ABC):
         num_heads: int,
         windows: WindowKV | None = None,
         dtype: torch.dtype | None = None,
+        others: Sequence[LayersKV] = (),
     ) -> None:
-        """kv [L, 2, num_pages, P, Hkv, W] of all layers but those in `windows`; dtype: of queries
-        and of what `attend` returns, None: that of kv. See stored_kv.py for other dtypes of kv.
+        """kv [L, 2, num_pages, P, Hkv, W] of all layers but those in `windows` and `others`; dtype:
+        of queries and of what `attend` returns, None: that of kv. See stored_kv.py for other dtypes
+        of kv.
 
         Raises ModelNotSupported unless Hkv divides Hq.
         """
-        self.page_size, self.num_kv_heads, width = kv.shape[3:]
-        self.head_dim = stored_head_dim(width, kv.dtype)
+        apart: list[LayersKV | WindowKV] = list(others)
+        if windows is not None:
+            apart.append(windows)
+        self.page_size = kv.shape[3]
+        shapes = [tensor.shape[4:] for tensor in (kv, *(layers.kv for layers in apart))]
+        self.num_kv_heads = max(count for count, _ in shapes)
+        self.head_dim = stored_head_dim(max(width for _, width in shapes), kv.dtype)
         self.dtype = kv.dtype if dtype is None else dtype
-        if num_heads % self.num_kv_heads:
-            raise ModelNotSupported(
-                f"{num_heads} query heads cannot share {self.num_kv_heads} key heads evenly"
-            )
+        for num_kv_heads, _ in shapes:
+            if num_heads % num_kv_heads:
+                raise ModelNotSupported(
+                    f"{num_heads} query heads cannot share {num_kv_heads} key heads evenly"
+                )
         self.kv, self.num_heads = kv, num_heads
-        self.slots = _slots_of_layers(kv, windows)  # of each layer K and V, [num_slots, Hkv, W]
+        self.slots = _slots_of_layers(kv, apart)  # of each layer K and V, [num_slots, Hkv, W]
         self.windows = windows
         self.window_layers = frozenset(() if windows is None else windows.layers)
         self._batch: ForwardBatch | None = None  # the planned one
@@ -256,12 +271,18 @@ def missing_features(offered: frozenset[str], needed: frozenset[str]) -> str:
     return f"it has no {', '.join(missing)}" if missing else ""
 
 
-def _slots_of_layers(kv: Tensor, windows: WindowKV | None) -> list[tuple[Tensor, Tensor]]:
+def _slots_of_layers(
+    kv: Tensor, apart: Sequence[LayersKV | WindowKV]
+) -> list[tuple[Tensor, Tensor]]:
     """Of each layer K and V by slot, each [num_slots, Hkv, W]."""
     slots = [kv_view(kv, layer) for layer in range(len(kv))]
-    if windows is not None:
-        for index, layer in enumerate(windows.layers):
-            slots.insert(layer, kv_view(windows.kv, index))
+    places = sorted(
+        (layer, number, index)
+        for number, layers in enumerate(apart)
+        for index, layer in enumerate(layers.layers)
+    )
+    for layer, number, index in places:
+        slots.insert(layer, kv_view(apart[number].kv, index))
     return slots
 
 

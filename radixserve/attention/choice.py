@@ -12,6 +12,7 @@ from torch import Tensor
 from radixserve.attention.base import (
     AttentionBackend,
     AttentionVariant,
+    LayersKV,
     WindowKV,
     missing_features,
 )
@@ -123,12 +124,13 @@ def make_backend(
     *,
     dtype: torch.dtype | None = None,
     windows: WindowKV | None = None,
+    others: Sequence[LayersKV] = (),
     variants: Sequence[AttentionVariant] = (),
     shares: bool = True,
     is_exact: bool = False,
 ) -> AttentionBackend:
     """The backend of that name over a pool's kv [L, 2, num_pages, P, Hkv, W], and `windows` where
-    it `has_window_pages`.
+    it `has_window_pages`. `others`, of cpu only: layers whose heads have other shapes.
 
     `dtype`: of queries, None: that of kv; another one where it `has_kv_dtypes`.
     `variants`: the distinct ones of the model's layers, for each of which flashinfer plans; ()
@@ -142,6 +144,8 @@ def make_backend(
         make = partial(FlashInferBackend, variants=variants)
     if dtype not in (None, kv.dtype):
         make = partial(make, dtype=dtype)
+    if others:
+        make = partial(make, others=others)
     if windows is None:
         return make(kv, num_heads, shares=shares)
     return make(kv, num_heads, windows, shares=shares)

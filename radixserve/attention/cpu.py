@@ -7,6 +7,8 @@ finds the same nodes as cascade.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from radixserve.attention.base import (
     AttentionBackend,
     AttentionFeatures,
     ForwardBatch,
+    LayersKV,
     WindowKV,
 )
 from radixserve.errors import ModelNotSupported
@@ -47,13 +50,14 @@ class CpuBackend(AttentionBackend):
         num_heads: int,
         windows: WindowKV | None = None,
         dtype: torch.dtype | None = None,
+        others: Sequence[LayersKV] = (),
         *,
         shares: bool = True,
         is_exact: bool = True,
     ) -> None:
         if reason := unsupported_reason(kv.dtype if dtype is None else dtype):
             raise ModelNotSupported(f"the cpu backend cannot be used: {reason}")
-        super().__init__(kv, num_heads, windows, dtype)
+        super().__init__(kv, num_heads, windows, dtype, others)
         self._compiled_kv = DecoderKV(
             [(k, v, layer in self.window_layers) for layer, (k, v) in enumerate(self.slots)],
             self.dtype,

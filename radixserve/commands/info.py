@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -223,6 +224,10 @@ def _facts_of(name: str, model: ModelInfo) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention_features": list(model.attention_features),
         "weight_forms": dict(model.weight_forms),
+        "kv_shapes": [
+            {"layers": layers, "num_kv_heads": heads, "head_dim": dim}
+            for (heads, dim), layers in Counter(model.shapes_of_kv).items()
+        ],
     }
 
 
@@ -284,8 +289,8 @@ def _model_lines(model: dict[str, Any]) -> dict[str, str]:
     lines = {
         "architecture": f"{model['architecture']} ({code}{backend})",
         "parameters": f"{model['num_parameters']:,} in {_forms(model)}",
-        "shape": f"{model['num_layers']} layers, {model['num_heads']} query heads and "
-        f"{model['num_kv_heads']} key/value heads of {model['head_dim']}",
+        "shape": f"{model['num_layers']} layers, {model['num_heads']} query heads"
+        + _kv_heads(model),
         "attention": _attention(model),
         "vocabulary": f"{model['vocab_size']:,}"
         + ("" if model["has_tokenizer"] else "; no tokenizer: prompts are token ids"),
@@ -307,6 +312,17 @@ def _model_lines(model: dict[str, Any]) -> dict[str, str]:
         "exact": f"no: {model['inexact_because']}" if model["inexact_because"] else _EXACT,
         "runs on": _runs_on(model),
     }
+
+
+def _kv_heads(model: dict[str, Any]) -> str:
+    shapes = model["kv_shapes"]
+    if len(shapes) == 1:
+        return f" and {model['num_kv_heads']} key/value heads of {model['head_dim']}"
+    parts = [
+        f"{shape['num_kv_heads']} of {shape['head_dim']} ({shape['layers']} layers)"
+        for shape in shapes
+    ]
+    return f"; key/value heads: {', '.join(parts)}"
 
 
 def _attention(model: dict[str, Any]) -> str:

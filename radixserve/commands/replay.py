@@ -417,7 +417,8 @@ def _given(args: argparse.Namespace, usage: str) -> tuple[str, str, Any]:
 
 
 def _bytes_per_token(args: argparse.Namespace) -> int:
-    from radixserve.replay.caches import DEFAULT_KV_BYTES, kv_bytes_per_token
+    from radixserve.replay.caches import DEFAULT_KV_BYTES
+    from radixserve.replay.kv_bytes import kv_bytes_per_token
 
     if args.kv_dtype is not None and args.model_config is None:
         raise InvalidRequest("--kv-dtype needs --model-config")

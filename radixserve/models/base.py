@@ -32,6 +32,13 @@ class StateShape(NamedTuple):
     dtype: torch.dtype
 
 
+class KVShape(NamedTuple):
+    """The heads of K and V in a layer."""
+
+    num_heads: int
+    dim: int
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """A loaded model's sizes, in tokens, heads or features."""
@@ -53,7 +60,9 @@ class ModelInfo:
     attention_features: tuple[str, ...] = ()  # fields of AttentionFeatures that any layer uses
     attention_variants: tuple[AttentionVariant, ...] = ()  # the distinct ones of its layers
 
-    num_kv_layers: int | None = None  # layers that attend; None: all
+    num_kv_layers: int | None = None  # layers that store K and V; None: all
+    kv_shapes: tuple[KVShape, ...] = ()  # of each of them, where they differ: num_kv_heads and
+    # head_dim are then the largest. Empty: all have num_kv_heads of head_dim
     window_layers: tuple[int, ...] = ()  # of those the ones that see a window or chunk of positions
     window_size: int = 0  # positions, where such a layer sees most
     states: tuple[StateShape, ...] = ()  # of recurrent layers
@@ -86,22 +95,29 @@ class ModelInfo:
         return any(form in FORMS for form, _ in self.weight_forms)
 
     @property
+    def shapes_of_kv(self) -> tuple[KVShape, ...]:
+        """Of each layer that stores K and V."""
+        return self.kv_shapes or (KVShape(self.num_kv_heads, self.head_dim),) * self.kv_layers
+
+    @property
     def kv_bytes_per_token(self) -> int:
-        return self._kv_bytes(self.kv_layers)
+        """The sum of what each layer stores of a token."""
+        return sum(map(self._kv_bytes, self.shapes_of_kv))
 
     @property
     def window_bytes_per_token(self) -> int:
         """The part of `kv_bytes_per_token` in `window_layers`."""
-        return self._kv_bytes(len(self.window_layers))
+        shapes = self.shapes_of_kv
+        return sum(self._kv_bytes(shapes[layer]) for layer in self.window_layers)
 
     @property
     def stored_kv_dtype(self) -> torch.dtype:
         return self.dtype if self.kv_dtype is None else self.kv_dtype
 
-    def _kv_bytes(self, num_layers: int) -> int:
+    def _kv_bytes(self, shape: KVShape) -> int:
+        """Of a token in a layer."""
         dtype = self.stored_kv_dtype
-        head_bytes = stored_width(self.head_dim, dtype) * dtype.itemsize
-        return 2 * num_layers * self.num_kv_heads * head_bytes
+        return 2 * shape.num_heads * stored_width(shape.dim, dtype) * dtype.itemsize
 
 
 def layer_windows(features: Iterable[AttentionFeatures]) -> dict[str, Any]:

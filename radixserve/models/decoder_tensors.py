@@ -7,7 +7,7 @@ decoder packs them: q, k, v into one, gate and up into one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from radixserve.errors import InvalidRequest
-from radixserve.models.base import ModelInfo, StateShape, distinct_variants, layer_windows
+from radixserve.models.base import (
+    KVShape,
+    ModelInfo,
+    StateShape,
+    distinct_variants,
+    layer_windows,
+)
 from radixserve.models.decoder_shape import DecoderShape, check_decoder, decoder_shape
 from radixserve.models.families import (
     DeltaNetParts,
@@ -173,6 +179,7 @@ def read_decoder(
         attention_features=tuple(sorted(shape.feature_names)),
         attention_variants=distinct_variants(shape.features),
         num_kv_layers=sum(stores) if not all(stores) else None,
+        kv_shapes=_kv_shapes(shape, stores),
         states=_state_shapes(shape),
         **layer_windows(
             features for features, has_kv in zip(shape.features, stores, strict=True) if has_kv
@@ -196,6 +203,15 @@ def _read_layer_inputs(reader: _FormReader, shape: DecoderShape) -> LayerInputs[
         rows_scale=reader.rounded(size**0.5),
         projection_scale=shape.hidden_size**-0.5,
         scale=2.0**-0.5,
+    )
+
+
+def _kv_shapes(shape: DecoderShape, stores: Sequence[bool]) -> tuple[KVShape, ...]:
+    """`ModelInfo.kv_shapes`. stores: whether each layer stores K and V."""
+    if len(set(shape.heads)) == 1:
+        return ()
+    return tuple(
+        KVShape(*heads) for heads, has_kv in zip(shape.heads, stores, strict=True) if has_kv
     )
 
 

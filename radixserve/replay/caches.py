@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 
 from radixserve.cache import HashBlockCache, PrefixCache, RadixCache
 from radixserve.checks import check_choice, check_float, check_int, shown
-from radixserve.config import CHOICES
 from radixserve.errors import InvalidRequest
 from radixserve.replay.trace import Bools, Ints
 from radixserve.schedule import WindowLayers
@@ -20,7 +16,6 @@ from radixserve.schedule import WindowLayers
 INDEXES = ("radix", "hash")
 GIB = 1 << 30
 DEFAULT_KV_BYTES = 131_072  # Llama-3-8B in bfloat16: 2 x 32 layers x 8 heads x 128 x 2 bytes
-_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
 SPARE_STATES = 64  # states in addition to those at intervals, by default
 STATE_SHARE = 1 / 3  # of the cache's memory, for states that take a part of it
@@ -270,52 +265,3 @@ def parse_tokens(text: str) -> int:
             f"got {shown(text)}"
         )
     return round(value)
-
-
-def kv_bytes_per_token(path: str | os.PathLike[str], kv_dtype: str = "auto") -> int:
-    """The bytes of one token's K/V in all layers: 2 x layers x K/V heads x head_dim x size.
-
-    With latent attention (kv_lora_rank): layers x (rank + rope part) x size.
-
-    path      a checkpoint folder or its config.json
-    kv_dtype  as in EngineConfig; in "int8", each head has a scale of 2 bytes
-
-    Raises InvalidRequest for a config without these numbers, OSError for a file that cannot be
-    read.
-    """
-    check_choice("--kv-dtype", kv_dtype, CHOICES["kv_dtype"])
-    file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InvalidRequest(f"{file}: not a JSON file: {error}") from None
-    if not isinstance(config, dict):
-        raise InvalidRequest(f"{file}: a model config must be a JSON object, got {shown(config)}")
-    text_config = config.get("text_config")
-    config |= text_config if isinstance(text_config, dict) else {}
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    dtype = dtype.removeprefix("torch.")
-    if dtype not in _DTYPE_BYTES:
-        raise InvalidRequest(f"{file}: dtype must be one of {', '.join(_DTYPE_BYTES)}, got {dtype}")
-
-    def count(*names: str) -> int:
-        """The first of these fields that is a positive integer."""
-        for value in map(config.get, names):
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
-        raise InvalidRequest(f"{file}: {' or '.join(names)} is missing or not a positive number")
-
-    size, scale = _DTYPE_BYTES[dtype], 0
-    if kv_dtype != "auto":
-        size, scale = (1, 2) if kv_dtype == "int8" else (2, 0)
-    layers = count("num_hidden_layers", "n_layer")
-    if config.get("kv_lora_rank"):
-        return layers * (size * (count("kv_lora_rank") + count("qk_rope_head_dim")) + scale)
-    heads = count("num_attention_heads", "n_head")
-    kv_heads = count("num_key_value_heads") if config.get("num_key_value_heads") else heads
-    if config.get("head_dim"):
-        head_dim = count("head_dim")
-    else:
-        head_dim = count("hidden_size", "n_embd") // heads
-    return 2 * layers * kv_heads * (size * head_dim + scale)

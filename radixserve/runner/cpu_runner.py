@@ -58,6 +58,7 @@ class CpuModelRunner(SingleDeviceRunner):
             *(parts.backend_name, self.pool.kv, self.info.num_heads),
             dtype=self.info.dtype,
             windows=self.pool.windows,
+            others=self.pool.others,
             shares=config.cascade_attention,
             # Rounded to 8 bits, a last bit may become a step.
             is_exact=config.is_exact_on("cpu") or self.info.is_quantized,

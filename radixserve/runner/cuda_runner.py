@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -393,7 +394,7 @@ class CudaModelRunner(SingleDeviceRunner):
         self.__dict__.pop("backend", None)
 
     def _make_backend(self, name: str) -> AttentionBackend:
-        more = {} if self.info.kv_dtype is None else {"dtype": self.info.dtype}
+        more: dict[str, Any] = {} if self.info.kv_dtype is None else {"dtype": self.info.dtype}
         return make_backend(
             name,
             self.pool.kv,

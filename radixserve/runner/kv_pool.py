@@ -1,6 +1,7 @@
 """The K and V of every page: one tensor for all layers, so that a page prefix is copied at once.
 
-Layers that see a window of positions only may have a tensor of their own with fewer pages. Owns the
+Layers whose heads have another shape than those of the first layer have a tensor of their own, with
+the same pages; layers that see a window of positions only may have one with fewer pages. Owns the
 memory; the cache owns the assignment of pages.
 """
 
@@ -17,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixserve.arrays import IntArray
-from radixserve.attention.base import WindowKV
+from radixserve.attention.base import LayersKV, WindowKV
 from radixserve.errors import InvalidRequest
-from radixserve.models.base import ModelInfo
+from radixserve.models.base import KVShape, ModelInfo
 from radixserve.runner.pool_sizing import PoolSize
 from radixserve.runner.system_memory import map_on_demand
 from radixserve.store.run_file import ByteArray, KVLayout
@@ -27,13 +28,16 @@ from radixserve_kernels.stored_kv import stored_width
 from radixserve_kernels.torch_ops import copy_slots
 
 _MIN_SPAN = 4  # slots in a row, on average, that are copied together
+Spans = list[tuple[int, int, int]]  # of slots in a row the indices [begin, end), and the first slot
 
 
 class KVPool:
     """kv [L, 2, num_pages, P, Hkv, W], zeros: a slot that was never written holds no NaN. W: the
     `stored_width` of a head in the dtype of stored K and V.
 
-    With window pages `windows` has the layers that see a window of positions, kv all others.
+    With window pages `windows` has the layers that see a window of positions. `others` has the
+    layers with the same pages as `kv` and other heads, those of a shape each; kv has all that are
+    left.
     """
 
     def __init__(
@@ -41,23 +45,42 @@ class KVPool:
     ) -> None:
         self.num_pages, self.num_window_pages = size
         self.page_size = page_size
-        layers = info.window_layers if self.num_window_pages else ()
-        dtype, self._head_dim = info.stored_kv_dtype, info.head_dim
-        token = (page_size, info.num_kv_heads, stored_width(info.head_dim, dtype))
-        shape = (info.kv_layers - len(layers), 2, self.num_pages, *token)
-        self.kv = _zeros(shape, dtype, device)
+        self._dtype, self._device = info.stored_kv_dtype, device
+        in_windows = info.window_layers if self.num_window_pages else ()
+        self._shapes = info.shapes_of_kv
+        layers_by_shape: dict[KVShape, list[int]] = {}
+        for layer, shape in enumerate(self._shapes):
+            if layer not in in_windows:
+                layers_by_shape.setdefault(shape, []).append(layer)
+        if not layers_by_shape:
+            layers_by_shape = {self._shapes[0]: []}
+        first, *others = (
+            LayersKV(self._make(len(layers), self.num_pages, shape), tuple(layers))
+            for shape, layers in layers_by_shape.items()
+        )
+        self.kv, self._layers = first
+        self.others = tuple(others)
         self.windows: WindowKV | None = None
-        if layers:
-            shape = (len(layers), 2, self.num_window_pages + 1, *token)
-            self.windows = WindowKV(_zeros(shape, dtype, device), layers)
+        if in_windows:
+            # One shape: `divide_pool` makes no window pages otherwise.
+            (shape,) = {self._shapes[layer] for layer in in_windows}
+            kv = self._make(len(in_windows), self.num_window_pages + 1, shape)
+            self.windows = WindowKV(kv, in_windows)
+
+    def _make(self, num_layers: int, num_pages: int, shape: KVShape) -> Tensor:
+        head = shape.num_heads, stored_width(shape.dim, self._dtype)
+        size = (num_layers, 2, num_pages, self.page_size, *head)
+        return _zeros(size, self._dtype, self._device)
 
     @property
     def num_bytes(self) -> int:
-        tensors = [self.kv] if self.windows is None else [self.kv, self.windows.kv]
+        tensors = [self.kv, *(layers.kv for layers in self.others)]
+        if self.windows is not None:
+            tensors.append(self.windows.kv)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def copy_page_prefixes(self, copies: IntArray) -> None:
-        """Copy page prefixes in every layer of `kv`, as if all at once.
+        """Copy page prefixes in every layer of `kv` and `others`, as if all at once.
 
         copies [n, 3]: source page, destination page, tokens; no page is written twice or both
         written and read.
@@ -69,60 +92,64 @@ class KVPool:
         offset = np.arange(len(of_copy)) - np.repeat(np.cumsum(num_tokens) - num_tokens, num_tokens)
         slots = [pages[of_copy] * self.page_size + offset for pages in (source, destination)]
         read, write = (torch.from_numpy(slot).to(self.kv.device) for slot in slots)
+        for layers in self.others:
+            copy_slots(layers.kv.flatten(2, 3), read, write)
         copy_slots(self.kv.flatten(2, 3), read, write)  # [L, 2, num_slots, Hkv, W]
 
     @property
     def layout(self) -> KVLayout:
-        """The layout of a token in `kv`."""
-        num_layers, num_kv_heads, width = self.kv.shape[0], *self.kv.shape[-2:]
-        name = str(self.kv.dtype).removeprefix("torch.")
-        itemsize, scale = self.kv.element_size(), width - self._head_dim
-        return KVLayout(num_layers, num_kv_heads, self._head_dim, name, itemsize, scale * itemsize)
+        """The layout of a token in `kv` and `others`."""
+        shapes = tuple(self._shapes[layer] for layer in self._layers_of_tokens())
+        return KVLayout(
+            num_layers=len(shapes),
+            num_kv_heads=max(shape.num_heads for shape in shapes),
+            head_dim=max(shape.dim for shape in shapes),
+            dtype=str(self._dtype).removeprefix("torch."),
+            itemsize=self._dtype.itemsize,
+            scale_bytes=stored_width(0, self._dtype) * self._dtype.itemsize,
+            shapes=shapes if self.others else (),
+        )
 
     def read(self, slots: IntArray, into: ByteArray) -> ByteArray:
-        """A copy of the K/V in some slots of `kv`: [layers, 2, slots, bytes of a row], at the
-        beginning of `into`, which is at least as large."""
-        pool = self.kv.flatten(2, 3)  # [L, 2, num_slots, Hkv, W]
-        num_layers, row_bytes = pool.shape[0], pool[0, 0, 0].numel() * pool.element_size()
-        copy = into[: num_layers * 2 * len(slots) * row_bytes]
-        copy = copy.reshape(num_layers, 2, len(slots), row_bytes)
-        if self._rows is None:
-            index = torch.from_numpy(slots).to(pool.device)
-            shape = (num_layers, 2, len(slots), *pool.shape[3:])
-            torch.from_numpy(copy).view(pool.dtype).view(shape).copy_(pool.index_select(2, index))
-        elif (spans := _spans(slots)) is None:
-            # With mode="raise" numpy would copy the result once more.
-            self._rows.take(slots, 2, out=copy.view(self._rows.dtype), mode="clip")
-        else:
-            rows = copy.view(self._rows.dtype)
-            for begin, end, slot in spans:
-                rows[:, :, begin:end] = self._rows[:, :, slot : slot + end - begin]
+        """A copy of the K/V in some slots of `kv` and `others`, at the beginning of `into`, which
+        is at least as large: [rows, 2, slots, bytes of a row], see `KVLayout`."""
+        layout = self.layout
+        num_rows, row_bytes = layout.num_rows, layout.row_bytes
+        copy = into[: num_rows * 2 * len(slots) * row_bytes]
+        copy = copy.reshape(num_rows, 2, len(slots), row_bytes)
+        spans = _spans(slots)
+        for layers in self._layers_by_row:
+            layers.read(slots, spans, copy[..., layers.row_part])
         return copy
 
     def write(self, slots: IntArray, kv: ByteArray) -> None:
-        """Set the K/V in some slots of `kv`, which are distinct; shape as of `read`."""
-        if self._rows is None:
-            pool = self.kv.flatten(2, 3)  # [L, 2, num_slots, Hkv, W]
-            copy = torch.from_numpy(np.ascontiguousarray(kv)).view(pool.dtype)
-            shape = (pool.shape[0], 2, len(slots), *pool.shape[3:])
-            index = torch.from_numpy(slots).to(pool.device)
-            pool.index_copy_(2, index, copy.view(shape).to(pool.device))
-        elif (spans := _spans(slots)) is None:
-            self._rows[:, :, slots] = kv.view(self._rows.dtype)
-        else:
-            rows = kv.view(self._rows.dtype)
-            for begin, end, slot in spans:
-                self._rows[:, :, slot : slot + end - begin] = rows[:, :, begin:end]
+        """Set the K/V in some slots of `kv` and `others`, which are distinct; shape as of
+        `read`."""
+        spans = _spans(slots)
+        for layers in self._layers_by_row:
+            layers.write(slots, spans, kv[..., layers.row_part])
+
+    def _layers_of_tokens(self) -> list[int]:
+        """The layers in `kv` and `others`, ascending."""
+        return sorted((*self._layers, *(layer for apart in self.others for layer in apart.layers)))
 
     @functools.cached_property
-    def _rows(self) -> NDArray[Any] | None:
-        """The memory of `kv` as [L, 2, num_slots, words], in the widest words that make up a row;
-        None on a device. Numpy copies rows several times as fast as PyTorch."""
-        if self.kv.device.type != "cpu":
-            return None
-        rows = self.kv.flatten(2, 3).flatten(3, 4).view(torch.uint8).numpy()
-        itemsize = math.gcd(rows.shape[-1], 8)
-        return rows.view(f"u{itemsize}")
+    def _layers_by_row(self) -> list[_StoredLayers]:
+        """`kv`, or each layer of `kv` and `others`, whose rows are then parts of a longer one."""
+        if not self.others:
+            return [_StoredLayers(self.kv, slice(None))]
+        tensors = {
+            layer: apart.kv[index : index + 1]
+            for apart in (LayersKV(self.kv, self._layers), *self.others)
+            for index, layer in enumerate(apart.layers)
+        }
+        layers: list[_StoredLayers] = []
+        end = 0
+        for layer in self._layers_of_tokens():
+            begin, kv = end, tensors[layer]
+            end += kv[0, 0, 0, 0].numel() * kv.element_size()
+            layers.append(_StoredLayers(kv, slice(begin, end)))
+        return layers
 
     def copy_window_prefixes(self, copies: Iterable[tuple[int, int, int]]) -> None:
         """The same of window pages, but one after the other."""
@@ -132,8 +159,51 @@ class KVPool:
             kv[:, :, destination] = kv[:, :, source]
 
 
-def _spans(slots: IntArray) -> list[tuple[int, int, int]] | None:
-    """Slots [begin, end) that lie in a row, and the first of each; None where most lie alone."""
+class _StoredLayers:
+    """Copies the K/V of slots out of the memory of some layers and into it."""
+
+    def __init__(self, kv: Tensor, row_part: slice) -> None:
+        """kv [L, 2, num_pages, P, Hkv, W]; row_part: bytes of a token's row that these layers
+        have."""
+        self.row_part = row_part
+        self._pool = kv.flatten(2, 3)  # [L, 2, num_slots, Hkv, W]
+        # On a CPU the same as [L, 2, num_slots, words], in the widest words that make up a row and
+        # what is before it. Numpy copies rows several times as fast as PyTorch.
+        self._words: NDArray[Any] | None = None
+        if kv.device.type == "cpu":
+            rows = self._pool.flatten(3, 4).view(torch.uint8).numpy()
+            self._words = rows.view(f"u{math.gcd(rows.shape[-1], row_part.start or 0, 8)}")
+
+    def read(self, slots: IntArray, spans: Spans | None, to: ByteArray) -> None:
+        """to: [L, 2, slots, bytes of a row]; spans: `_spans` of the slots."""
+        if self._words is None:
+            rows = self._pool.index_select(2, torch.from_numpy(slots).to(self._pool.device))
+            torch.from_numpy(to).view(rows.dtype).view(rows.shape).copy_(rows)
+        elif spans is None:
+            # With mode="raise" numpy would copy the result once more.
+            self._words.take(slots, 2, out=to.view(self._words.dtype), mode="clip")
+        else:
+            words = to.view(self._words.dtype)
+            for begin, end, slot in spans:
+                words[:, :, begin:end] = self._words[:, :, slot : slot + end - begin]
+
+    def write(self, slots: IntArray, spans: Spans | None, kv: ByteArray) -> None:
+        """The reverse of `read`."""
+        if self._words is None:
+            rows = torch.from_numpy(np.ascontiguousarray(kv)).view(self._pool.dtype)
+            rows = rows.view(len(self._pool), 2, len(slots), *self._pool.shape[3:])
+            index = torch.from_numpy(slots).to(self._pool.device)
+            self._pool.index_copy_(2, index, rows.to(self._pool.device))
+        elif spans is None:
+            self._words[:, :, slots] = kv.view(self._words.dtype)
+        else:
+            words = kv.view(self._words.dtype)
+            for begin, end, slot in spans:
+                self._words[:, :, slot : slot + end - begin] = words[:, :, begin:end]
+
+
+def _spans(slots: IntArray) -> Spans | None:
+    """The slots that lie in a row; None where most lie alone."""
     ends = np.flatnonzero(np.diff(slots) != 1) + 1
     if _MIN_SPAN * len(ends) > len(slots):
         return None

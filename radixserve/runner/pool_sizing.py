@@ -98,8 +98,9 @@ def divide_pool(config: EngineConfig, info: ModelInfo, num_pages: int) -> PoolSi
     """Split the memory of `num_pages` pages into full pages and window pages. A `num_pages` of the
     settings is kept, and window pages are added.
 
-    The memory is not split if it holds `max_running_requests` sequences of full length. There are
-    at least as many window pages as one sequence needs for a window and a chunk of its prompt.
+    The memory is not split if it holds `max_running_requests` sequences of full length, or if
+    layers with windows differ in their heads. There are at least as many window pages as one
+    sequence needs for a window and a chunk of its prompt.
     """
     size = config.page_size
     ratio = config.swa_full_tokens_ratio
@@ -107,7 +108,8 @@ def divide_pool(config: EngineConfig, info: ModelInfo, num_pages: int) -> PoolSi
         is_short = config.num_pages is None and info.window_size <= MAX_SHORT_WINDOW
         ratio = SWA_FULL_TOKENS_RATIO if is_short else 1.0
     longest = min(config.max_seq_len or info.max_positions, info.max_positions)
-    if longest <= info.window_size or not info.window_layers or ratio == 1:
+    window_shapes = {info.shapes_of_kv[layer] for layer in info.window_layers}
+    if longest <= info.window_size or len(window_shapes) != 1 or ratio == 1:
         return PoolSize(num_pages)
     whole = PoolSize(num_pages)
     least = -(-(info.window_size + config.chunked_prefill_size) // size) + SPARE_WINDOW_PAGES

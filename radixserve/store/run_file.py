@@ -4,7 +4,8 @@
 header    4 bytes of length (little-endian), then JSON, then spaces up to the alignment of the K/V
 tokens    [num_tokens] int32
 K/V       at a multiple of 64 bytes: [layers, 2, num_tokens, kv_heads, head_dim] in the layout's
-          dtype; of int8 each head's scale is behind its numbers
+          dtype; of int8 each head's scale is behind its numbers. Where layers differ in their
+          heads: [2, num_tokens, layers, kv_heads, head_dim], without padding
 checksum  8 bytes (little-endian), of everything before it, by the algorithm that the header names
 """
 
@@ -42,7 +43,11 @@ class BadRun(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What the K/V of a token is: [layers, 2, kv_heads, head_dim] numbers."""
+    """What the K/V of a token is: [layers, 2, kv_heads, head_dim] numbers.
+
+    Where layers differ in their heads, the keys of all layers are one row, and so are the values.
+    num_kv_heads and head_dim are then the largest.
+    """
 
     num_layers: int
     num_kv_heads: int
@@ -50,17 +55,27 @@ class KVLayout:
     dtype: str  # "float32"
     itemsize: int  # bytes of a number
     scale_bytes: int = 0  # of a head's keys, or of its values, behind its numbers
+    shapes: tuple[tuple[int, int], ...] = ()  # (kv_heads, head_dim) of each layer, if they differ
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a token's keys, or of its values."""
+        return 1 if self.shapes else self.num_layers
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token's keys, or of its values, in one layer."""
-        return self.num_kv_heads * (self.head_dim * self.itemsize + self.scale_bytes)
+        """Bytes of a row: of a token's keys, or of its values, in one layer or in all."""
+        shapes = self.shapes or ((self.num_kv_heads, self.head_dim),)
+        return sum(count * (dim * self.itemsize + self.scale_bytes) for count, dim in shapes)
 
     @property
     def token_bytes(self) -> int:
-        return 2 * self.num_layers * self.row_bytes
+        return 2 * self.num_rows * self.row_bytes
 
-    def as_list(self) -> list[int | str]:
+    def as_list(self) -> list[Any]:
+        """Begins with `num_rows`. JSON values."""
+        if self.shapes:
+            return [1, 2, [list(shape) for shape in self.shapes], self.dtype]
         return [self.num_layers, 2, self.num_kv_heads, self.head_dim, self.dtype]
 
 
@@ -69,7 +84,7 @@ class KVRun:
     """Tokens [start, start + len(tokens)) of a sequence, and their K/V.
 
     parent  name of the run that holds the token before `start`; "" at the start of a sequence
-    kv      [num_layers, 2, num_tokens, row_bytes] uint8
+    kv      [num_rows, 2, num_tokens, row_bytes] uint8, see `KVLayout`
     """
 
     namespace: str

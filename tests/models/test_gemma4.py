@@ -13,11 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from radixserve import Runtime, SamplingParams
+from radixserve.attention.cpu import CpuBackend
 from radixserve.errors import ModelNotSupported
+from radixserve.models.cpu_decoder import load_cpu_decoder
 from radixserve.models.decoder_shape import decoder_shape, not_native_reason
 from radixserve.models.decoder_tensors import describe
 from radixserve.models.rope import rope_frequencies
 from radixserve.models.source import checkpoint
+from radixserve.replay.kv_bytes import kv_bytes_per_token
+from radixserve.runner.input_batch import build_forward_batch
+from radixserve.schedule import ScheduledRequest
 from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.checkpoints import (
     SHAPED,
@@ -129,6 +134,67 @@ def test_only_layers_that_store_have_kv(find: Find) -> None:
     info = describe(checkpoint(find("gemma4")), torch.float32)
     assert (info.num_layers, info.kv_layers, info.window_layers) == (4, 2, (0,))
     assert (info.head_dim, info.num_kv_heads) == (32, 2)
+    assert info.kv_shapes == ((2, 16), (2, 32))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtypes", [("float32", "auto"), ("float32", "int8"), ("bfloat16", "auto")])
+@pytest.mark.parametrize("family", SHAPED)
+def test_a_token_takes_what_its_layers_store(
+    family: str, dtypes: tuple[str, str], find: Find
+) -> None:
+    """The sum over the layers that store K and V; so do the pool, and the same of a config.json."""
+    dtype, kv_dtype = dtypes
+    config = checkpoint(find(family)).config
+    own_layers = range(config.num_hidden_layers - config.num_kv_shared_layers)
+    layers = [config.per_layer_config[layer] for layer in own_layers]
+    size, scale = {"int8": (1, 2)}.get(kv_dtype, (4 if dtype == "float32" else 2, 0))
+    each = [2 * own.num_key_value_heads * (size * own.head_dim + scale) for own in layers]
+    settings = {"dtype": dtype, "kv_dtype": kv_dtype, "swa_full_tokens_ratio": 1.0}
+    with start(find(family), num_pages=50, page_size=4, **settings) as rt:
+        assert rt.memory.kv_bytes_per_token == sum(each)
+        assert rt.memory.pool_bytes == 200 * sum(each)
+    widest = 2 * 2 * (size * 32 + scale)
+    assert sum(each) < len(each) * widest
+    if kv_dtype == "auto":
+        assert kv_bytes_per_token(find(family), "bfloat16") * size == sum(each) * 2
+    else:
+        assert kv_bytes_per_token(find(family), kv_dtype) == sum(each)
+    memory = 500 * sum(each)
+    with start(find(family), num_pages=None, kv_cache_memory=memory, **settings) as rt:
+        assert rt.memory.pool_tokens == 500
+
+
+@needs_kernels
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("family", SHAPED)
+def test_stored_prefixes(family: str, kv_dtype: str, find: Find, tmp_path: Path) -> None:
+    """K/V of several shapes comes back from disk with the same bits."""
+    settings = {
+        "kv_store": str(tmp_path / "kv"),
+        "kv_dtype": kv_dtype,
+        "swa_full_tokens_ratio": 1.0,
+    }
+    answers = []
+    for _ in range(2):
+        with start(find(family), **settings) as rt:
+            answers.append(ask(rt, PROMPT))
+    cold, loaded = answers
+    assert (cold.digest, cold.token_ids) == (loaded.digest, loaded.token_ids)
+    assert cold.usage.cached_tokens == 0
+    assert loaded.usage.cached_tokens == len(PROMPT) - 1
+
+
+@needs_kernels
+def test_memory_for_other_heads_is_refused(find: Find) -> None:
+    model = load_cpu_decoder(checkpoint(find("gemma4")), torch.float32)
+    kv = torch.zeros(2, 2, 8, 1, 2, 32)  # as wide as the widest layer
+    backend = CpuBackend(kv, model.info.num_heads)
+    prompt = ScheduledRequest("", np.arange(3, 8), 0, np.arange(5), None)
+    batch = build_forward_batch([prompt], 1, torch.device("cpu"))
+    backend.plan(batch)
+    with pytest.raises(ValueError, match=r"layer 0 are of \(2, 16\), not of \(2, 32\)"):
+        model.forward(batch, backend)
 
 
 def test_proportional_rope() -> None:

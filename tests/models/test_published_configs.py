@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from radixserve import Runtime, SamplingParams
+from radixserve.replay.kv_bytes import kv_bytes_per_token
 from tests.models.published_configs import PUBLISHED, WRAPPED
 
 PROMPT = list(range(3, 50))
@@ -81,6 +82,8 @@ def test_published(tmp_path: Path, name: str) -> None:
     model = make(tmp_path, PUBLISHED[name])
     with Runtime(tmp_path, num_pages=100, dtype="float32", max_seq_len=256) as rt:
         assert rt.model.is_native == (name not in WRAPPED)
+        if rt.model.is_native:  # whose K and V are not widened
+            assert 2 * kv_bytes_per_token(tmp_path, "bfloat16") == rt.memory.kv_bytes_per_token
         answer = rt.generate(PROMPT, PARAMS)
         assert rt.generate(PROMPT, PARAMS).token_ids == answer.token_ids
     ids = torch.tensor([[*PROMPT, *answer.token_ids]])

@@ -19,7 +19,8 @@ from radixserve.replay import (
     study_document,
     study_trace,
 )
-from radixserve.replay.caches import GIB, kv_bytes_per_token
+from radixserve.replay.caches import GIB
+from radixserve.replay.kv_bytes import kv_bytes_per_token
 from radixserve.replay.plots import draw, draw_rates
 from radixserve.replay.report import format_tokens
 from radixserve.replay.study import best_fits, default_sizes, mean_gaps, next_gigabyte, page_losses
@@ -154,6 +155,26 @@ def test_tokens_are_written_short() -> None:
 # -- bytes a token --------------------------------------------------------------------------------
 
 LLAMA = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+GEMMA4_31B = {  # 50 layers of 16 heads of 256, 10 of 4 heads of 512
+    "num_hidden_layers": 60,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "num_global_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "attention_k_eq_v": True,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 10,
+    "num_kv_shared_layers": 0,
+}
+GEMMA4_E4B = {  # 24 layers store, of 2 heads: 20 of 256, 4 of 512
+    **GEMMA4_31B,
+    "num_hidden_layers": 42,
+    "num_key_value_heads": 2,
+    "num_global_key_value_heads": None,
+    "attention_k_eq_v": False,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 7,
+    "num_kv_shared_layers": 18,
+}
 
 
 @pytest.mark.parametrize(
@@ -164,6 +185,12 @@ LLAMA = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_head
         ({"n_layer": 12, "n_head": 12, "n_embd": 768, "dtype": "float32"}, 73_728),
         ({"text_config": {**LLAMA, "head_dim": 128}}, 131_072),
         ({"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, 70_272),
+        ({"text_config": GEMMA4_31B}, 901_120),
+        ({"text_config": GEMMA4_E4B}, 57_344),
+        ({**LLAMA, "head_dim": 128, "layer_types": ["attention", "mamba"] * 16}, 65_536),
+        ({**LLAMA, "head_dim": 128, "full_attention_interval": 4}, 32_768),
+        ({**LLAMA, "head_dim": 128, "full_attn_idxs": [2, 5]}, 8_192),
+        ({**LLAMA, "head_dim": 128, "hybrid_override_pattern": "M-*M-*M-"}, 8_192),
     ],
 )
 def test_bytes_of_a_token(tmp_path: Path, config: dict[str, object], size: int) -> None:

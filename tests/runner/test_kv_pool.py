@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from radixserve.models.base import ModelInfo
+from radixserve.models.base import KVShape, ModelInfo
 from radixserve.runner.kv_pool import KVPool, _spans
 from radixserve.runner.pool_sizing import PoolSize
 
 NUM_SLOTS = 60
 
 
-def make_pool(dtype: torch.dtype, head_dim: int) -> KVPool:
-    """Three layers, two heads, fifteen pages of four slots, random content."""
-    info = ModelInfo(
+def make_info(dtype: torch.dtype, head_dim: int) -> ModelInfo:
+    return ModelInfo(
         architecture="LlamaForCausalLM",
         is_native=True,
         num_layers=3,
@@ -30,6 +31,11 @@ def make_pool(dtype: torch.dtype, head_dim: int) -> KVPool:
         num_parameters=1,
         kv_dtype=dtype,
     )
+
+
+def make_pool(dtype: torch.dtype, head_dim: int) -> KVPool:
+    """Three layers, two heads, fifteen pages of four slots, random content."""
+    info = make_info(dtype, head_dim)
     pool = KVPool(info, PoolSize(NUM_SLOTS // 4), 4, torch.device("cpu"))
     pool.kv.copy_((100 * torch.randn(pool.kv.shape)).to(dtype))
     return pool
@@ -37,9 +43,12 @@ def make_pool(dtype: torch.dtype, head_dim: int) -> KVPool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("head_dim", [8, 7])
-def test_slots_are_read_and_written(dtype: torch.dtype, head_dim: int) -> None:
+@pytest.mark.parametrize("by_torch", [False, True])  # as on a device
+def test_slots_are_read_and_written(dtype: torch.dtype, head_dim: int, by_torch: bool) -> None:
     """One after the other, in pieces, in any order; other slots keep their content."""
     pool, target = make_pool(dtype, head_dim), make_pool(dtype, head_dim)
+    for layers in (*pool._layers_by_row, *target._layers_by_row):
+        layers._words = None if by_torch else layers._words
     rng = np.random.default_rng(0)
     row_bytes = pool.layout.row_bytes
     into = np.zeros(3 * 2 * NUM_SLOTS * row_bytes + 5, np.uint8)
@@ -71,3 +80,70 @@ def test_slots_in_a_row_are_copied_together() -> None:
     assert _spans(slots) == [(0, 5, 10), (5, 11, 3), (11, 12, 20)]
     assert _spans(np.arange(5, dtype=np.int64)) == [(0, 5, 0)]
     assert _spans(np.arange(0, 20, 2)) is None
+
+
+SHAPES = (KVShape(2, 7), KVShape(1, 16), KVShape(2, 7), KVShape(2, 12), KVShape(1, 16))
+
+
+def make_mixed_pool(dtype: torch.dtype, page_size: int = 4) -> KVPool:
+    """Five layers of three shapes, random content."""
+    info = replace(make_info(dtype, 16), num_layers=5, kv_shapes=SHAPES)
+    pool = KVPool(info, PoolSize(NUM_SLOTS // page_size), page_size, torch.device("cpu"))
+    for kv in (pool.kv, *(apart.kv for apart in pool.others)):
+        kv.copy_((100 * torch.randn(kv.shape)).to(dtype))
+    return pool
+
+
+def layers_of(pool: KVPool) -> list[torch.Tensor]:
+    """Of each layer the bytes of K and V, [2, num_slots, row bytes]."""
+    apart = {
+        layer: group.kv[index] for group in pool.others for index, layer in enumerate(group.layers)
+    }
+    own = iter(pool.kv)
+    layers = [apart[n] if n in apart else next(own) for n in range(len(SHAPES))]
+    return [kv.flatten(1, 2).flatten(2).view(torch.uint8).clone() for kv in layers]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_layer_takes_what_its_heads_need(dtype: torch.dtype) -> None:
+    pool = make_mixed_pool(dtype)
+    scale = 2 if dtype == torch.int8 else 0
+    rows = [count * (dim * dtype.itemsize + scale) for count, dim in SHAPES]
+    info = replace(make_info(dtype, 16), num_layers=5, kv_shapes=SHAPES)
+    assert [kv.shape[-1] for kv in layers_of(pool)] == rows
+    assert info.kv_bytes_per_token == 2 * sum(rows) == pool.layout.token_bytes
+    assert pool.num_bytes == NUM_SLOTS * info.kv_bytes_per_token
+    windowed = replace(info, window_layers=(1, 4), window_size=8)
+    assert windowed.window_bytes_per_token == 2 * 2 * rows[1]
+    divided = KVPool(windowed, PoolSize(15, 4), 4, torch.device("cpu"))
+    assert divided.num_bytes == 60 * 2 * (sum(rows) - 2 * rows[1]) + 20 * 2 * 2 * rows[1]
+
+
+@pytest.mark.parametrize("by_torch", [False, True])  # as on a device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_layers_of_several_shapes_are_read_and_written(dtype: torch.dtype, by_torch: bool) -> None:
+    pool, target = make_mixed_pool(dtype), make_mixed_pool(dtype)
+    for layers in (*pool._layers_by_row, *target._layers_by_row):
+        layers._words = None if by_torch else layers._words
+    rng = np.random.default_rng(1)
+    into = np.zeros(NUM_SLOTS * pool.layout.token_bytes + 3, np.uint8)
+    for slots in (np.arange(7, 30), rng.permutation(NUM_SLOTS), np.arange(NUM_SLOTS)[::-3]):
+        slots = slots.astype(np.int64)
+        index = torch.from_numpy(slots)
+        kv = pool.read(slots, into)
+        expected = torch.cat([layer[:, index] for layer in layers_of(pool)], -1)
+        assert torch.equal(torch.from_numpy(kv)[0], expected)
+        first, before = len(slots) // 3, layers_of(target)
+        target.write(slots[first:], kv[:, :, first:])
+        for old, new, source in zip(before, layers_of(target), layers_of(pool), strict=True):
+            old[:, index[first:]] = source[:, index[first:]]
+            assert torch.equal(old, new)
+
+
+def test_page_prefixes_of_all_shapes_are_copied() -> None:
+    pool = make_mixed_pool(torch.bfloat16)
+    before = layers_of(pool)
+    pool.copy_page_prefixes(np.array([[0, 3, 3], [1, 5, 4]], np.int32))
+    for old, new in zip(before, layers_of(pool), strict=True):
+        old[:, 12:15], old[:, 20:24] = old[:, 0:3].clone(), old[:, 4:8].clone()
+        assert torch.equal(old, new)

@@ -137,7 +137,7 @@ template <class T> struct PagedKv {
             const int32_t *page_ids)
         : plan(plan), heads(heads), features(features), type(KvType(kv.type)), k((const char *)kv.k),
           v((const char *)kv.v), head_bytes(stored_bytes<T>(type, heads.dim)),
-          slot_bytes(kv.slot_bytes ? kv.slot_bytes : heads.num_kv_heads * head_bytes),
+          slot_bytes(heads.num_kv_heads * head_bytes),
           page_ids(page_ids ? page_ids : plan.jobs.page_ids), exponent_scale(heads.scale * LOG2_E) {}
 
     // Scales of blocks of the task, if what is stored has some.

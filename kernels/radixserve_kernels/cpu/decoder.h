@@ -371,8 +371,7 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
         const KvType type = KvType(memory.type);
         char *k_slots = (char *)memory.k, *v_slots = (char *)memory.v;
         const int64_t dim = layer.head_dim, kv_heads = layer.num_stored(), num_rotated = shape.num_heads + kv_heads;
-        const int64_t kv = kv_heads * dim, size = kv_heads * stored_bytes<T>(type, dim);
-        const int64_t slot_bytes = memory.slot_bytes ? memory.slot_bytes : size;
+        const int64_t kv = kv_heads * dim, slot_bytes = kv_heads * stored_bytes<T>(type, dim);
         const float *rotations = layer.rotary < 0 ? nullptr : step.rotations[layer.rotary];
         const double ns = price(16.0 * step.num_tokens * num_rotated * dim, 0);
         thread.share(step.num_tokens, ns, [&](int64_t first, int64_t last) {
@@ -380,7 +379,7 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
                 float *row = qkv_rows + i * qkv_stride, *k = row + shape.num_heads * dim;
                 if (i + 1 < last) {
                     const int64_t slot = slots[i + 1] * slot_bytes;
-                    for (int64_t at = 0; at < size; at += 64) {
+                    for (int64_t at = 0; at < slot_bytes; at += 64) {
                         __builtin_prefetch(k_slots + slot + at, 1);
                         __builtin_prefetch(v_slots + slot + at, 1);
                     }

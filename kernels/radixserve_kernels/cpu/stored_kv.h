@@ -17,7 +17,6 @@ constexpr float LEAST_KV = 1e-30f;  // below it a head is stored as zeros
 struct LayerKV {
     void *k, *v;
     int64_t has_window_pages, type;
-    int64_t slot_bytes;  // from slot to slot, where a pool has room for more; 0: its heads follow each other
 };
 
 // Bytes of a head of a token.
