@@ -1,4 +1,7 @@
-"""The prefix cache, usable alone: numpy and sortedcontainers, no torch."""
+"""The prefix caches: `RadixCache` and `HashBlockCache`, which share the interface `PrefixCache`.
+
+The package can be used without the engine. It needs numpy and sortedcontainers, not torch.
+"""
 
 from radixserve.cache.events import EventBatch, EventCursor, EventLog, EventSnapshot
 from radixserve.cache.hash.hash_cache import HashBlockCache

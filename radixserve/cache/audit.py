@@ -1,4 +1,4 @@
-"""Invariants of both caches, and `dump` of their nodes. Iterative: trees may be deep."""
+"""Checks and dumps that both caches share. Without recursion, since trees may be deep."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def check_owners(allocator: PageAllocator, published: Iterable[tuple[str, list[i
 
 
 def check_tokens(allocator: PageAllocator, sequence: CacheSequence) -> None:
-    """Invariants of every sequence, in either cache."""
+    """AssertionError unless a sequence's lengths, tokens and pages agree."""
     name, known = repr(sequence), sequence.length - sequence.num_placeholders
     assert not sequence.is_released, f"{name} is registered after its release"
     assert len(sequence.pages) == allocator.pages_for(sequence.length), f"{name} has wrong pages"
     assert sequence.committed_len <= known, f"{name} has committed too much"
-    assert (sequence.tokens[known:] == -1).all(), f"{name} knows what it calls unknown"
+    assert (sequence.tokens[known:] == -1).all(), f"{name} has token ids in its placeholders"
 
 
 def check_watches(registry: WatchRegistry) -> None:
-    """The registry and the open watches agree: a closed one watches no place."""
+    """AssertionError unless the registry and the open watches agree."""
     for place, tokens in registry.watched.items():
         assert tokens, f"{place!r} is watched for no token"
         for token, watches in tokens.items():

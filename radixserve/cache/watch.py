@@ -36,7 +36,7 @@ class PrefixWatch(ABC):
 
     @abstractmethod
     def refresh(self) -> None:
-        """Look up again and watch the places where the match ends now."""
+        """Match the prompt again, and watch the places where the match ends now."""
 
     def close(self) -> None:
         """Stop watching. Idempotent."""
@@ -79,8 +79,8 @@ class WatchRegistry:
             watched.setdefault(place, {}).setdefault(token, set()).add(watch)
 
     def notify(self, place: Hashable, token: bytes | None = None) -> None:
-        """`place` changed: refresh its watches; with `token`, only those that look for it there.
-        Callers skip the call where `watched` is empty."""
+        """Note that `place` changed, so that its watches are refreshed; with `token` only those
+        that look for that token there. Callers skip the call while `watched` is empty."""
         if place in self.watched:
             self.version = self._changed[place, token] = self.version + 1
 

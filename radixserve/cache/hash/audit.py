@@ -119,8 +119,8 @@ def _check_sequence(pool: BlockPool, sequence: HashSequence) -> None:
     assert len(blocks) == sequence.committed_len // size, f"{name} has not published all"
     for index, block in enumerate(blocks):
         parent = blocks[index - 1] if index else None
-        assert block.parent is parent, f"{name} holds blocks that are not a chain"
-        assert block.namespace is sequence._namespace, f"{name} holds a block of another namespace"
+        assert block.parent is parent, f"{name} has blocks that are not a chain"
+        assert block.namespace is sequence._namespace, f"{name} has a block of another namespace"
         assert block.tokens == data[index * pool.width : (index + 1) * pool.width], (
             f"{name}: tokens"
         )
@@ -142,8 +142,8 @@ def _check_sequence(pool: BlockPool, sequence: HashSequence) -> None:
 
 def count_shared(allocator: PageAllocator) -> int:
     """Blocks that two or more sequences have locked. O(locked blocks)."""
-    held = (block for sequence in _sequences(allocator) for block in _locked(sequence))
-    return len({id(block) for block in held if block.lock_ref > 1})
+    locked = (block for sequence in _sequences(allocator) for block in _locked(sequence))
+    return len({id(block) for block in locked if block.lock_ref > 1})
 
 
 def preview_blocks(pool: BlockPool, count: int) -> list[dict[str, Any]]:

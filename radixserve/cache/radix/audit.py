@@ -97,7 +97,7 @@ def _check_node(tree: RadixTree, node: Node) -> None:
     assert parent is not None, f"{name} has no parent"
     assert node.num_tokens > 0, f"{name} is empty"
     assert node.start % size == 0, f"{name} starts inside a page"
-    assert len(node.pages) == -(-node.num_tokens // size), f"{name} lacks or hoards pages"
+    assert len(node.pages) == -(-node.num_tokens // size), f"{name} has too few or too many pages"
     assert not node.children or node.end % size == 0, f"{name} has children and a partial page"
     if parent.children.get(node.key) is node:
         assert node.start == parent.end, f"{name} does not begin where its parent ends"
@@ -152,7 +152,7 @@ def _check_order(tree: RadixTree, nodes: list[Node]) -> None:
         above = rank.get(id(node.parent))
         assert mine is None or above is None or mine < above, f"{name} outlives its parent"
     known = {id(node) for node in nodes}
-    assert known >= rank.keys(), "the eviction order holds a node that is gone"
+    assert known >= rank.keys(), "the eviction order has a node that was removed"
     tree.order.check()
 
 
@@ -193,7 +193,7 @@ def _check_session_refs(tree: RadixTree, nodes: list[Node]) -> None:
         num_kept = max(refs.num_leased, refs.num_retained)
         assert num_kept <= refs.num_open, f"{name} is leased and reached by no session"
         assert refs.used_without_session or not has_used_without_session or node.lock_ref, (
-            f"{name} has public children"
+            f"{name} has children that were used without a session"
         )
 
 
@@ -203,12 +203,12 @@ def _check_sequence(tree: RadixTree, sequence: RadixSequence) -> None:
     num_shared = len(sequence.pages) - sequence.num_private
     source = sequence._source
     assert source is not None or committed - published < size, f"{name} has unpublished pages"
-    assert num_shared >= published // size, f"{name} holds published pages as its own"
-    way = [*path(node_covering(sequence._last_node, published))][::-1]
-    ours = sequence.tokens[:published].tobytes()
-    held = b"".join(node.tokens for node in way)
-    assert held.startswith(ours), f"{name} is not on the path it holds"
-    shared, pages = sequence.pages[:num_shared].tolist(), [p for node in way for p in node.pages]
+    assert num_shared >= published // size, f"{name} counts published pages as private"
+    nodes = [*path(node_covering(sequence._last_node, published))][::-1]
+    published_tokens = sequence.tokens[:published].tobytes()
+    path_tokens = b"".join(node.tokens for node in nodes)
+    assert path_tokens.startswith(published_tokens), f"{name} is not on the path that it locks"
+    shared, pages = sequence.pages[:num_shared].tolist(), [p for node in nodes for p in node.pages]
     assert pages[: len(shared)] == shared, f"{name} shares pages that are not on its path"
     protected = {page for node in path(sequence._last_node) for page in node.pages}
     if source is not None:
