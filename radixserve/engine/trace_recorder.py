@@ -44,7 +44,7 @@ class TraceRecorder:
     """
 
     def __init__(self, path: str, hash_block: int | None = None) -> None:
-        """`hash_block`: tokens a block to record hashes of; None: record token ids.
+        """`hash_block`: tokens per block, to record hashes of blocks; None: record token ids.
 
         Raises InvalidRequest when the file cannot be written.
         """
@@ -143,7 +143,7 @@ class TraceRecorder:
 
 
 def _bytes_of(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")  # names may be no text: they are still names
+    return text.encode("utf-8", "surrogatepass")  # a name need not be valid Unicode
 
 
 def _cut_broken_line(file: BinaryIO) -> None:
