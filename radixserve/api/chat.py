@@ -44,7 +44,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class ChatRecord:
-    """A conversation and its settings, as a file holds them."""
+    """A conversation and its settings, as in a file."""
 
     model: Mapping[str, Any]  # facts of the model that give token ids their meaning
     system: str | None
@@ -111,7 +111,7 @@ def _document_of(turn: Turn, whole: list[int]) -> dict[str, Any]:
     return {
         "messages": list(turn.messages),
         "answer": asdict(turn.answer),
-        # The number of first ids of "token_ids" up to the turn's end, or the ids themselves.
+        # the number of leading ids of "token_ids" up to the turn's end, or the ids themselves
         "tokens": len(ids) if whole[: len(ids)] == ids else ids,
     }
 
