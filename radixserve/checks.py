@@ -35,7 +35,7 @@ class StrictFields:
     __slots__ = ()
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:
-        allowed = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        allowed = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
         if args:
             raise InvalidRequest(
                 f"{cls.__name__} takes keyword arguments only; allowed: {', '.join(allowed)}"

@@ -376,7 +376,11 @@ class Request:
         if not self.params.digest:
             return self
         digest = LogitsDigest()
-        others = [p for p in self.params.logits_processors if not isinstance(p, LogitsDigest)]
+        others = [
+            processor
+            for processor in self.params.logits_processors
+            if not isinstance(processor, LogitsDigest)
+        ]
         params = replace(self.params, logits_processors=(digest, *others))
         return replace(self, params=params, digest=digest)
 

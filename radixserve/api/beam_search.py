@@ -104,7 +104,8 @@ def stop_check(tokenizer: Tokenizer, stops: Sequence[str]) -> StopCheck:
         ids = before[-reach:].tolist()
         old = tokenizer.decode(ids, keep_special=True)
         new = tokenizer.decode([*ids, token_id], keep_special=True)
-        same = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), len(old))
+        pairs = enumerate(zip(old, new, strict=False))
+        same = next((index for index, (left, right) in pairs if left != right), len(old))
         return any(new.find(stop, max(0, same - len(stop) + 1)) >= 0 for stop in stops)
 
     return is_stopped

@@ -151,7 +151,7 @@ class SessionHandle:
         self._below.append(weakref.ref(fork))
 
     def _forks(self) -> Iterator[SessionHandle]:
-        """The nearest open descendants, one per path."""
+        """Yields the nearest open descendants, one per path."""
         for reference in list(self._below):
             fork = reference()
             if fork is not None and fork.is_open:

@@ -497,7 +497,7 @@ class _Answering:
 
 
 def _as_messages(said: object) -> list[Message]:
-    """One message or a list of them, as plain dicts. Raises InvalidRequest."""
+    """Returns one message or a list of them as a list of plain dicts. Raises InvalidRequest."""
     several = list(said) if isinstance(said, list | tuple) else [said]
     if not several:
         raise InvalidRequest("there is no message to send")
@@ -522,7 +522,7 @@ def _messages_of(turn: Turn) -> list[Message]:
 
 
 def _common(tokens: IntArray, other: IntArray) -> int:
-    """The number of equal leading ids."""
+    """Returns the number of equal leading ids."""
     size = min(len(tokens), len(other))
     differs = tokens[:size] != other[:size]
     first = int(differs.argmax()) if size else 0

@@ -87,11 +87,12 @@ def gather(
     for own_params in params:
         mine = list(islice(rest, own_params.num_samples))
         if own_params.prompt_logprobs is not None:
-            mine = [mine[0], *(with_prompt_scores(c, mine[0]) for c in mine[1:])]
+            first, *others = mine
+            mine = [first, *(with_prompt_scores(completion, first) for completion in others)]
         if own_params.num_samples > own_params.n:
             mine = _best(mine, own_params.n)
         if own_params.logprobs is None and own_params.num_samples > 1:
-            mine = [replace(c, logprobs=None, top_logprobs=None) for c in mine]
+            mine = [replace(completion, logprobs=None, top_logprobs=None) for completion in mine]
         entries.append(mine if own_params.n > 1 else mine[0])
     return entries
 
@@ -107,7 +108,10 @@ def _best(completions: list[Completion], count: int) -> list[Completion]:
         id(sample): other.usage.with_answer(sample.usage.completion_tokens)
         for sample, other in ((paid, best), (best, paid))
     }
-    return [replace(c, usage=usages.get(id(c), c.usage)) for c in ranked[:count]]
+    return [
+        replace(completion, usage=usages.get(id(completion), completion.usage))
+        for completion in ranked[:count]
+    ]
 
 
 def check_single(params: SamplingParams, what: str) -> None:
@@ -324,7 +328,7 @@ def check_params(params: Any, default: SamplingParams) -> SamplingParams:
 
 def params_for(params: Any, count: int, default: SamplingParams) -> list[SamplingParams]:
     """Returns one SamplingParams per prompt, from one for all or a list. Raises InvalidRequest."""
-    if isinstance(params, list | tuple) and all(isinstance(p, SamplingParams) for p in params):
+    if isinstance(params, list | tuple) and all(isinstance(own, SamplingParams) for own in params):
         if len(params) == count:
             return list(params)
         raise InvalidRequest(f"{len(params)} SamplingParams for {count} prompts: one each, or one")

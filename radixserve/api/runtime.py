@@ -135,8 +135,9 @@ class Runtime:
             facts.model_path, parses_special=self.config.parse_special_tokens
         )
         if self.tokenizer is not None:
-            more = (t for t in self.tokenizer.end_ids if t < facts.model.vocab_size)
-            eos_ids = tuple(sorted({*facts.model.eos_ids, *more}))
+            vocab_size = facts.model.vocab_size
+            end_ids = (token_id for token_id in self.tokenizer.end_ids if token_id < vocab_size)
+            eos_ids = tuple(sorted({*facts.model.eos_ids, *end_ids}))
             facts = facts._replace(model=replace(facts.model, eos_ids=eos_ids))
         self.facts = facts
         reads = self.config.generation_config == "auto"

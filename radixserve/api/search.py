@@ -257,7 +257,8 @@ class SearchTree:
 
 
 def _rank(node: Node) -> tuple[float, int]:
-    """A sort key: best score first, of equal scores the earlier node. The root has no score."""
+    """Returns a sort key: best score first, of equal scores the earlier node. The root has no
+    score."""
     return (-np.inf if node.score is None else -node.score, node.number)
 
 
@@ -405,7 +406,8 @@ class Verdict:
 
     def values(self, nodes: Sequence[Node]) -> list[float]:
         answers = [self.good, self.bad]
-        scores = score_all([BranchQuery(n.branch, answers, more=self.question) for n in nodes])
+        queries = [BranchQuery(node.branch, answers, more=self.question) for node in nodes]
+        scores = score_all(queries)
         return [good.logprob - bad.logprob for good, bad in scores]
 
 

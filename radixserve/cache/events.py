@@ -116,7 +116,7 @@ class EventLog:
         self._size = 0  # bytes pending
 
     def take(self) -> EventBatch:
-        """The events since the last call. O(1)."""
+        """Returns the events since the last call. O(1)."""
         batch = EventBatch(self.epoch, self.first, self._pending)
         self._forget_pending()
         return batch

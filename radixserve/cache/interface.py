@@ -101,7 +101,8 @@ class PrefixCache(ABC):
         return 0
 
     def take_state_copies(self) -> list[StateCopy]:
-        """(source, destination) state ids. Copy them in this order before the next step."""
+        """Returns the pending copies of recurrent states as (source, destination) ids, to be made
+        in this order before the next step."""
         return []
 
     @property
@@ -111,8 +112,8 @@ class PrefixCache(ABC):
         return 0
 
     def take_window_updates(self) -> WindowUpdates | None:
-        """Pending updates of window pages, for the runner to apply before the next step. None for a
-        cache without window pages."""
+        """Returns the pending updates of window pages, for the runner to apply before the next
+        step; None for a cache without window pages."""
         return None
 
     @property
@@ -139,7 +140,8 @@ class PrefixCache(ABC):
         allow_full: bool = False,
         compare_namespaces: bool = True,
     ) -> Lookup:
-        """The number of tokens that `acquire` would reuse now, and why not more. Changes nothing.
+        """Returns the number of tokens that `acquire` would reuse now, and why not more. Changes
+        nothing.
 
         With `compare_namespaces=False` the answer is independent of other namespaces' contents.
         """
@@ -176,15 +178,16 @@ class PrefixCache(ABC):
     def acquire_watched(
         self, watch: PrefixWatch, *, session: CacheSession | None = None, priority: int = 0
     ) -> tuple[CacheSequence, Lookup]:
-        """`acquire` a watched prompt; also returns what `lookup` would have answered before.
+        """Acquire a watched prompt. Also returns the result that `lookup` would have had before.
 
         The watch's match is reused: the prompt is matched again only where the cache has changed
         since. The watch stays open.
         """
 
     def resumable_len(self, watch: PrefixWatch) -> int:
-        """The `cached_len` of the sequence that `acquire_watched` would return now. It is shorter
-        than the watch's own `cached_len` where recurrent states or window pages are missing."""
+        """Returns the `cached_len` of the sequence that `acquire_watched` would return now. It is
+        shorter than the watch's own `cached_len` where recurrent states or window pages are
+        missing."""
         self._watch_registry.refresh(watch)
         return watch.cached_len
 
@@ -434,7 +437,7 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def _count_shared(self) -> int:
-        """Published pages that two or more sequences have locked."""
+        """Returns the number of published pages that two or more sequences have locked."""
 
     def snapshot(self, view: SnapshotView) -> dict[str, Any]:
         """Returns a bounded view of a cache that is in use. Changes nothing.

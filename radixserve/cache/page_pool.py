@@ -127,12 +127,12 @@ class PagePool:
             self._end_run(page + 1)
 
     def free_ids(self) -> list[int]:
-        """The free pages, for audits."""
+        """Returns the free pages, for audits."""
         page_ids: list[int] = self.free_array().tolist()
         return page_ids
 
     def free_array(self) -> IntArray:
-        """The free pages, in no order. O(free pages), fast."""
+        """Returns the free pages, in no order. O(free pages), fast."""
         ring = np.array(self._ring, np.int32)
         indices = (self._head + np.arange(self._num_queued)) % self.num_pages
         kept = [np.arange(*run, dtype=np.int32) for run in self._runs.items()]

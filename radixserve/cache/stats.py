@@ -49,7 +49,7 @@ class RecentCounts:
         self._forget(now)
 
     def gains(self, now: float) -> dict[str, float]:
-        """{"seconds", and for each counter: name, name_per_s} of the last minute.
+        """Returns {"seconds", and for each counter: name, name_per_s} of the last minute.
 
         "seconds" is less than 60 where the counters are younger. Amortised O(counters).
         """

@@ -62,8 +62,9 @@ class WatchRegistry:
         self._refreshed: set[PrefixWatch] = set()  # since the last `take_changed`, by `refresh`
 
     def __len__(self) -> int:
-        """Open watches."""
-        return len({w for tokens in self.watched.values() for ws in tokens.values() for w in ws})
+        """Number of open watches."""
+        by_token = [watches for tokens in self.watched.values() for watches in tokens.values()]
+        return len({watch for watches in by_token for watch in watches})
 
     def move(self, watch: PrefixWatch, old: frozenset[WatchKey], new: frozenset[WatchKey]) -> None:
         """Move `watch` from the places `old` to the places `new`. O(places)."""

@@ -191,8 +191,8 @@ class Engine:
         return self.begin_step() + self.end_step()
 
     def begin_step(self) -> list[RequestOutput]:
-        """The first half of `step`: schedule and launch. Returns the outputs of requests that
-        failed.
+        """Schedule and launch a step: the first half of `step`. Returns the outputs of requests
+        that failed.
 
         The second half, `end_step`, waits for the device or computes without Python's lock.
         """
@@ -206,7 +206,7 @@ class Engine:
         return outputs
 
     def end_step(self) -> list[RequestOutput]:
-        """The second half of `step`: collect the oldest launched step and publish its tokens.
+        """Collect the oldest launched step and publish its tokens: the second half of `step`.
         Returns the outputs of its requests."""
         outputs: list[RequestOutput] = []
         if self._connector is not None:
@@ -304,7 +304,7 @@ class Engine:
         return self._prefill_s, self._scheduler.counts.prefilled_tokens
 
     def stats(self) -> dict[str, Any]:
-        """The cache's and the scheduler's counters and gauges, and seconds spent by part.
+        """Returns the cache's and the scheduler's counters and gauges, and seconds spent by part.
 
         hit_rate, here and in "last_minute", is the share of prompt tokens that was reused; a prompt
         counts when its request ends. The cache's own rate, which also counts sequences that

@@ -113,9 +113,8 @@ class EngineThread:
             self.post(AbandonRequests(collectors[0].submission))
 
     def post(self, message: EngineMessage[Any]) -> bool:
-        """Have `message` carried out soon; False where the thread has ended.
-
-        Returns at once and never raises; may be called from the garbage collector.
+        """Send `message`, to be carried out between two steps. Returns False if the thread has
+        ended. Returns at once and never raises; may be called from the garbage collector.
         """
         with self._lock:
             if self._death is None:
@@ -123,7 +122,7 @@ class EngineThread:
             return self._death is None
 
     def status(self) -> EngineStatus:
-        """The load of the engine and of its inbox. Does not wait for the thread."""
+        """Returns the load of the engine and of its inbox. Does not wait for the thread."""
         with self._lock:
             depths, (requests, tokens) = self._engine.queue_depths(), self._num_unread
         return EngineStatus(
@@ -142,11 +141,12 @@ class EngineThread:
             raise fresh(self._death)
 
     def call(self, message: EngineMessage[Answer]) -> Answer:
-        """Have `message` carried out between two steps and return its answer."""
+        """Send `message`, wait until it is carried out between two steps, and return its answer.
+        Raises EngineDead, and what the engine raises."""
         return self.ask(message).result()
 
     def ask(self, message: EngineMessage[Answer]) -> Future[Answer]:
-        """Have `message` carried out between two steps. The future gets its answer."""
+        """Send `message`, to be carried out between two steps. The future gets its answer."""
         reply: Future[Answer] = Future()
         with self._lock:
             if self._death is not None:
@@ -275,8 +275,13 @@ class EngineThread:
             self._add(message)
             return None
         if isinstance(message, AbandonRequests):
-            number = message.submission
-            self._abort([name for name, t in self._collectors.items() if t.submission == number])
+            self._abort(
+                [
+                    request_id
+                    for request_id, collector in self._collectors.items()
+                    if collector.submission == message.submission
+                ]
+            )
             return None
         if reply is not None and not reply.set_running_or_notify_cancel():
             return None  # its caller has left

@@ -84,7 +84,7 @@ class BufferPool:
         self.num_lent = 0
 
     def take(self) -> ByteArray:
-        """[num_bytes] uint8 of any content."""
+        """Returns a buffer, [num_bytes] uint8 of any content."""
         with self._lock:
             self.num_lent += 1
             if self._free:
@@ -657,7 +657,8 @@ class KVConnector:
 
 
 def slots_of(pages: IntArray, begin: int, end: int, page_size: int) -> IntArray:
-    """[end - begin] int64 slots of positions in a sequence's pages: page * page_size + offset."""
+    """Returns [end - begin] int64 slots of positions in a sequence's pages, page * page_size +
+    offset."""
     positions = np.arange(begin, end)
     return pages[positions // page_size].astype(np.int64) * page_size + positions % page_size
 

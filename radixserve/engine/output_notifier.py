@@ -61,7 +61,7 @@ class OutputNotifier:
         )
 
     def running(self) -> LoopWaker:
-        """The waker of the running loop."""
+        """Returns the waker of the running loop."""
         loop = asyncio.get_running_loop()
         waker = self._by_loop.get(loop)
         if waker is None:

@@ -119,7 +119,7 @@ class TraceRecorder:
         return line
 
     def _hash_ids(self, token_ids: IntArray, namespace: str, block: int) -> list[int]:
-        """63-bit hashes of the whole blocks, each of all tokens up to its end."""
+        """Returns 63-bit hashes of the whole blocks, each of all tokens up to the block's end."""
         data, width = token_ids.tobytes(), 4 * block
         ids, digest = [], self._hash(_bytes_of(namespace))
         for offset in range(0, len(data) - width + 1, width):

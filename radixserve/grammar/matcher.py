@@ -182,7 +182,8 @@ class BitmaskFuture:
         )
 
     def get(self) -> Bitmask:
-        """[n, words] int32: bit t % 32 of word t // 32 says whether token t may be sampled."""
+        """Returns [n, words] int32: bit t % 32 of word t // 32 tells whether token t may be
+        sampled. Waits for the threads."""
         slow = self._batch.finish()
         rows = self._rows
         if slow:

@@ -96,7 +96,7 @@ class FastTokenizer:
         tokenize: bool = False,
         **variables: Any,
     ) -> str:
-        """The conversation's text; `variables` are the template's."""
+        """Returns the conversation's text; `variables` are the template's."""
         assert not tokenize, "text only"
         template = chat_template or self.chat_template
         assert template is not None, "there is no template"
@@ -105,7 +105,7 @@ class FastTokenizer:
 
 
 def load_fast_tokenizer(folder: Path) -> FastTokenizer | None:
-    """The tokenizer of a checkpoint folder; None where transformers has to load it."""
+    """Returns the tokenizer of a checkpoint folder; None if transformers has to load it."""
     file = folder / "tokenizer.json"
     if not file.is_file() or any((folder / name).exists() for name in _OTHER_FILES):
         return None

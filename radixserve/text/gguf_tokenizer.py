@@ -164,7 +164,8 @@ def _pieces(
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     tokens, types = fields.get("tokens", []), fields.get("token_type") or ()
-    unknown = next((t for t, kind in zip(tokens, types, strict=False) if kind == _UNKNOWN), None)
+    kinds = zip(tokens, types, strict=False)
+    unknown = next((token for token, kind in kinds if kind == _UNKNOWN), None)
     bpe = Tokenizer(
         models.BPE(
             {token: token_id for token_id, token in enumerate(tokens)},
@@ -201,4 +202,8 @@ def _special_tokens(fields: dict[str, Any], tokens: list[str]) -> dict[str, str]
     names."""
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     ids = {ours: fields.get(f"{theirs}_token_id") for theirs, ours in names.items()}
-    return {f"{name}_token": tokens[i] for name, i in ids.items() if isinstance(i, int)}
+    return {
+        f"{name}_token": tokens[token_id]
+        for name, token_id in ids.items()
+        if isinstance(token_id, int)
+    }

@@ -115,7 +115,8 @@ def fit_messages(
             {**message, "role": "system"} if message["role"] == "developer" else message
             for message in said
         ]
-    count = next((index for index, m in enumerate(said) if not _is_system(m)), len(said))
+    others = (index for index, message in enumerate(said) if not _is_system(message))
+    count = next(others, len(said))
     head, rest = said[:count], said[count:]
     if generic_tools is not None:
         lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in generic_tools)
@@ -125,7 +126,7 @@ def fit_messages(
     if len(head) > 1 and not (traits.has_both if len(roles) > 1 else traits.has_many_systems):
         head = [_merged(head, head[0]["role"] if len(roles) == 1 else "system")]
     if not traits.has_later_systems:
-        rest = [{**m, "role": "user"} if _is_system(m) else m for m in rest]
+        rest = [{**message, "role": "user"} if _is_system(message) else message for message in rest]
     if head and not traits.has_system and head[0]["role"] == "system":
         head, rest = [], [_said("user", _merged(head, "user")["content"]), *rest]
         if len(rest) > 1 and rest[1]["role"] == "user":

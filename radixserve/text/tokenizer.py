@@ -71,7 +71,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path | None, *, parses_special: bool = False) -> Tokenizer | None:
-        """The tokenizer of a checkpoint folder or GGUF file; None when it has none."""
+        """Returns the tokenizer of a checkpoint folder or GGUF file; None if it has none. Raises
+        InvalidRequest for one that cannot be read, and ModelNotSupported."""
         wrapped = partial(cls, parses_special=parses_special)
         if path is None:
             return None
@@ -294,7 +295,11 @@ class Tokenizer:
         if backend is None:
             return [SpecialToken(str(text)) for text in self._tokenizer.all_special_tokens]
         added = backend.get_added_tokens_decoder().values()
-        return [SpecialToken(t.content, t.lstrip, t.rstrip) for t in added if t.special]
+        return [
+            SpecialToken(token.content, token.lstrip, token.rstrip)
+            for token in added
+            if token.special
+        ]
 
     @cached_property
     def _marks(self) -> ContentMarks:
@@ -383,7 +388,7 @@ class Tokenizer:
                     "tokenizer_class": type(tokenizer).__name__}  # fmt: skip
 
     def fingerprint(self) -> str:
-        """16 hex digits that identify the vocabulary (tokens and ids). O(vocabulary)."""
+        """Returns 16 hex digits that identify the vocabulary (tokens and ids). O(vocabulary)."""
         with self._encode_lock:
             vocabulary: dict[str, int] = self._tokenizer.get_vocab()
         lines = (f"{token_id} {token!r}\n" for token, token_id in sorted(vocabulary.items()))

@@ -111,7 +111,8 @@ def _check_parameters(schema: object, where: str) -> None:
             place = f"{where}.properties.{name}"
             raise _wrong(place, f"must be a JSON schema, got {shown(subschema)}")
     required = schema.get("required", [])
-    is_names = isinstance(required, list | tuple) and all(isinstance(x, str) for x in required)
+    is_list = isinstance(required, list | tuple)
+    is_names = is_list and all(isinstance(name, str) for name in required)
     if not is_names:
         raise _wrong(f"{where}.required", f"must be a list of names, got {shown(required)}")
     unknown = [name for name in required if name not in properties]

@@ -42,12 +42,13 @@ class EvictableBlocks:
         return self._num_blocks
 
     def __iter__(self) -> Iterator[Block]:
-        """In the order of eviction. O(entries), at most half of which are obsolete."""
+        """Yields the blocks in the order of eviction. O(entries), at most half of which are
+        obsolete."""
         for number, blocks in self._batches:
             yield from (block for block in reversed(blocks) if _is_in(block, number))
 
     def lock(self, blocks: Sequence[Block]) -> None:
-        """One more lock on each."""
+        """Add a lock to each block."""
         fresh = 0
         for block in blocks:
             count = block.lock_ref
@@ -96,12 +97,15 @@ class EvictableBlocks:
         return taken
 
     def forget(self, count: int) -> None:
-        """`count` unlocked blocks were removed from the table."""
+        """Note that `count` unlocked blocks were removed from the table."""
         self._num_blocks -= count
 
     def _compact(self) -> None:
         """Drop obsolete entries. O(entries), amortised O(1) per entry."""
-        kept = [(n, [b for b in blocks if _is_in(b, n)]) for n, blocks in self._batches]
+        kept = [
+            (number, [block for block in blocks if _is_in(block, number)])
+            for number, blocks in self._batches
+        ]
         self._batches = deque(batch for batch in kept if batch[1])
         self._num_entries = sum(len(blocks) for _, blocks in self._batches)
 
@@ -149,7 +153,7 @@ class BlockPool:
     # -- look-up ------------------------------------------------------------------------------
 
     def chain(self, namespace: str, data: bytes) -> BlockChain:
-        """The whole blocks of `data`, int32 bytes, under that namespace."""
+        """Returns the whole blocks of `data`, int32 bytes, under that namespace."""
         known = self.namespaces.get(namespace)
         root_key = self.chains.root_key(namespace) if known is None else known.root_key
         return self.chains.get(root_key, data)
@@ -194,7 +198,7 @@ class BlockPool:
     # -- namespaces ---------------------------------------------------------------------------
 
     def open_namespace(self, name: str) -> BlockNamespace:
-        """The live namespace of that name, made when missing."""
+        """Returns the live namespace of that name; creates it if there is none."""
         namespace = self.namespaces.get(name)
         if namespace is None:
             root_key = self.chains.root_key(name)
@@ -202,7 +206,7 @@ class BlockPool:
         return namespace
 
     def prune(self, namespace: BlockNamespace) -> None:
-        """Forget a namespace without blocks and sequences."""
+        """Delete a namespace if it has neither blocks nor sequences."""
         if not namespace.blocks and not namespace.num_sequences and not namespace.is_dead:
             del self.namespaces[namespace.name]
 
@@ -272,7 +276,7 @@ class BlockPool:
     # -- locks --------------------------------------------------------------------------------
 
     def lock(self, blocks: Sequence[Block]) -> None:
-        """One more lock on each."""
+        """Add a lock to each block."""
         self.evictable.lock(blocks)
 
     def unlock(self, blocks: list[Block]) -> None:
@@ -299,7 +303,8 @@ class BlockPool:
         pages: array[int],
         partial: Block | None,
     ) -> list[Block]:
-        """The blocks of `data` (int32 bytes, whole blocks) after `parent`, each locked once.
+        """Returns the blocks of `data` (int32 bytes, whole blocks) after `parent`, each locked
+        once.
 
         A new block takes over its page from the caller; `partial` is the first page's, where the
         caller shares that as a block already. Where another sequence published the same block

@@ -154,7 +154,8 @@ class HashBlockCache(PrefixCache):
         allow_full: bool = False,
         compare_namespaces: bool = True,
     ) -> Lookup:
-        """The number of tokens that `acquire` would reuse now, and why not more. Changes nothing.
+        """Returns the number of tokens that `acquire` would reuse now, and why not more. Changes
+        nothing.
 
         reason is "full" (every whole block that may be reused is cached), "evicted" (the next
         block was cached and has been dropped), "namespace" (another one has more of these blocks)
@@ -204,7 +205,7 @@ class HashBlockCache(PrefixCache):
         session: CacheSession | None = None,
         priority: int = 0,
     ) -> HashSequence:
-        """The longest cached prefix of whole blocks, locked until the sequence is released.
+        """Returns the longest cached prefix of whole blocks, locked until the sequence is released.
 
         As `RadixCache.acquire`, but `session` and `priority` are checked and have no effect.
         """
@@ -289,8 +290,9 @@ class HashBlockCache(PrefixCache):
         return log
 
     def _stored_blocks(self) -> Iterator[Stored]:
-        """All findable blocks, each after the one before it in its prefix."""
-        blocks = [b for n in self._pool.namespaces.values() for b in n.blocks.values()]
+        """Yields all findable blocks, each after the one before it in its prefix."""
+        namespaces = self._pool.namespaces.values()
+        blocks = [block for namespace in namespaces for block in namespace.blocks.values()]
         return map(stored, sorted(blocks, key=lambda block: block.block_id))
 
     def stats(self) -> dict[str, Any]:

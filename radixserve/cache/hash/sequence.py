@@ -77,7 +77,8 @@ class HashSequence(CacheSequence):
             self._allocator.free(own)
 
     def fork(self) -> HashSequence:
-        """A second sequence over everything committed: shares whole blocks, copies the rest.
+        """Returns a second sequence over all committed tokens. It shares whole blocks and copies
+        the rest.
 
         Raises OutOfPages, and changes nothing, when no page for that copy is available.
         O(blocks).

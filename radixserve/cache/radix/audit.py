@@ -29,7 +29,7 @@ def check_tree(allocator: PageAllocator, tree: RadixTree) -> None:
     """Raise AssertionError at the first broken invariant."""
     sequences = _sequences(allocator)
     nodes = _all_nodes(tree, sequences)
-    check_owners(allocator, [(f"node {n.node_id}", n.pages.tolist()) for n in nodes])
+    check_owners(allocator, [(f"node {node.node_id}", node.pages.tolist()) for node in nodes])
     ends = Counter(id(sequence._last_node) for sequence in sequences)
     for node in nodes:
         wanted = ends[id(node)] + sum(child.lock_ref > 0 for child in node.children.values())
@@ -175,8 +175,12 @@ def _check_session_refs(tree: RadixTree, nodes: list[Node]) -> None:
             assert not is_kept, f"{name} of a namespace that was reset is still reached or leased"
             continue
         below = [child.session_refs for child in node.children.values()]
-        ends = [s for s in sessions.open_sessions if node in s.end_nodes]
-        kept = [s.retain_until is not None for s in ends if s.end_nodes[node] is not None]
+        ends = [session for session in sessions.open_sessions if node in session.end_nodes]
+        kept = [
+            session.retain_until is not None
+            for session in ends
+            if session.end_nodes[node] is not None
+        ]
         num_open = len(ends) + sum(1 for child in below if child and child.num_open)
         num_leased = kept.count(False) + sum(1 for child in below if child and child.num_leased)
         num_retained = kept.count(True)
@@ -208,7 +212,8 @@ def _check_sequence(tree: RadixTree, sequence: RadixSequence) -> None:
     published_tokens = sequence.tokens[:published].tobytes()
     path_tokens = b"".join(node.tokens for node in nodes)
     assert path_tokens.startswith(published_tokens), f"{name} is not on the path that it locks"
-    shared, pages = sequence.pages[:num_shared].tolist(), [p for node in nodes for p in node.pages]
+    shared = sequence.pages[:num_shared].tolist()
+    pages = [page for node in nodes for page in node.pages]
     assert pages[: len(shared)] == shared, f"{name} shares pages that are not on its path"
     protected = {page for node in path(sequence._last_node) for page in node.pages}
     if source is not None:
@@ -244,7 +249,7 @@ def count_pinned(allocator: PageAllocator) -> int:
 
 
 def tree_stats(allocator: PageAllocator, tree: RadixTree) -> dict[str, Any]:
-    """The figures of a tree in `PrefixCache.stats`."""
+    """Returns the figures of a tree in `PrefixCache.stats`."""
     stats: dict[str, Any] = {
         "namespaces": len(tree.namespaces),
         "nodes": tree.num_nodes,

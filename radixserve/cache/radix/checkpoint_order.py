@@ -100,7 +100,8 @@ class CheckpointOrder:
         return self._entries[state_id].kind
 
     def use(self, state_id: int) -> None:
-        """A sequence continues from it. O(log checkpoints + its path to the one before)."""
+        """Note that a sequence continues from a checkpoint. O(log checkpoints + nodes between it
+        and the checkpoint before)."""
         kind, uses, _, _ = self._entries[state_id]
         self._num_used[kind, uses] += 1
         uses = min(uses + 1, _MAX_USES)
@@ -162,7 +163,8 @@ class CheckpointOrder:
         return self._tokens_saved(state_id) * self._rate(kind, uses)
 
     def _rate(self, kind: str, uses: int) -> float:
-        """The probability that a checkpoint of this kind with as many uses is used again."""
+        """Returns the probability that a checkpoint of this kind with as many uses is used
+        again."""
         return (self._num_used[kind, uses] + 1) / (self._num_seen[kind, uses] + 2)
 
     def check(self) -> None:

@@ -39,7 +39,8 @@ class EvictedHistory:
         self._older: dict[EvictionPoint, bytes] = {}
 
     def remember(self, point: EvictionPoint, page: bytes) -> None:
-        """`page`: the int32 bytes of the first tokens evicted there, at most a page."""
+        """Remember an eviction. `page`: int32 bytes of the first tokens evicted there, at most a
+        page."""
         recent = self._recent
         recent[point] = page
         if len(recent) > self._max_recent:
@@ -52,7 +53,7 @@ class EvictedHistory:
                 del points[point]
 
     def find(self, point: EvictionPoint) -> bytes:
-        """The first page evicted at that point, or b""."""
+        """Returns the first page evicted at that point, or b""."""
         return self._recent.get(point) or self._older.get(point, b"")
 
 
@@ -89,18 +90,18 @@ class EvictionOrder(ABC):
 
     @abstractmethod
     def add(self, node: Node) -> None:
-        """`node` was unlocked just now."""
+        """Add `node`, which was unlocked just now."""
 
     @abstractmethod
     def discard(self, node: Node) -> None:
-        """`node` was locked or removed; it may be absent."""
+        """Remove `node`, which was locked or removed, if it is in the order."""
 
     @abstractmethod
     def victim(self) -> Node | None:
-        """The leaf to evict next; it stays in the order until it is discarded."""
+        """Returns the leaf to evict next; it stays in the order until it is discarded."""
 
     def pop(self, num_pages: int) -> Node | None:
-        """The victim; it is discarded if it has at most so many pages."""
+        """Returns the victim; it is discarded if it has at most so many pages."""
         node = self.victim()
         if node is not None and len(node.pages) <= num_pages:
             self.discard(node)
@@ -130,11 +131,11 @@ class EvictionOrder(ABC):
         """See `ExpectedReturn`."""
 
     def on_resized(self, node: Node) -> None:  # noqa: B027
-        """An unlocked node was cut short, by an eviction or a split."""
+        """Note that an unlocked node has fewer tokens now, after an eviction or a split."""
 
     def on_evicted(self, node: Node, point: EvictionPoint, num_pages: int) -> None:  # noqa: B027
-        """Eviction takes the last `num_pages` of `node`; they begin at `point`. If these are all of
-        its pages, the node was discarded before."""
+        """Note that the last `num_pages` of `node` are being evicted; they begin at `point`. If
+        these are all of its pages, the node was discarded before."""
 
     def check(self) -> None:  # noqa: B027
         """AssertionError at the first broken invariant of the policy's own records."""
@@ -509,7 +510,8 @@ class _EvictedPoints:
         self.num_pages = 0
 
     def remember(self, node_id: int | str, point: EvictionPoint, num_pages: int) -> None:
-        """`num_pages` of the node `node_id` are lost from `point` on, and its tail before."""
+        """Remember that `num_pages` of the node `node_id` were evicted from `point` on, and its
+        tail before."""
         tail = self._tails.get(node_id)
         if tail is not None:
             num_pages += self.forget(tail)

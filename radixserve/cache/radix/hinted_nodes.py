@@ -36,12 +36,12 @@ def num_demoted(nodes: Iterable[Node]) -> int:
 
 
 def paths_of(session: RadixSession) -> list[tuple[str, IntArray]]:
-    """The namespace and the tokens of each of the session's end nodes, from the root."""
+    """Returns the namespace and the tokens of each of the session's end nodes, from the root."""
     return [prefix_of(end) for end in session.end_nodes if not end.namespace.is_dead]
 
 
 def prefix_of(node: Node) -> tuple[str, IntArray]:
-    """The namespace of a node, and the tokens from the root to its end."""
+    """Returns the namespace of a node, and the tokens from the root to its end."""
     return node.namespace.name, np.frombuffer(b"".join([*_edges(node)][::-1]), np.int32)
 
 

@@ -100,7 +100,7 @@ class Node:
         return self.start + len(self.tokens) // TOKEN_BYTES
 
     def token_at(self, position: int) -> int:
-        """The token id at an absolute position inside the edge."""
+        """Returns the token id at an absolute position inside the edge."""
         offset = (position - self.start) * TOKEN_BYTES
         return int(np.frombuffer(self.tokens, np.int32, 1, offset)[0])
 

@@ -108,14 +108,14 @@ class Leases:
         return is_chosen
 
     def first_expired(self, now: float) -> SessionEnd | None:
-        """The lease with the earliest deadline, if it is not after `now`."""
+        """Returns the lease with the earliest deadline, if it is not after `now`."""
         if not self.by_deadline or self.by_deadline.keys()[0][0] > now:
             return None
         first: SessionEnd = self.by_deadline.peekitem(0)[1]
         return first
 
     def oldest(self) -> SessionEnd | None:
-        """The lease that began first."""
+        """Returns the lease that began first."""
         for deadline in self._begun:
             oldest: SessionEnd = self.by_deadline[deadline]
             return oldest
@@ -262,9 +262,10 @@ class SessionAwareEviction(EvictionOrder):
         return session
 
     def add_end(self, session: RadixSession, node: Node) -> None:
-        """A sequence of `session` that ends in `node` is about to be released; its path is locked.
+        """Make `node` an end node of `session`: a sequence of it that ends there is about to be
+        released. Its path is locked.
 
-        The session's end nodes above move here, and a lease begins anew. O(depth).
+        End nodes of the session above `node` move to it, and a new lease begins. O(depth).
         """
         if not session.is_open or node.namespace.is_dead or node.parent is None:
             return
@@ -287,8 +288,8 @@ class SessionAwareEviction(EvictionOrder):
             self._remove_end(session, node)
 
     def mark_used_without_session(self, node: Node) -> None:
-        """A sequence without a session used the path to `node`, which is locked. O(nodes that only
-        sessions used before)."""
+        """Note that a sequence without a session used the path to `node`, which is locked. O(nodes
+        that only sessions used before)."""
         for ancestor in path(node):
             refs = ancestor.session_refs
             if refs is None or refs.used_without_session:
@@ -305,7 +306,8 @@ class SessionAwareEviction(EvictionOrder):
             self._reclassify(node)
 
     def on_split(self, upper: Node, lower: Node) -> None:
-        """`upper` is the new upper part of the node `lower`, which has session refs."""
+        """Give `upper`, the new upper part of `lower`, the session refs that follow from those of
+        `lower`."""
         below = _refs(lower)
         above = upper.session_refs = SessionRefs(used_without_session=below.used_without_session)
         above.num_open = int(below.num_open > 0)
@@ -313,7 +315,7 @@ class SessionAwareEviction(EvictionOrder):
         above.num_retained = int(below.num_retained > 0)
 
     def on_removed(self, node: Node) -> None:
-        """`node` is removed, its pages already are: sessions that ended there end in its parent.
+        """Move the sessions that end in `node` to its parent: `node` and its pages are removed.
 
         O(sessions that end in `node`).
         """
@@ -330,8 +332,8 @@ class SessionAwareEviction(EvictionOrder):
         node.session_refs = None
 
     def on_reset(self, namespace: NamespaceTree) -> None:
-        """`namespace` is about to be forgotten: no session ends there any more, and no lease keeps
-        its pages. O(end nodes of open sessions)."""
+        """Remove the end nodes and leases in `namespace`, which is about to be dropped. O(end nodes
+        of open sessions)."""
         for session in self.open_sessions:
             for node in [node for node in session.end_nodes if node.namespace is namespace]:
                 self._remove_end(session, node)

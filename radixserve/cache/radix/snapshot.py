@@ -62,7 +62,7 @@ class _TreeSnapshot:
         self._spaces = list(islice(spaces, _MAX_NAMESPACES))
 
     def _find_locked(self) -> list[Node]:
-        """The locked nodes, parents first; counts the sequences that use each.
+        """Returns the locked nodes, parents first; counts the sequences that use each.
 
         O(locked nodes), however many sequences share them.
         """
@@ -116,7 +116,7 @@ class _TreeSnapshot:
             queue.extend(children)
 
     def _hottest(self, node: Node, count: int) -> list[Node]:
-        """The newest and hottest children, newest first. O(_SCANNED)."""
+        """Returns the newest and hottest children, newest first. O(_SCANNED)."""
         newest = list(islice(reversed(node.children.values()), _SCANNED))
         if len(newest) <= count:
             return newest
@@ -241,5 +241,5 @@ class _TreeSnapshot:
 
 
 def _age(node: Node) -> int:
-    """A sort key that puts the newest node first."""
+    """Returns a sort key that puts the newest node first."""
     return -node.node_id if isinstance(node.node_id, int) else 0

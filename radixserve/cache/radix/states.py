@@ -48,23 +48,23 @@ class StatePool:
         return len(self._free)
 
     def allocate(self) -> int:
-        """A free state; there must be one."""
+        """Returns a free state id. There must be one."""
         return self._free.pop()
 
     def free(self, state_id: int) -> None:
         self._free.append(state_id)
 
     def copy(self, source: int, destination: int) -> None:
-        """To be made before the next step."""
+        """Queue a copy of a state, to be made before the next step."""
         self._copies.append((source, destination))
 
     def take_copies(self) -> list[StateCopy]:
-        """The copies to be made before the next step, one after the other in this order."""
+        """Returns the copies to be made before the next step, one after the other in this order."""
         copies, self._copies = self._copies, []
         return copies
 
     def free_ids(self) -> list[int]:
-        """A copy of the free list, for audits."""
+        """Returns a copy of the free list, for audits."""
         return list(self._free)
 
 
@@ -241,7 +241,7 @@ class StateCheckpoints:
     # -- for the tree -------------------------------------------------------------------------
 
     def split(self, upper: Node, lower: Node) -> None:
-        """`upper` is the new upper part of `lower`."""
+        """Move the checkpoints of `lower` that belong to `upper`, its new upper part."""
         kept = self.by_node.get(lower)
         if kept is None:
             return
@@ -254,7 +254,7 @@ class StateCheckpoints:
             del self.by_node[lower]
 
     def drop_after(self, node: Node, end: int) -> None:
-        """`node` is about to lose its tokens from position `end` on."""
+        """Drop the checkpoints of `node` after position `end`: it is about to lose these tokens."""
         kept = self.by_node.get(node)
         if kept is None:
             return
@@ -432,7 +432,8 @@ class StatefulSequence(RadixSequence):
 
     def want_checkpoint(self, length: int, kind: str = BRANCH) -> None:
         if kind == PROMPT:  # it is known where the generation prompt begins
-            self._wanted = {n: other for n, other in self._wanted.items() if other != TAIL}
+            others = self._wanted.items()
+            self._wanted = {other_len: other for other_len, other in others if other != TAIL}
         if self._wanted.get(length, MESSAGE) == MESSAGE:
             self._wanted[length] = kind
 

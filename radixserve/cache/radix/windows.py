@@ -145,7 +145,7 @@ class WindowPool:
     # -- what a query can see -----------------------------------------------------------------
 
     def first_seen_page(self, length: int) -> int:
-        """Index of the first page that a query after `length` tokens sees."""
+        """Returns the index of the first page that a query after `length` tokens sees."""
         return max(0, length + 1 - self.window_size) // self.page_size
 
     def has_all(self, pages: IntArray | Sequence[int]) -> bool:
@@ -202,7 +202,7 @@ class WindowPool:
     # -- audit --------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, int]:
-        """Window pages, and those dropped since the start. O(1)."""
+        """Returns the numbers of window pages, and of those dropped since the start. O(1)."""
         return {
             "window_pages_total": self.num_pages,
             "window_pages_free": self._pool.num_free,
@@ -349,8 +349,8 @@ class WindowedSequence(RadixSequence):
             self._windows.copy(last, self._pages[whole], extra)
 
     def want_checkpoint(self, length: int, kind: str = BRANCH) -> None:
-        """Other sequences continue there: once that is computed, the window pages before it count
-        as used, as do those where a sequence ends."""
+        """See `CacheSequence.want_checkpoint`. Once the first `length` tokens are computed, the
+        window pages before that position count as used, like those where a sequence ends."""
         del kind
         self._wanted.add(length)
 
