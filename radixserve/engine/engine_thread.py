@@ -174,7 +174,7 @@ class EngineThread:
         """Mark this copy in a forked process: every call gets EngineDead. Requests and models
         belong to the parent process."""
         self._is_forked, self._death = True, EngineDead(_FORKED)
-        self._lock = threading.RLock()  # another thread may have held the old one
+        self._lock = threading.RLock()  # another thread may have locked the old one
         self._inbox, self._submitted = queue.SimpleQueue(), {}
 
     # -- in the engine's thread ---------------------------------------------------------------

@@ -5,7 +5,7 @@
 
 `_last_node` is locked: it or its ancestors hold the tokens [0, published). The last shared page may
 be partial: then this sequence put it there and is the only one to write after its end.
-`published` lags `committed` by less than a page, where the tree held those tokens already.
+`published` lags `committed` by less than a page, where the tree had those tokens already.
 """
 
 from __future__ import annotations
