@@ -1,6 +1,7 @@
-"""The prefix caches: `RadixCache` and `HashBlockCache`, which share the interface `PrefixCache`.
+"""The prefix caches, which need neither the engine nor torch.
 
-The package can be used without the engine. It needs numpy and sortedcontainers, not torch.
+`RadixCache` and `HashBlockCache` share the interface `PrefixCache`. The package needs numpy and
+sortedcontainers.
 """
 
 from radixserve.cache.events import EventBatch, EventCursor, EventLog, EventSnapshot

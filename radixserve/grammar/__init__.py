@@ -1,1 +1,1 @@
-"""Structured output: compiles grammars and computes which tokens may follow in an answer."""
+"""Structured output: compiles grammars and computes the allowed next tokens."""
