@@ -1,4 +1,4 @@
-"""The array types of the control plane."""
+"""`IntArray`, the array type of token and page ids, and fast conversion of lists to int32."""
 
 import sys
 from array import array
@@ -15,7 +15,8 @@ _MANY = 4096  # bytes from which numpy finds a negative number faster
 
 
 def pack_int32(values: Sequence[Any]) -> bytes | None:
-    """[n] int32 as bytes; None if an element is not an integer (bools are) or not 0 to 2**31 - 1.
+    """Returns [n] int32 as bytes; None if an element is not an integer between 0 and 2**31 - 1.
+    Bools count as integers.
 
     O(n) in C: 18 us for a list of 4,096 ints. Of what the standard library and numpy offer only
     `array("I").fromlist` reads the list as it is, without a tuple or a parser for each element.
@@ -30,7 +31,7 @@ def pack_int32(values: Sequence[Any]) -> bytes | None:
 
 
 def has_negative(data: bytes) -> bool:
-    """Whether a number of `data` (int32 bytes) is below 0. O(n)."""
+    """Whether `data` (int32 bytes) has a number below 0. O(n)."""
     if len(data) < _MANY:
         return not data[_SIGN_BYTE::4].isascii()
     return bool(np.frombuffer(data, np.int32).min() < 0)

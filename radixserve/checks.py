@@ -1,4 +1,4 @@
-"""Checks of arguments: return a plain value, or raise InvalidRequest with the allowed ones."""
+"""Checks of arguments: they return a plain value or raise InvalidRequest with the allowed ones."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from typing import Any, Self
 
 from radixserve.errors import InvalidRequest
 
-# Levels of brackets, objects and lists inside one another: of grammars, schemas and arguments.
+# Most levels of nested brackets, objects and lists in grammars, schemas and arguments.
 MAX_NESTING = 128
-_REPR = reprlib.Repr()  # of the beginning of a value; what is longer is cut by `shown`
+_REPR = reprlib.Repr()  # shows the beginning of a value, which `shown` cuts further
 _REPR.maxlevel, _REPR.maxdict, _REPR.maxlist, _REPR.maxtuple = 6, 40, 40, 40
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 400
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """ "; did you mean NAME?" with the most similar of the known names; "" without one."""
+    """Returns "; did you mean NAME?" with the most similar known name; "" without one."""
     similar = difflib.get_close_matches(name, list(known), 1)
     return f"; did you mean {similar[0]}?" if similar else ""
 
 
 class StrictFields:
-    """Base of keyword-only frozen records; unknown names raise InvalidRequest with the
-    allowed ones."""
+    """Base of keyword-only frozen records. Unknown names raise InvalidRequest with the allowed
+    ones."""
 
     __slots__ = ()
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:
-        allowed = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        allowed = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
         if args:
             raise InvalidRequest(
                 f"{cls.__name__} takes keyword arguments only; allowed: {', '.join(allowed)}"
@@ -49,7 +49,8 @@ class StrictFields:
         return super().__new__(cls)
 
     def __repr__(self) -> str:
-        """The fields that differ from their default, or from the value that other fields imply."""
+        """Shows the fields that differ from their default, or from the value that other fields
+        imply."""
         pairs = (
             (field.name, getattr(self, field.name), field.metadata.get("usual", field.default))
             for field in dataclasses.fields(self)  # type: ignore[arg-type]
@@ -58,14 +59,15 @@ class StrictFields:
         return f"{type(self).__name__}({', '.join(given)})"
 
     def _check_ints(self, **ranges: tuple[int, int | None]) -> None:
-        """Make each field a plain int in [low, high]; None is left where it is the default."""
+        """Make each field a plain int in [low, high]; None is kept if it is the default. Raises
+        InvalidRequest."""
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
             if value is not None or getattr(type(self), name) is not None:
                 object.__setattr__(self, name, check_int(name, value, low, high))
 
     def _check_floats(self, **ranges: tuple[float, float]) -> None:
-        """Make each field a plain float in [low, high]."""
+        """Make each field a plain float in [low, high]. Raises InvalidRequest."""
         for name, (low, high) in ranges.items():
             value = check_float(name, getattr(self, name), low, high)
             object.__setattr__(self, name, value)
@@ -78,7 +80,8 @@ class StrictFields:
 
 
 def check_int(name: str, value: object, low: int, high: int | None = None) -> int:
-    """`value` as an int in [low, high]; InvalidRequest for anything else, bools included."""
+    """Returns `value` as an int in [low, high]. Raises InvalidRequest for other values, bools
+    included."""
     is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     number = operator.index(value) if is_int else low  # type: ignore[arg-type]
     if not is_int or number < low or (high is not None and number > high):
@@ -91,7 +94,8 @@ def check_int(name: str, value: object, low: int, high: int | None = None) -> in
 def check_float(
     name: str, value: object, low: float, high: float, *, open_low: bool = False
 ) -> float:
-    """`value` as a finite float in [low, high], or in (low, high]; else InvalidRequest."""
+    """Returns `value` as a finite float in [low, high], with `open_low` in (low, high]. Raises
+    InvalidRequest for other values."""
     number = math.nan
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         with contextlib.suppress(OverflowError):
@@ -104,14 +108,15 @@ def check_float(
 
 
 def check_str(name: str, value: object) -> str:
-    """`value` if it is a string; else InvalidRequest."""
+    """Returns `value` if it is a string. Raises InvalidRequest for other values."""
     if not isinstance(value, str):
         raise InvalidRequest(f"{name} must be a string, got {shown(value)}")
     return value
 
 
 def check_text(name: str, value: object) -> str:
-    """`value` if it is a string that can be encoded (no lone surrogates); else InvalidRequest."""
+    """Returns `value` if it is a string that can be encoded, without lone surrogates. Raises
+    InvalidRequest for other values."""
     text = check_str(name, value)
     try:
         text.encode()
@@ -121,8 +126,9 @@ def check_text(name: str, value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """`value` for an error message, cut to a line. The cost does not grow with the value."""
-    if isinstance(value, array):  # a list of a request's body
+    """Returns `value` as text for an error message, cut to 80 characters and a type name. The cost
+    is bounded for values of any size."""
+    if isinstance(value, array):  # token ids of a request's body
         value = value[: _REPR.maxlist].tolist()
     elif isinstance(value, bytes | bytearray):
         value = value[: _REPR.maxstring]

@@ -18,7 +18,7 @@ from radixserve.commands.parser import CommandParser
 from radixserve.commands.terminal import error_line
 from radixserve.errors import RadixServeError
 
-EXTRAS = {  # the extra of setup.cfg that brings a package; the others come without one
+EXTRAS = {  # the extra of setup.cfg that installs a package; other packages need none
     "fastapi": "serve",
     "gguf": "gguf",
     "llguidance": "grammar",
@@ -45,7 +45,8 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns 0: done; 1: done with errors; 2: not done; 130: interrupted."""
+    """Run one command. Returns the exit code: 0 after success, 1 if a part failed, 2 if the command
+    failed, 130 after an interrupt."""
     parser = build_parser()
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """Returns the parser of the whole command line."""
     parser = CommandParser(
         prog="radixserve",
         description="Serve language models around a token-exact radix prefix cache.",

@@ -46,9 +46,11 @@ CHOICES: dict[str, tuple[str, ...]] = {  # by field of EngineConfig
 }
 ATTENTION_BACKENDS, EVICTION_POLICIES = CHOICES["attention_backend"], CHOICES["eviction"]
 ADMISSIONS = CHOICES["admission"]
-SWA_FULL_TOKENS_RATIO = 0.5  # of models whose windows have at most
-MAX_SHORT_WINDOW = 1024  # positions: hit rates of chats and agents fall with longer ones
-LEAST_CHECKPOINT_INTERVAL = 64  # tokens, of recurrent states: below it taking them costs too much
+# Default swa_full_tokens_ratio of models whose windows have at most MAX_SHORT_WINDOW positions.
+# With longer windows it would lower the hit rates of chats and agents.
+SWA_FULL_TOKENS_RATIO = 0.5
+MAX_SHORT_WINDOW = 1024
+LEAST_CHECKPOINT_INTERVAL = 64  # tokens between recurrent states; closer ones cost too much
 
 
 class EngineSettings(TypedDict, total=False):
@@ -364,7 +366,8 @@ class EngineConfig(StrictFields):
                 )
 
     def is_exact_on(self, device_type: str) -> bool:
-        """Whether `exact` holds on "cpu" or "cuda"; None holds on the CPU."""
+        """Whether answers are exact on a device of type "cpu" or "cuda". `exact` None means True on
+        the CPU."""
         return device_type == "cpu" if self.exact is None else self.exact
 
     def _check_windows(self, ratio: float) -> None:
@@ -379,7 +382,8 @@ class EngineConfig(StrictFields):
 
 
 def default_max_overtake(admission: str) -> int:
-    """Priced admission lets sessions that return go before new ones, which a small bound undoes."""
+    """Returns the default of `max_overtake`. It is large for priced admission, which admits
+    returning sessions before new ones: a small bound would prevent that."""
     return 4096 if admission == "priced" else 64
 
 
@@ -407,9 +411,9 @@ def _check_device(device: object) -> None:
 
 
 def choose_checkpoint_interval(interval: int | None, state_tokens: float) -> int:
-    """Tokens from one kept state of a long sequence to the next: `interval` where it is given, else
-    a power of two so that states take at most the memory of the K/V between them. `state_tokens`:
-    tokens whose K/V takes the memory of a state."""
+    """Returns the tokens from one kept state of a long sequence to the next: `interval` if it is
+    given, else a power of two so that states take at most the memory of the K/V between them.
+    `state_tokens`: number of tokens whose K/V takes the memory of a state."""
     if interval is not None:
         return interval
     chosen = LEAST_CHECKPOINT_INTERVAL
@@ -422,7 +426,8 @@ _UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 
 
 def parse_bytes(size: int | str, name: str = "kv_cache_memory") -> int:
-    """Bytes of an int or of a string such as "512MB" or "1.5 GB" (powers of 1,024)."""
+    """Returns the bytes of an int or of a string such as "512MB" or "1.5 GB" (powers of 1,024).
+    Raises InvalidRequest, which calls the value `name`."""
     if isinstance(size, numbers.Integral) and not isinstance(size, bool) and size > 0:
         return int(size)
     if isinstance(size, str):

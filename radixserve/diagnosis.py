@@ -1,4 +1,4 @@
-"""Why a prompt hit less than an earlier request had left in the cache."""
+"""`diagnose`: tells why a prompt found fewer cached tokens than an earlier request had left."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from radixserve.arrays import IntArray
 
 Decode = Callable[[Sequence[int]], str]
 _SHOWN = 16  # tokens of `expected` and `found`
-_CONTEXT = 5  # tokens decoded along, so that a first word keeps its leading space
+_CONTEXT = 5  # tokens decoded before the shown ones, so that a word keeps its leading space
 _DROPPED = ("evicted", "namespace", "no_checkpoint", "window_evicted")  # of Lookup.reason
 
 
 class Diagnosis(NamedTuple):
-    """A prompt beside an earlier request: its prompt and its answer.
+    """A prompt compared with an earlier request, which is its prompt and its answer.
 
     reason is one of
-      hit         nothing is lost
+      hit         no token is lost
       diverged    the prompt differs from the earlier request at `position`
       evicted, namespace, no_checkpoint, window_evicted, never_seen   as in Lookup: the tokens
                   agree up to `shared_tokens`, but from `position` on they were not in the cache
@@ -30,11 +30,11 @@ class Diagnosis(NamedTuple):
     """
 
     reason: str
-    position: int  # the first token that is lost
-    tokens_lost: int  # that were computed, and would have been found
-    cached_tokens: int  # that were found
+    position: int  # of the first lost token
+    tokens_lost: int  # tokens that were computed although the earlier request had left their K/V
+    cached_tokens: int  # tokens that were found in the cache
     shared_tokens: int  # leading tokens that agree with the earlier request
-    reusable_tokens: int  # whose K/V the earlier request left: its prompt and answer, but the end
+    reusable_tokens: int  # tokens whose K/V the earlier request left: all but its last ones
     expected: str | None = None  # the earlier request's text
     found: str | None = None  # the prompt's text
 
@@ -49,9 +49,10 @@ def diagnose(
 ) -> Diagnosis:
     """Compare a prompt with an earlier request. O(tokens).
 
-    cached        tokens that were found; None: not known yet, all that agree are taken for found
-    miss_reason   the cache's, see Lookup; "" where there is none
+    cached        tokens that were found; None: not known yet, all tokens that agree count as found
+    miss_reason   the cache's reason, see Lookup; "" without one
     previous      the earlier prompt and answer; the K/V of the first `num_reusable` was computed
+    decode        token ids to text, for `expected` and `found`
     """
     target = min(num_reusable, len(prompt) - 1)  # a prompt's last token is always computed
     shared = common_length(prompt, previous)
@@ -72,14 +73,14 @@ def diagnose(
 
 
 def common_length(tokens: IntArray, other: IntArray) -> int:
-    """Leading tokens that are equal."""
+    """Returns the number of equal leading tokens."""
     size = min(len(tokens), len(other))
     differs = np.asarray(tokens[:size]) != np.asarray(other[:size])
     return int(differs.argmax()) if differs.any() else size
 
 
 def _text_at(decode: Decode, tokens: IntArray, position: int) -> str:
-    """The text of the next tokens from `position` on."""
+    """Returns the text of the next tokens from `position` on."""
     context = tokens[max(0, position - _CONTEXT) : position].tolist()
     ahead = tokens[position : position + _SHOWN].tolist()
     return decode([*context, *ahead])[len(decode(context)) :]

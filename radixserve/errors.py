@@ -1,4 +1,4 @@
-"""Every error that radixserve raises on purpose: one tree under `RadixServeError`."""
+"""The errors that radixserve raises: subclasses of `RadixServeError`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class RadixServeError(Exception):
 
 
 class InvalidRequest(RadixServeError, ValueError):
-    """A request or a setting is wrong; the message names it and the allowed values.
+    """A request or a setting is wrong. The message names it and the allowed values.
 
-    `param`: the field or the place that is wrong, such as "tools[0].function.name", where known.
+    `param`: the wrong field or place, such as "tools[0].function.name", if it is known.
     """
 
     def __init__(self, *args: object, param: str | None = None) -> None:
@@ -41,7 +41,7 @@ class ModelNotSupported(RadixServeError):
 
 
 class OutOfPages(RadixServeError):
-    """The page pool has no room left even after eviction; nothing was changed."""
+    """Too few pages are free or can be evicted. The call that raised it changed nothing."""
 
 
 class RequestFailed(RadixServeError):
@@ -55,15 +55,15 @@ class EngineDead(RadixServeError):
 
 
 def fresh(error: EngineDead) -> EngineDead:
-    """A copy to raise: a raised exception collects the traceback of its thread."""
+    """Returns a copy to raise, since a raised exception collects the traceback of its thread."""
     copy = EngineDead(*error.args)
     copy.__cause__ = error.__cause__
     return copy
 
 
 def request_failed(message: str, cause: BaseException | None = None) -> RequestFailed:
-    """RequestFailed with its cause, whose traceback becomes a note: as frames of the engine's
-    thread it would hold the errors of all requests of its step, and with them their callers."""
+    """Returns a RequestFailed with its cause. The cause's traceback becomes a note, since its
+    frames in the engine's thread would keep alive the errors of all requests of the step."""
     error = RequestFailed(message)
     if cause is not None and cause.__traceback__ is not None:
         cause.add_note("".join(traceback.format_tb(cause.__traceback__)))

@@ -16,25 +16,26 @@ ANSWERS = ("accepted", "clipped", "deferred", "rejected", "missing")  # from bes
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """A wish for a prefix, or for all prefixes that a session claims."""
+    """Advice on a prefix, or on all prefixes that a session claims."""
 
     verb: str
-    token_ids: IntArray | None  # the prefix; None: that of `session`
+    token_ids: IntArray | None  # the prefix; None: the prefixes of `session`
     session: str = ""
     namespace: str = ""
     seconds: float | None = None  # None: the default; 0 ends the hints granted before
-    max_tokens: int | None = None  # only so many first tokens of the prefix
-    owner: str = ""  # the budget's owner
-    budget_tokens: int | None = None  # most tokens that all pins and retains of the owner may hold
+    max_tokens: int | None = None  # number of first tokens to use; None: all
+    owner: str = ""  # whose budget the hint counts for
+    budget_tokens: int | None = None  # most tokens that all pins and retains of the owner may keep
     may_share: bool = True  # whether the operator permits sharing
 
 
 class HintAnswer(NamedTuple):
-    """answer is one of
-    accepted  done as asked; of a prefetch: the prefix is cached already, or its computation begins
-    clipped   done for fewer tokens or seconds than asked
-    deferred  done later, when no request waits or runs
-    rejected  not done
+    """The result of a hint. `answer` is one of
+
+    accepted  applied as asked; for a prefetch: the prefix is cached, or its computation begins
+    clipped   applied to fewer tokens or seconds than asked
+    deferred  will be applied when no request waits or runs
+    rejected  not applied
     missing   no token of the prefix is cached, no such session is open, or no hint can be ended
     """
 
@@ -42,12 +43,13 @@ class HintAnswer(NamedTuple):
     answer: str
     tokens_found: int = 0  # leading tokens that were cached; with seconds=0 those of the ended hint
     tokens_covered: int = 0  # tokens that the hint affects, whole pages
-    seconds: float | None = None  # granted; None for verbs without a time
-    reason: str = ""  # why the outcome differs from the wish; "" if it does not
+    seconds: float | None = None  # seconds granted; None for verbs without a time
+    reason: str = ""  # why the result differs from the hint; "" if it does not
 
 
 class HintLimits(NamedTuple):
-    """See EngineConfig."""
+    """Limits of all hints; see `hint_seconds`, `max_hint_seconds` and `max_hint_share` of
+    EngineConfig."""
 
     seconds: float = 300.0
     max_seconds: float = 3600.0
@@ -55,7 +57,8 @@ class HintLimits(NamedTuple):
 
 
 def check_hint(verb: object, seconds: object, max_tokens: object) -> None:
-    """Raise InvalidRequest for an unknown verb, and for bounds that are wrong or not the verb's."""
+    """Raise InvalidRequest for an unknown verb, and for seconds or max_tokens that are wrong or
+    that the verb does not take."""
     check_choice("verb", verb, VERBS)
     if seconds is not None:
         if verb not in TIMED_VERBS:
@@ -68,7 +71,8 @@ def check_hint(verb: object, seconds: object, max_tokens: object) -> None:
 
 
 def join_answers(verb: str, answers: list[HintAnswer]) -> HintAnswer:
-    """Returns one answer for several prefixes of a session: the worst, with the sums of tokens."""
+    """Returns one answer for several prefixes of a session: the worst of them, with the sums of
+    their tokens."""
     worst = max(answers, key=lambda own: ANSWERS.index(own.answer))
     kinds = {own.answer for own in answers}
     answer = "clipped" if kinds & {"accepted", "clipped"} and len(kinds) > 1 else worst.answer

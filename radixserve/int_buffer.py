@@ -1,4 +1,4 @@
-"""A growing int32 array: amortised O(1) append, views without copying."""
+"""`IntBuffer`: a growing int32 array with amortised O(1) append and views without copying."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from radixserve.arrays import IntArray
 
 
 class IntBuffer:
-    """Views handed out stay valid memory after a growth, but then show the older state.
+    """A growing int32 array. Earlier views stay valid after it grows, but may show an older state.
 
-    `size` is its length and `last` its last value, -1 if it is empty, without a call; not to
-    be set.
+    size  its length; read-only, an attribute since it is read in hot loops
+    last  its last value, -1 if it is empty; read-only
     """
 
     __slots__ = ("_data", "last", "size")
@@ -28,7 +28,7 @@ class IntBuffer:
         return self.size
 
     def view(self, start: int = 0, stop: int | None = None) -> IntArray:
-        """[start, stop) without a copy; `stop` defaults to the end."""
+        """Returns the values [start, stop) without a copy; `stop` defaults to the end."""
         return self._data[start : self.size if stop is None else stop]
 
     def append(self, value: int) -> None:

@@ -10,9 +10,10 @@ _BYTES = 16
 
 
 class LogitsDigest:
-    """A function for `logits_processors` that changes nothing and hashes every bit it sees.
+    """A function for `logits_processors` that changes nothing and hashes the bits of the logits.
 
-    Of one request, whose tokens it sees in order. A copy for another process begins anew.
+    It belongs to one request and is called for its tokens in order. A copy in another process
+    starts without a history.
     """
 
     __slots__ = ("_after_tokens", "_hash")
@@ -25,12 +26,13 @@ class LogitsDigest:
         return LogitsDigest, ()
 
     def __call__(self, _: Sequence[int], logits: Any) -> Any:
-        """logits [V] float32 of the next token; _: the ids of those before it."""
+        """Hash and return `logits`, [V] float32 of the next token. _: the ids of the tokens before
+        it."""
         self._hash.update(logits.detach().cpu().contiguous().numpy().tobytes())
         self._after_tokens.append(self._hash.hexdigest())
         return logits
 
     def hexdigest(self, num_tokens: int) -> str | None:
-        """The hash of the logits of the first `num_tokens` tokens; None where fewer were seen:
-        another process sampled them, or a grammar forced them."""
+        """Returns the hash of the logits of the first `num_tokens` tokens; None if fewer were
+        hashed: another process sampled them, or a grammar forced them."""
         return self._after_tokens[num_tokens] if num_tokens < len(self._after_tokens) else None

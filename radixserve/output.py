@@ -1,4 +1,4 @@
-"""Results: per-step output of a request, and the finished `Completion`."""
+"""Results of requests: the output of a step, `Chunk`, `Completion`, and `Lookup` of the cache."""
 
 from __future__ import annotations
 
@@ -26,56 +26,56 @@ MissReason = Literal[
 
 
 class StoredLookup(NamedTuple):
-    """How much of a prompt the kv_store holds, and what its missing tokens cost, by what was
-    measured since the start: of the tokens that are stored and neither cached nor the last one."""
+    """How much of a prompt is in the kv_store, and what loading it costs. Seconds are estimates by
+    the rates measured since the start."""
 
-    stored_len: int  # leading tokens, cached or not
-    load_tokens: int  # those that could be loaded
-    load_s: float  # seconds until they are loaded
-    compute_s: float | None  # seconds to compute them; None until prompts were computed
+    stored_len: int  # leading tokens that are stored, cached or not
+    load_tokens: int  # of these: neither cached nor the prompt's last token
+    load_s: float  # seconds to load `load_tokens`
+    compute_s: float | None  # seconds to compute them; None before any prompt was computed
 
 
 class Lookup(NamedTuple):
     """How much of a prompt is cached, and why not more.
 
     reason is one of
-      full        all that may be reused is cached
+      full        all tokens that may be reused are cached
       diverged    cached sequences continue with another token at `position`
       evicted     the next tokens were cached and have been evicted
-      namespace   another namespace holds more of these tokens
-      no_checkpoint  the K/V of more is cached, up to `position`, but the deepest recurrent state
-                  kept on the way is after cached_len tokens; models with such layers only
-      window_evicted  more is cached, up to `position`, but of layers that see a window of positions
-                  only the K/V before it were dropped; models with such layers only
+      namespace   another namespace has more of these tokens cached
+      no_checkpoint  K/V is cached up to `position`, but the deepest recurrent state kept for it is
+                  after cached_len tokens; models with recurrent layers only
+      window_evicted  K/V is cached up to `position`, but its window pages were dropped; models with
+                  sliding-window layers only
       never_seen  no cached or remembered sequence continues from here
 
-    cached_len is less than position, by a part of a page, where no page is free for the copy of
-    that page's prefix. A reset forgets; evicted tokens are remembered up to a bound.
+    If no page is free for the copy of a page's first tokens, cached_len is less than position by a
+    part of a page. A bounded number of evictions is remembered, until a reset.
     """
 
     cached_len: int  # tokens that acquire() would reuse now
     reason: MissReason
-    position: int  # first position at which the prompt and the cached tokens differ
+    position: int  # first position of the prompt that does not match cached tokens
     expected: int | None = None  # for diverged: a token cached at that position
     found: int | None = None  # for diverged: the prompt's token there
     stored: StoredLookup | None = None  # of an engine with a kv_store
 
     @property
     def missing_state_tokens(self) -> int:
-        """Tokens whose K/V is cached and which acquire() would compute again nevertheless, because
-        no recurrent state, or K/V of layers with windows, was kept from which to continue."""
+        """Tokens that acquire() would compute again although their K/V is cached, because no
+        recurrent state or window pages to resume from are kept after them."""
         lacks_state = self.reason in ("no_checkpoint", "window_evicted")
         return self.position - self.cached_len if lacks_state else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts; cached_tokens + computed_tokens == prompt_tokens, always.
+    """Token counts of a request; cached_tokens + computed_tokens == prompt_tokens, always.
 
-    A prompt token counts as cached when this request never computed it, as computed otherwise
-    (once, also when a preemption made it necessary again). A request that ended before its prompt
-    was processed counts only what was. missing_state_tokens: of the computed ones those that
-    `Lookup.missing_state_tokens` counts.
+    A prompt token counts as cached if this request never computed it, else as computed: once, even
+    if it was computed again after a preemption. A request that ended before its prompt was
+    processed counts the processed tokens only. missing_state_tokens: the computed tokens of
+    `Lookup.missing_state_tokens`.
     """
 
     prompt_tokens: int
@@ -83,19 +83,19 @@ class Usage:
     computed_tokens: int
     completion_tokens: int
     missing_state_tokens: int = 0
-    loaded_tokens: int = 0  # of cached_tokens: read from the kv_store for this request
+    loaded_tokens: int = 0  # cached tokens that were read from the kv_store for this request
 
     def with_answer(self, num_tokens: int) -> Usage:
-        """The same prompt, with an answer of that length."""
+        """Returns the usage of the same prompt with an answer of `num_tokens` tokens."""
         return replace(self, completion_tokens=num_tokens)
 
     def of_other_answer(self, num_tokens: int) -> Usage:
-        """The usage of a further answer: all of the prompt counts as cached."""
+        """Returns the usage of a further answer: the whole prompt counts as cached."""
         return Usage(self.prompt_tokens, self.prompt_tokens, 0, num_tokens)
 
 
 def add_usages(usages: Sequence[Usage]) -> Usage:
-    """Their sum."""
+    """Returns the sum of usages."""
     return Usage(
         sum(usage.prompt_tokens for usage in usages),
         sum(usage.cached_tokens for usage in usages),
@@ -108,7 +108,7 @@ def add_usages(usages: Sequence[Usage]) -> Usage:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Seconds since the request was queued; None for stages that it did not reach."""
+    """Times of a request in seconds since it was queued; None for stages that it did not reach."""
 
     queue_s: float | None  # until it was admitted
     ttft_s: float | None  # until its first token
@@ -119,7 +119,7 @@ class PromptScore(NamedTuple):
     """How likely the model finds a token of the prompt, given those before it."""
 
     logprob: float
-    top_logprobs: tuple[tuple[int, float], ...]  # the best ones in its place, best first
+    top_logprobs: tuple[tuple[int, float], ...]  # the best tokens at its position, best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +145,8 @@ class Beam(NamedTuple):
 
 
 class RequestOutput(NamedTuple):
-    """One step's output for a request: a token, after those that a grammar forces if any, and
-    `finish` at the end."""
+    """One step's output for a request: tokens that a grammar forces, if any, then a sampled token;
+    `finish` in the last output."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -154,11 +154,11 @@ class RequestOutput(NamedTuple):
     top_logprobs: tuple[dict[int, float], ...]
     finish: Finish | None
     beams: tuple[Beam, ...] = ()  # the answers of a beam search, best first, when it has ended
-    beam_samples: tuple[SampleOutput, ...] = ()  # of a beam search: the sample of each of its beams
+    beam_samples: tuple[SampleOutput, ...] = ()  # for a beam search: one sample per beam
 
 
 class PromptTokens:
-    """A prompt's token ids and how to read them. A copy or pickle of it has the ids alone."""
+    """A prompt's token ids and how to decode them. A copy or pickle has the ids only."""
 
     __slots__ = ("decode", "token_ids")
 
@@ -211,23 +211,24 @@ class Completion:
 
     @property
     def prompt_token_ids(self) -> IntArray:
-        """Raises InvalidRequest for a completion that was made without its prompt."""
+        """The prompt's token ids. Raises InvalidRequest for a completion made without its
+        prompt."""
         if self.prompt is None:
             raise InvalidRequest(f"the completion {self.request_id} was made without its prompt")
         return self.prompt.token_ids
 
     def sequence(self) -> tuple[IntArray, int]:
-        """The token ids of prompt and answer, and of how many the K/V was computed: not of the
-        answer's last one."""
+        """Returns the token ids of prompt and answer, and the number of them whose K/V was
+        computed: all but the answer's last token."""
         prompt, answer = self.prompt_token_ids, np.asarray(self.token_ids, np.int32)
         num_computed = self.usage.prompt_tokens + max(0, len(answer) - 1)
         return np.concatenate([prompt, answer]), num_computed
 
     def diagnosis(self, previous: Completion) -> Diagnosis:
-        """Why this prompt found less in the cache than `previous` had left there: the first token
-        that was lost, the texts that differ, and the tokens that had to be computed again.
+        """Tells why this prompt found fewer cached tokens than `previous` had left: the first lost
+        token, the texts that differ, and the number of tokens that were computed again.
 
-        `previous`: a request that had ended before, such as the turn before. O(tokens)."""
+        `previous`: a request that ended before, such as the turn before. O(tokens)."""
         return diagnose(
             self.prompt_token_ids,
             self.usage.cached_tokens,
@@ -237,7 +238,7 @@ class Completion:
         )
 
     def __repr__(self) -> str:
-        """In one line: long texts are cut, tokens and log-probabilities counted."""
+        """One line: long texts are cut, tokens are counted."""
         text = self.text if len(self.text) <= 60 else self.text[:57] + "..."
         usage = self.usage
         end = self.finish_reason if self.stop_reason is None else f"stop at {self.stop_reason!r}"
@@ -252,17 +253,17 @@ class Completion:
 class Score:
     """How likely a model finds a continuation of a prompt."""
 
-    logprob: float  # of all of it: the sum of `logprobs`
-    logprobs: list[float]  # of each token, given all before it
+    logprob: float  # of the continuation: the sum of `logprobs`
+    logprobs: list[float]  # of each token, given all tokens before it
     token_ids: list[int]
-    usage: Usage  # the prompt here is the prompt and the continuation but for its last token
+    usage: Usage  # counts the continuation, except its last token, as part of the prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a streamed answer; the last one carries the whole `completion`.
+    """A piece of a streamed answer; the last one has the whole `completion`.
 
-    `logprobs` and `top_logprobs`: of `token_ids`, where the request asked for them.
+    `logprobs` and `top_logprobs`: of `token_ids`, if the request asked for them.
     """
 
     request_id: str
@@ -274,7 +275,7 @@ class Chunk:
 
 
 def join_chunks(first: Chunk, second: Chunk) -> Chunk:
-    """Two pieces of an answer that follow each other as one."""
+    """Returns two consecutive chunks of an answer as one."""
     logprobs = top_logprobs = None
     if first.logprobs is not None and second.logprobs is not None:
         logprobs = first.logprobs + second.logprobs
@@ -288,9 +289,9 @@ class EngineStatus(NamedTuple):
     """The state of the engine's thread, read without waiting for it."""
 
     is_alive: bool
-    is_idle: bool  # nothing to compute
+    is_idle: bool  # whether it has no request to compute
     stepped_at: float  # time.monotonic() after the last step; now, while it is idle
     running: int  # requests
-    waiting: int  # requests, those that the thread has not read yet included
-    waiting_tokens: int  # of these requests
-    stats: Mapping[str, Any]  # see `Runtime.cache_stats`; at most a quarter of a second older
+    waiting: int  # requests, including those that the thread has not read yet
+    waiting_tokens: int  # prompt tokens of the waiting requests
+    stats: Mapping[str, Any]  # see `Runtime.cache_stats`; at most 0.25 s old while it steps

@@ -9,7 +9,7 @@ from typing import NotRequired, TypedDict
 
 
 class Lease(TypedDict):
-    """A session that holds a node for some time."""
+    """A session's lease on a node, see cache/radix/sessions.py."""
 
     session: str
     tokens: int  # from the root to the node's end
@@ -74,7 +74,7 @@ class EngineStats(TypedDict):
     pages_closed: int
     pages_retained: int
     pages_pinned: int
-    # what the cache holds now
+    # contents of the cache now
     namespaces: int
     nodes: int
     sequences: int
@@ -146,7 +146,7 @@ class EngineStats(TypedDict):
 
 
 class HeldByHints(TypedDict):
-    """What an owner's pins and retains are and hold now."""
+    """The number of an owner's pins and retains, and the cached tokens that they keep."""
 
     pins: int
     retains: int
@@ -154,7 +154,7 @@ class HeldByHints(TypedDict):
 
 
 class EvictionCandidate(TypedDict):
-    """A node or block that eviction takes; see `PrefixCache.eviction_preview`."""
+    """A node or block that will be evicted; see `PrefixCache.eviction_preview`."""
 
     namespace: str
     start: int
@@ -166,7 +166,7 @@ class EvictionCandidate(TypedDict):
 
 
 class Fragmentation(TypedDict):
-    """Slots of pages in use that hold no token."""
+    """Token slots of the pages in use, and those without a token."""
 
     pages: int
     slots: int
@@ -220,7 +220,7 @@ class _Dump(TypedDict):
 
 
 class TreeDump(_Dump):
-    """The tree as nested dicts: the root of each namespace."""
+    """The tree as nested dicts, with the root of each namespace."""
 
     namespaces: dict[str, TreeNode]
 

@@ -25,7 +25,7 @@ MAX_LOGIT_BIAS = 100.0
 MAX_SAMPLES = 1_024  # of one prompt
 MAX_BEAM_WIDTH = 256
 MAX_LENGTH_PENALTY = 10.0
-LEAST_PRIORITY = -(2**31)  # of prefetches
+LEAST_PRIORITY = -(2**31)  # the priority of prefetches
 LEAST_TEMPERATURE = 1e-5  # below it float32 cannot hold the scaled logits
 
 # (output ids, logits [V] float32) or (prompt ids, output ids, logits) -> logits
@@ -188,7 +188,7 @@ class SamplingParams(StrictFields):
 
     @property
     def num_samples(self) -> int:
-        """Requests that a prompt becomes."""
+        """Number of requests that a prompt becomes."""
         return self.n if self.best_of is None else self.best_of
 
     @property
@@ -197,7 +197,7 @@ class SamplingParams(StrictFields):
 
     @cached_property
     def is_greedy_only(self) -> bool:
-        """Whether logits alone decide, without other settings: no history counts."""
+        """Whether the best logit decides and no other setting or earlier token matters."""
         return self.takes_best and self.structured is None
 
     @cached_property
@@ -207,15 +207,15 @@ class SamplingParams(StrictFields):
 
     @cached_property
     def is_temperature_only(self) -> bool:
-        """Whether a temperature, 0 included, decides of what the structured output allows, and
-        nothing else is asked for."""
+        """Whether tokens are sampled by temperature (or the best one at 0) among those that the
+        structured output allows, without other settings."""
         has_filter = self.min_p > 0 or self.top_p < 1 or self.top_k > 0
         is_free = self.logprobs is None and not self._changes_more
         return is_free and (self.is_greedy or not has_filter)
 
     @property
     def structured_outputs(self) -> StructuredOutput | None:
-        """`structured` as the record that it is after the check."""
+        """`structured` as a record."""
         assert not isinstance(self.structured, Mapping)
         return self.structured
 
@@ -225,7 +225,7 @@ class SamplingParams(StrictFields):
 
     @property
     def _changes_more(self) -> bool:
-        """Logits, by more than the structured output."""
+        """Whether settings besides the structured output change logits."""
         return (
             self.has_penalty
             or self.allowed_token_ids is not None
@@ -242,23 +242,24 @@ class SamplingParams(StrictFields):
 
     @cached_property
     def bias_arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """[k] token ids and [k] what is added to their logits."""
+        """[k] token ids, and [k] the numbers added to their logits."""
         bias = self.logit_bias or {}
         return np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
 
     @cached_property
     def allowed_array(self) -> NDArray[np.int64]:
-        """[k] the tokens that may be sampled; empty: all."""
+        """[k] ids of the tokens that may be sampled; empty: all."""
         return np.array(self.allowed_token_ids or (), np.int64)
 
 
 def tenant_of(namespace: str) -> str:
-    """The tenant of a namespace: what stands before its first "/"."""
+    """Returns the tenant of a namespace: the part before its first "/"."""
     return namespace.partition("/")[0]
 
 
 def _several(name: str, value: object, what: str) -> tuple[Any, ...]:
-    """The items of any iterable but a string or a mapping; None has none."""
+    """Returns the items of an iterable that is not a string or a mapping; none for None. Raises
+    InvalidRequest."""
     if value is None:
         return ()
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
@@ -360,8 +361,8 @@ class Request:
     logprob_targets: IntArray | None = None
     # [k] token ids to score, one after each of the last k tokens; no token is sampled then
     also_generate: bool = False
-    # `logprob_targets` are scored after each of the k tokens before the last, then it generates
-    beams: BeamParams | None = None  # it is a beam search, without targets
+    # score `logprob_targets` after the k tokens before the last one, then generate an answer
+    beams: BeamParams | None = None  # for a beam search, which has no targets
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     is_prefetch: bool = False  # computed for later requests; no caller's prompt
     grammar: Grammar | None = None  # of params.structured
@@ -371,11 +372,15 @@ class Request:
     num_resumed_tokens: int = 0  # last tokens of `token_ids` that the answer begins with
 
     def with_digest(self) -> Request:
-        """The request with its own digest, if its params request one."""
+        """Returns the request with its own digest, if its params request one."""
         if not self.params.digest:
             return self
         digest = LogitsDigest()
-        others = [p for p in self.params.logits_processors if not isinstance(p, LogitsDigest)]
+        others = [
+            processor
+            for processor in self.params.logits_processors
+            if not isinstance(processor, LogitsDigest)
+        ]
         params = replace(self.params, logits_processors=(digest, *others))
         return replace(self, params=params, digest=digest)
 
@@ -386,15 +391,15 @@ class Request:
 
     @property
     def num_candidates(self) -> int:
-        """Best tokens wanted after each beam, 0 where one is sampled. Enough for `width` beams to
-        continue even if every beam's best tokens end it."""
+        """Number of best tokens to return per beam, 0 without a beam search. Enough for `width`
+        beams to continue even if each beam's best tokens end it."""
         if self.beams is None:
             return 0
         return max(2, 1 + len(self.end_ids)) * self.beams.width
 
     @property
     def score_start(self) -> int:
-        """The first position after which a token is scored; the length where none is."""
+        """The first position after which a token is scored; the length if none is."""
         if self.logprob_targets is None:
             return len(self.token_ids)
         return len(self.token_ids) - len(self.logprob_targets) - self.also_generate

@@ -23,33 +23,34 @@ from radixserve.arrays import IntArray
 from radixserve.request import SamplingParams
 from radixserve.structured_outputs import Matcher
 
-PLACEHOLDER = -1  # placeholder of a token id that only the device has
+PLACEHOLDER = -1  # in place of a token id that only the device has
 
 
 class SampleSpec(NamedTuple):
-    """Input of the sampler for the token that follows a row."""
+    """The sampler's input for the token after a row's last token."""
 
     params: SamplingParams
     seed: int  # of the request's own random stream, 64 bits
     num_prompt: int  # `token_ids[:num_prompt]` is the prompt, the rest was generated
-    token_ids: IntArray  # [n] prompt and output so far; a view, read it within the step. Where
-    # params.is_greedy_only it may lack the latest ones
+    token_ids: IntArray  # [n] prompt and output so far; a view, valid within the step. It may lack
+    # the latest tokens if params.is_greedy_only
     banned_ids: tuple[int, ...]  # end tokens that min_tokens still forbids
-    num_candidates: int = 0  # of a beam: the best tokens wanted; none is sampled then
-    num_placeholders: int = 0  # tokens that `token_ids` lacks: the step before samples them
+    num_candidates: int = 0  # for a beam: number of best tokens to return; no token is sampled
+    num_placeholders: int = 0  # tokens missing in `token_ids`, which the step before samples
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # token ids of each of params.bad_words
-    matcher: Matcher | None = None  # of params.structured; the sampler alone moves it
-    is_greedy_only: bool = False  # the best logit decides and nothing else is asked for, which the
-    # other fields tell as well: hundreds of rows are asked in each step
+    matcher: Matcher | None = None  # of params.structured; only the sampler moves it
+    is_greedy_only: bool = False  # the best logit decides. It follows from the other fields, and is
+    # stored since it is read for hundreds of rows per step
 
     @property
     def num_sampled(self) -> int:
-        """Tokens sampled before this one; wrong where params.is_greedy_only, see `token_ids`."""
+        """Number of tokens sampled before this one; not valid if params.is_greedy_only, see
+        `token_ids`."""
         return len(self.token_ids) + self.num_placeholders - self.num_prompt
 
     @property
     def on_host(self) -> bool:
-        """Whether its output is made on the host, which must know all tokens before it."""
+        """Whether the output is made on the host, which needs all earlier tokens."""
         structured_outputs = self.params.structured_outputs
         # With jump_forward a sample may bring several tokens.
         jumps = structured_outputs is not None and structured_outputs.jump_forward
@@ -67,22 +68,22 @@ class ScheduledRequest(NamedTuple):
     logprob_targets: IntArray | None = None
     # [k] token ids to score, one after each of the row's last k tokens; where a token is sampled as
     # well, after each of the k tokens before the last one
-    num_top_logprobs: int = 0  # best tokens to report with each score
+    num_top_logprobs: int = 0  # number of best tokens to report with each score
     future_index: int = -1
     # index into the previous step's outputs of the token to feed as the row's only token, which is
     # PLACEHOLDER here; -1 where all tokens are known
     first_new_page: int = 0
-    # page_ids before this index are as in the last row of this slot, which was of this request; 0
-    # in the first row after the request got the slot
+    # page_ids before this index did not change since the last row of this slot and request; 0 in
+    # the first row after the request got the slot
     req_pool_idx: int = 0  # slot in the page table, 0 <= req_pool_idx < max_running_requests;
     # distinct within a step
 
     state_id: int = -1  # of a model with recurrent layers: the state before the first token, zeros
     # at start 0
-    checkpoints: tuple[tuple[int, int], ...] = ()  # (length, state id): keep the state after so
-    # many tokens of the sequence, start < length <= end, in that one, too
-    written_state_id: int = -1  # the state after the last token; state_id, or in a row of one token
-    # another one, so that the state before it stays as it is
+    checkpoints: tuple[tuple[int, int], ...] = ()  # (length, state id): also store the state after
+    # `length` tokens of the sequence, start < length <= end, under that id
+    written_state_id: int = -1  # the state after the last token. It is state_id, or in a row of one
+    # token another id, so that the state before the token is kept
 
     @property
     def end(self) -> int:
@@ -106,10 +107,10 @@ class RowStates(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ScheduledRows:
-    """The R rows of a step as columns: item i of each list describes row i, in the words of
-    `ScheduledRequest`. The tokens of all rows lie end to end in `input_ids`.
+    """The R rows of a step as columns. Item i of each list is a field of row i, see
+    `ScheduledRequest`. The tokens of all rows are concatenated in `input_ids`.
 
-    As a sequence it holds the rows as `ScheduledRequest`s, each made when it is read.
+    Indexing and iteration return rows as `ScheduledRequest`s, made when they are read.
     """
 
     request_ids: list[str] = field(default_factory=list)
@@ -126,7 +127,7 @@ class ScheduledRows:
 
     @classmethod
     def of(cls, rows: Iterable[ScheduledRequest]) -> ScheduledRows:
-        """The columns of `rows`."""
+        """Returns the columns of `rows`."""
         columns, rows = cls(), tuple(rows)
         for number, row in enumerate(rows):
             columns.request_ids.append(row.request_id)
@@ -183,16 +184,16 @@ class ScheduledRows:
 class WindowLayers(NamedTuple):
     """Layers that see a window of positions only, where their K and V have pages of their own."""
 
-    num_pages: int  # window pages in their memory
-    window_size: int  # positions that a query sees, its own one of them, where it sees most
+    num_pages: int  # number of window pages
+    window_size: int  # most positions that a query sees, its own included
 
 
 class WindowUpdates(NamedTuple):
-    """What changes of window pages before a step."""
+    """The changes of window pages to apply before a step."""
 
-    pages: IntArray  # [n, 2] a page and its window page from this step on, -1: it has none
-    copies: Sequence[tuple[int, int, int]]  # as `SchedulerOutput.cow_copies`, of window pages; to
-    # be made one after the other
+    pages: IntArray  # [n, 2] (page, its window page from this step on, or -1 for none)
+    copies: Sequence[tuple[int, int, int]]  # like `SchedulerOutput.cow_copies`, but of window
+    # pages; to be made in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +206,8 @@ class SchedulerOutput:
     cow_copies: IntArray
     num_prefill_tokens: int
     num_decode_tokens: int
-    state_copies: Sequence[tuple[int, int]] = ()  # (source, destination), one after the other
-    windows: WindowUpdates | None = None  # of a cache with windows
+    state_copies: Sequence[tuple[int, int]] = ()  # (source, destination), to be made in order
+    windows: WindowUpdates | None = None  # for a cache with window pages
 
 
 class Candidates(NamedTuple):
@@ -223,21 +224,20 @@ class SampleOutput(NamedTuple):
     token_id: int
     logprob: float | None = None  # if the request has logprobs
     top_logprobs: tuple[tuple[int, float], ...] = ()  # best first, as many as requested
-    error: str | None = None  # why no token could be sampled; the row's K/V is not to be kept
-    scores: tuple[float, ...] = ()  # log-probabilities of the row's targets; token_id is -1 where
-    # nothing else was requested
-    top_scores: tuple[tuple[tuple[int, float], ...], ...] = ()  # the best tokens in their places
-    candidates: Candidates | None = None  # of a beam; then token_id is -1
-    cause: BaseException | None = None  # of the error, where a caller's function raised it
-    is_complete: bool = False  # nothing can follow the token: the answer's grammar is at its end
-    # Tokens that have to follow it, with params.structured_outputs.jump_forward.
+    error: str | None = None  # why no token could be sampled; the row's K/V must not be kept
+    scores: tuple[float, ...] = ()  # log-probabilities of the row's targets; token_id is -1 if no
+    # token was to be sampled
+    top_scores: tuple[tuple[tuple[int, float], ...], ...] = ()  # best tokens at their positions
+    candidates: Candidates | None = None  # for a beam; token_id is -1 then
+    cause: BaseException | None = None  # the exception of a caller's function behind `error`
+    is_complete: bool = False  # the answer's grammar is at its end: no token can follow
+    # Tokens that must follow it, with params.structured_outputs.jump_forward.
     forced_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """The answer to a `SchedulerOutput`: one entry a row, None where nothing was to be sampled or
-    scored."""
+    """The result of a `SchedulerOutput`."""
 
-    outputs: tuple[SampleOutput | None, ...]
-    seconds: dict[str, float]  # prepare, forward, sample
+    outputs: tuple[SampleOutput | None, ...]  # one per row; None if it samples and scores nothing
+    seconds: dict[str, float]  # by part of the step: "prepare", "forward", "sample"

@@ -36,8 +36,8 @@ class StructuredOutput(StrictFields):
     whitespace_pattern      a regular expression of the white space between two parts of JSON;
                             None: up to 32 blanks, tabs and newlines
     disable_any_whitespace  JSON without white space
-    strict          of JSON: refuse a `uniqueItems` that a grammar cannot hold; False: leave it out,
-                    so that an array may repeat an item
+    strict          of JSON: refuse a `uniqueItems` that a grammar cannot enforce; False: leave it
+                    out, so that an array may repeat an item
     jump_forward    tokens without an alternative are appended without a forward pass for each.
                     They are split as the tokenizer splits the text, and the model might have split
                     it otherwise: later tokens may differ from those of an answer without it
@@ -84,7 +84,7 @@ class StructuredOutput(StrictFields):
 
     @property
     def kind(self) -> str:
-        """What `source` is: "json", "regex", "choice" or "grammar"."""
+        """The form of `source`: "json", "regex", "choice" or "grammar"."""
         if self.json_object:
             return "json"
         return next(name for name in _KINDS if getattr(self, name) is not None)
@@ -153,7 +153,7 @@ class Matcher(Protocol):
     """One answer's position in its grammar."""
 
     def fork(self) -> Matcher:
-        """The matcher of another answer that has begun with the same tokens."""
+        """Returns the matcher of another answer with the same tokens so far."""
         ...
 
 
@@ -161,5 +161,5 @@ class Grammar(Protocol):
     """A `StructuredOutput` compiled for the model's tokens."""
 
     def matcher(self, end_ids: frozenset[int]) -> Matcher:
-        """The matcher of a new answer. `end_ids`: tokens that end its request."""
+        """Returns the matcher of a new answer. `end_ids`: tokens that end its request."""
         ...

@@ -35,15 +35,16 @@ _REFUSED = (
     "logits_processors",
     "digest",
 )
-_CONTEXT = 5  # tokens decoded before the longest stop string, so that its words keep their spaces
+_CONTEXT = 5  # tokens decoded before the longest stop string, so that words keep their spaces
 
 
 def read_options(
     params: SamplingParams | None, beams: BeamParams | None, fields: Mapping[str, Any]
 ) -> tuple[SamplingParams, BeamParams]:
-    """The records of a search from themselves or from their fields, `beam_width` for the width.
+    """Returns the params and beams of a search, from these records or from their fields as
+    keywords (`beam_width` for the width).
 
-    Raises InvalidRequest: also for what has no meaning without sampling, such as top_p.
+    Raises InvalidRequest, also for settings of sampling such as top_p.
     """
     rest = {name: value for name, value in fields.items() if value is not None}
     beam_fields = {name: rest.pop(name) for name in _BEAM_FIELDS if name in rest}
@@ -67,8 +68,8 @@ def read_options(
 
 
 def as_search(request: Request, beams: BeamParams, vocab_size: int) -> Request:
-    """`request` as a beam search. InvalidRequest where the vocabulary is too small for the width:
-    a single beam must have enough tokens for all of its first children."""
+    """Returns `request` as a beam search. Raises InvalidRequest if the vocabulary is too small for
+    the width: the first beam must have enough tokens for all of its children."""
     num_ends, params = len(request.end_ids), request.params
     if params.structured_outputs is not None and params.structured_outputs.jump_forward:
         raise InvalidRequest("a beam search cannot jump forward: its beams choose every token")
@@ -91,9 +92,11 @@ def as_search(request: Request, beams: BeamParams, vocab_size: int) -> Request:
 
 
 def stop_check(tokenizer: Tokenizer, stops: Sequence[str]) -> StopCheck:
-    """Whether one of `stops` ends in a token, given those before it (prompt and output).
+    """Returns a function that tells whether one of `stops` ends in a token, given the tokens before
+    it (prompt and output).
 
-    As in transformers the string may begin in the prompt, and special tokens count as their names.
+    As in transformers the string may begin in the prompt, and special tokens have the text of their
+    names.
     """
     reach = max(len(stop.encode()) for stop in stops) + _CONTEXT  # tokens have a byte at least
 
@@ -101,7 +104,8 @@ def stop_check(tokenizer: Tokenizer, stops: Sequence[str]) -> StopCheck:
         ids = before[-reach:].tolist()
         old = tokenizer.decode(ids, keep_special=True)
         new = tokenizer.decode([*ids, token_id], keep_special=True)
-        same = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), len(old))
+        pairs = enumerate(zip(old, new, strict=False))
+        same = next((index for index, (left, right) in pairs if left != right), len(old))
         return any(new.find(stop, max(0, same - len(stop) + 1)) >= 0 for stop in stops)
 
     return is_stopped
@@ -126,7 +130,7 @@ class BeamCollector(OutputCollector):
         return self._best_ids
 
     def push(self, output: RequestOutput) -> bool:
-        """Store the end of the search, which is its only output."""
+        """Process the end of the search, which is its only output. Returns False."""
         finish = output.finish
         if self._has_ended or finish is None:
             return False
@@ -140,7 +144,8 @@ class BeamCollector(OutputCollector):
         return False
 
     def _answers(self, beams: Sequence[Beam], finish: Finish) -> tuple[Completion, ...]:
-        """The first one's usage counts the prompt, the others' count it as cached."""
+        """Returns the answers. The first one's usage counts the prompt, the others' count it as
+        cached."""
         if not beams:  # aborted before its first step
             return (self._text_of(RequestOutput("", (), (), (), finish)),)
         completions = []
@@ -154,7 +159,7 @@ class BeamCollector(OutputCollector):
         return tuple(completions)
 
     def _text_of(self, output: RequestOutput) -> Completion:
-        """The answer with its text, as for a request that ended in one step."""
+        """Returns an answer with its text, as for a request that ended in one step."""
         # A stop string ends a beam at any length.
         request = replace(self.request, params=replace(self.request.params, min_tokens=0))
         events: list[Event] = []

@@ -1,7 +1,10 @@
-"""`Branch`: a live position in the tree that a program holds, forks, extends, and rolls back.
+"""`Branch`: a position in the tree that a program forks, extends, continues and rolls back.
 
-A branch holds its token ids and a session in the cache. While it is open, its K/V is evicted last;
-evicted K/V is computed again by the next answer and counted in its `usage`.
+A branch consists of its token ids and a cache session; it has no pages of its own. `fork` copies
+the reference to the token ids. A fork shares its parent's K/V because the next request of each
+branch finds the common tokens in the cache by prefix matching, like any other prompt. While a
+branch is open, its K/V is evicted last; evicted K/V is computed again by the next answer and
+counted in its `usage`.
 """
 
 from __future__ import annotations
@@ -39,18 +42,19 @@ _LEAST_PRUNED = 16  # minimum number of forks of a branch before dead references
 
 
 class SessionHandle:
-    """A session in the engine, opened by the first request that names it.
+    """A branch's session in the engine, opened by the first request that names it.
 
-    A session claims what its own requests reached. On close it passes its claims to the nearest
-    open ancestor and descendants, so that an open branch keeps what others computed for it. May be
-    called from any thread, `close` also from the garbage collector; nothing blocks.
+    A session claims the cached tokens that its own requests reached. On close it passes its claims
+    to the nearest open ancestor and descendants, so that an open branch keeps tokens that others
+    computed. May be called from any thread, `close` also from the garbage collector; no call
+    blocks.
     """
 
     __slots__ = (
         "__weakref__",
         "_below",
+        "_claimed_len",
         "_engine",
-        "_held_len",
         "_is_known",
         "_namespace",
         "_parent",
@@ -69,7 +73,7 @@ class SessionHandle:
         namespace: str,
         parent: SessionHandle | None,
     ) -> None:
-        """`parent`: that of the branch forked from, which is open."""
+        """`parent`: the open session of the branch that was forked."""
         self.name = f"branch {number}"
         self.tokens = tokens  # of the branch, prompt and output
         self.is_open = True
@@ -78,14 +82,14 @@ class SessionHandle:
         self._parent = parent
         self._below: list[weakref.ref[SessionHandle]] = []
         self._prune_at = _LEAST_PRUNED
-        self._reached_len = 0  # tokens that a request of its own reached
-        self._held_len = 0  # most tokens that the session claims
+        self._reached_len = 0  # tokens that its own requests reached
+        self._claimed_len = 0  # most tokens that the session claims
         self._is_known = False  # whether the engine may have a session of that name
         if parent is not None:
             parent._adopt(self)
 
     def take(self) -> str:
-        """The name for a request, which opens the session."""
+        """Returns the name for a request, which opens the session."""
         self._is_known = True
         return self.name
 
@@ -93,11 +97,11 @@ class SessionHandle:
         """Set the branch's tokens; `is_reached`: a request of the session computed them."""
         self.tokens = tokens
         if is_reached:
-            self._reached_len = self._held_len = len(tokens)
-        elif len(tokens) < self._held_len:  # rolled back: give up what was cut off
+            self._reached_len = self._claimed_len = len(tokens)
+        elif len(tokens) < self._claimed_len:  # rolled back: give up what was cut off
             successors = list(self._forks())
             claims = _claims(successors)
-            self._reached_len = self._held_len = 0
+            self._reached_len = self._claimed_len = 0
             self._engine.post(CloseSession(self.name, claims, self._claim()))
             self._close_again(successors)
 
@@ -120,7 +124,7 @@ class SessionHandle:
         self._close_again(successors)
 
     def _claim(self) -> SessionClaim | None:
-        """The tokens that the session claims; None if its own requests claimed them or it is
+        """Returns a claim of the branch's tokens; None if its own requests claimed them or it is
         closed."""
         tokens = self.tokens
         if self._reached_len >= len(tokens):
@@ -128,11 +132,12 @@ class SessionHandle:
         self._is_known = True  # before looking whether it is open: `close` looks in that order, too
         if not self.is_open:
             return None
-        self._held_len = max(self._held_len, len(tokens))
+        self._claimed_len = max(self._claimed_len, len(tokens))
         return SessionClaim(self.name, tokens, self._namespace)
 
     def _close_again(self, successors: Sequence[SessionHandle]) -> None:
-        """Some may have closed, in another thread, just before a claim of theirs was posted."""
+        """Close the sessions that were closed in another thread just before a claim of theirs was
+        posted: the claim has opened them again."""
         for successor in successors:
             if not successor.is_open:
                 self._engine.post(CloseSession(successor.name))
@@ -146,7 +151,7 @@ class SessionHandle:
         self._below.append(weakref.ref(fork))
 
     def _forks(self) -> Iterator[SessionHandle]:
-        """The nearest open descendants, one per path."""
+        """Yields the nearest open descendants, one per path."""
         for reference in list(self._below):
             fork = reference()
             if fork is not None and fork.is_open:
@@ -176,18 +181,18 @@ class Branch:
             answers = [kid.generate(params) for kid in kids]
 
     `generate`, `stream` and `extend` move it forward, `truncate` moves it back. One of these runs
-    at a time: another one meanwhile raises InvalidRequest. `fork` and all that only reads may be
-    called from any thread at any time; while a stream runs they see the tokens handed out so far,
-    while `generate` runs those from before.
+    at a time: another one meanwhile raises BranchBusy. `fork` and properties may be used from any
+    thread at any time. During a stream they see the tokens of the chunks so far, during `generate`
+    the tokens from before.
 
-    Every act raises InvalidRequest after `release`, EngineDead after the Runtime was closed; the
-    tokens, the text and the length can be read for ever.
+    Methods raise InvalidRequest after `release`, and EngineDead after the Runtime was closed. The
+    tokens, the text and the length can always be read.
     """
 
     def __init__(
         self, client: EngineClient, tokens: IntArray, namespace: str, parent: Branch | None = None
     ) -> None:
-        """`tokens` are not to be changed any more. Costs the same however many they are."""
+        """`tokens` must not be changed any more. The cost does not depend on their number."""
         tokens.flags.writeable = False
         self._client = client
         self._tokens = tokens
@@ -218,22 +223,22 @@ class Branch:
 
     @property
     def tokens(self) -> IntArray:
-        """[length] int32: prompt, extensions and answers. It stays as it is when the branch moves
-        on, and cannot be written."""
+        """[length] int32: prompt, extensions and answers. Read-only; it does not change when the
+        branch moves."""
         return self._tokens[:]
 
     @property
     def length(self) -> int:
-        """In tokens."""
+        """Number of tokens."""
         return len(self._tokens)
 
     @property
     def text(self) -> str:
-        """The tokens as text, without special tokens. InvalidRequest without a tokenizer."""
+        """The tokens as text, without special tokens. Raises InvalidRequest without a tokenizer."""
         return self._client.tokenizer.decode(self._tokens.tolist())
 
     def text_from(self, length: int) -> str:
-        """The text that the tokens after the first `length` add. O(those tokens)."""
+        """Returns the text that the tokens after the first `length` add. O(these tokens)."""
         start = check_int("length", length, 0, self.length)
         stream = self._client.tokenizer.detokenizer(self._tokens[:start].tolist())
         return stream.push(self._tokens[start:].tolist()) + stream.finish()
@@ -244,7 +249,8 @@ class Branch:
 
     @property
     def parent(self) -> Branch | None:
-        """The branch it was forked from, while it is referred to; None for a root."""
+        """The branch it was forked from; None for a root, and if that branch was garbage
+        collected."""
         return None if self._parent is None else self._parent()
 
     @property
@@ -258,12 +264,13 @@ class Branch:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its last token is one with which the model ends its text."""
+        """Whether its last token is one of the model's end tokens."""
         return self.length > 0 and int(self._tokens[-1]) in self._client.builder.end_ids
 
     @property
     def usage(self) -> Usage:
-        """The sum of its answers' and scores' usages so far, without answers left early."""
+        """The sum of the usages of its answers and scores so far, without streams that were left
+        early."""
         return self._usage
 
     @property
@@ -273,12 +280,13 @@ class Branch:
         return self.lookup().cached_len
 
     def lookup(self) -> Lookup:
-        """How much of it is cached now, and why not more. Changes nothing."""
+        """Returns how much of the branch is cached now, and why not more. Changes nothing."""
         self._check()
         return self._client.lookup(self._tokens, self._namespace)
 
     def score(self, candidates: Sequence[str | Sequence[int]]) -> list[Score]:
-        """How likely the model finds each continuation, see `Runtime.score`. Does not move."""
+        """Returns how likely the model finds each continuation, see `Runtime.score`. The branch
+        does not move."""
         return score_all([BranchQuery(self, candidates)])[0]
 
     async def ascore(self, candidates: Sequence[str | Sequence[int]]) -> list[Score]:
@@ -292,9 +300,9 @@ class Branch:
     # -- moving -------------------------------------------------------------------------------
 
     def fork(self, n: int = 1) -> list[Branch]:
-        """`n` branches at this one's position. Microseconds each at any length: no K/V is copied,
-        no model step runs, the engine is not called. A fork opens its own session with its first
-        answer, or when this branch is released.
+        """Returns `n` branches at this branch's position. Takes microseconds each at any length: no
+        K/V is copied, no model step runs, the engine is not called. A fork opens its own session
+        with its first answer, or when this branch is released.
         """
         count = check_int("n", n, 1)
         self._check()
@@ -321,25 +329,25 @@ class Branch:
     def generate(self, params: SamplingParams | None = None) -> Completion:
         """Continue from here and move to the end of the answer.
 
-        The branch grows by exactly `completion.token_ids`: an end token that ended the answer and
-        the tokens of a stop string are among them; `truncate` takes them back. The K/V of the very
-        last token is computed by the next answer. After an error the branch is where it was.
+        The branch grows by exactly `completion.token_ids`, including the end token or the tokens of
+        a stop string; `truncate` removes them. The K/V of the last token is computed by the next
+        answer. After an error the branch has not moved.
         """
         with self._moving():
             completion: Completion = self._submit(params).get()
             return completion
 
     async def agenerate(self, params: SamplingParams | None = None) -> Completion:
-        """`generate` for asyncio. A task that is cancelled leaves the branch where it was."""
+        """`generate` for asyncio. If the task is cancelled, the branch does not move."""
         with self._moving():
             completion: Completion = await self._submit(params).aget()
             return completion
 
     def stream(self, params: SamplingParams | None = None) -> Generator[Chunk, None, None]:
-        """`generate` piece by piece; the branch grows by the tokens of each chunk handed out.
+        """`generate` in chunks; the branch grows by the tokens of each chunk.
 
-        Checked now, begun with the first iteration. Leaving the loop aborts the request; the branch
-        stays where the last chunk ended.
+        The request is checked now and starts with the first iteration. Leaving the loop aborts it;
+        the branch stays at the end of the last chunk.
         """
         self._check()
         self._request(params)
@@ -354,9 +362,10 @@ class Branch:
     def submit(
         self, params: SamplingParams | None = None, *, streams: bool = False
     ) -> BranchHandle:
-        """`generate`, or with `streams` `stream`, as a handle: to be entered and iterated over.
+        """`generate`, or `stream` with `streams`, as a handle to be entered and iterated over.
 
-        Checked now. The branch is moved by what the handle yields, between its begin and its end.
+        The request is checked now. The branch moves with each output that the handle yields; other
+        moves are refused inside the handle's `with` block.
         """
         self._check()
         return BranchHandle(self, self._request(params), streams=streams)
@@ -364,8 +373,8 @@ class Branch:
     def release(self) -> None:
         """Close its session: K/V that no other open branch reaches is evicted first from now on.
 
-        Returns at once and never raises; a second call does nothing. An answer that is under way
-        continues to its end.
+        Returns at once and never raises; a second call does nothing. A running answer continues to
+        its end.
         """
         self._is_released = True
         if self._move_lock.acquire(blocking=False):
@@ -392,7 +401,7 @@ class Branch:
             self._end_move()
 
     def _end_move(self) -> None:
-        """The last one to see the release closes the session: no request can reopen it then."""
+        """End a move. If the branch was released, close its session: no request can reopen it."""
         self._move_lock.release()
         if self._is_released:
             self._session.close()
@@ -403,7 +412,7 @@ class Branch:
         return self._client.builder.default_params
 
     def _request(self, params: SamplingParams | None) -> Request:
-        """The next answer's, checked; without its session."""
+        """Returns the checked request of the next answer, without its session."""
         params = check_params(params, self.default_sampling_params)
         check_single(params, "a branch")
         if params.truncate_prompt_tokens is not None:
@@ -419,7 +428,7 @@ class Branch:
         return self._client.builder.single(self._tokens, params)
 
     def _next_request(self, params: SamplingParams | None) -> Request:
-        """`_request` in the name of the branch's session."""
+        """Returns `_request` with the branch's session."""
         return replace(self._request(params), session=self._session.take())
 
     def _submit(self, params: SamplingParams | None) -> RequestHandle[Completion]:
@@ -468,7 +477,7 @@ class Branch:
 
 
 class BranchHandle(RequestHandle[Any]):
-    """The answer of a branch, which it moves: other moves are refused while the block lasts."""
+    """The answer of a branch as a handle. Refuses other moves inside its `with` block."""
 
     def __init__(self, branch: Branch, request: Request, *, streams: bool) -> None:
         client = branch._client
@@ -508,12 +517,12 @@ class BranchHandle(RequestHandle[Any]):
 
 
 class BranchQuery(NamedTuple):
-    """How likely is each of `candidates` after a branch, or after a part of it?"""
+    """Asks how likely each of `candidates` is after a branch, or after a part of it."""
 
-    branch: Branch  # its usage counts the answer's
+    branch: Branch  # its usage counts the score's
     candidates: Sequence[str | Sequence[int]]
-    length: int | None = None  # of the branch's tokens only the first so many; None: all
-    more: Tokens = ()  # stands between these and the candidates; the branch is not extended by it
+    length: int | None = None  # number of the branch's first tokens to use; None: all
+    more: Tokens = ()  # put between these tokens and the candidates; the branch does not move
 
 
 def score_all(queries: Sequence[BranchQuery]) -> list[list[Score]]:
@@ -570,7 +579,8 @@ def _common_client(branches: Sequence[Branch]) -> EngineClient:
 def _as_samples(
     branches: Sequence[Branch], params: Sequence[SamplingParams]
 ) -> tuple[list[Request], list[int]]:
-    """The requests, and the index of the first one of each group of equal tokens and params."""
+    """Returns one request per branch, and for each the index of the first branch with the same
+    tokens and params. Requests of one group become samples of one prompt."""
     groups: dict[tuple[int, str, SamplingParams], list[int]] = {}
     requests: list[Request] = []
     firsts = []

@@ -44,7 +44,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class ChatRecord:
-    """A conversation and its settings, as a file holds them."""
+    """A conversation and its settings, as in a file."""
 
     model: Mapping[str, Any]  # facts of the model that give token ids their meaning
     system: str | None
@@ -111,7 +111,7 @@ def _document_of(turn: Turn, whole: list[int]) -> dict[str, Any]:
     return {
         "messages": list(turn.messages),
         "answer": asdict(turn.answer),
-        # The number of first ids of "token_ids" up to the turn's end, or the ids themselves.
+        # the number of leading ids of "token_ids" up to the turn's end, or the ids themselves
         "tokens": len(ids) if whole[: len(ids)] == ids else ids,
     }
 
@@ -497,7 +497,7 @@ class _Answering:
 
 
 def _as_messages(said: object) -> list[Message]:
-    """One message or a list of them, as plain dicts. Raises InvalidRequest."""
+    """Returns one message or a list of them as a list of plain dicts. Raises InvalidRequest."""
     several = list(said) if isinstance(said, list | tuple) else [said]
     if not several:
         raise InvalidRequest("there is no message to send")
@@ -522,7 +522,7 @@ def _messages_of(turn: Turn) -> list[Message]:
 
 
 def _common(tokens: IntArray, other: IntArray) -> int:
-    """The number of equal leading ids."""
+    """Returns the number of equal leading ids."""
     size = min(len(tokens), len(other))
     differs = tokens[:size] != other[:size]
     first = int(differs.argmax()) if size else 0

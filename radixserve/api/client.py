@@ -27,14 +27,16 @@ Output = TypeVar("Output", Chunk, Completion, tuple[Completion, ...])
 
 
 class RequestHandle(Generic[Output]):
-    """Requests that arrive at the engine together; one thread or task takes their outputs.
+    """Requests that are submitted together. One thread or task takes their outputs.
 
         with client.submit(requests) as handle:      # from here on the engine has them
             for completion in handle: ...            # as they end; or `async for`
         client.submit(requests).get()                # in the requests' order; or `await ...aget()`
 
-    A streaming handle yields Chunks, another one a Completion a request, or for a beam search a
-    tuple of them. The first error is raised at once. Leaving the block aborts what has not ended.
+    A streaming handle yields Chunks. Other handles yield one Completion per request, or a tuple of
+    them for a beam search. The first error is raised at once: RequestFailed for a request that the
+    engine could not answer, EngineDead if the engine has ended. Leaving the block aborts requests
+    that have not ended.
     """
 
     def __init__(
@@ -49,10 +51,10 @@ class RequestHandle(Generic[Output]):
         prompt_indices: Sequence[int] | None = None,
         max_in_flight: int | None = None,
     ) -> None:
-        """`finish`: the result of `get` from all last outputs; None: these themselves.
-        `prompt_indices`: the index of each request's prompt in a batch, which its error then names.
-        `notifier`: wakes the task that waits. `max_in_flight`: requests that the engine has at
-        most; the others follow as these end.
+        """`finish`: makes the result of `get` from the last output of each request; None: `get`
+        returns these. `prompt_indices`: the index of each request's prompt in a batch, for its
+        error. `notifier`: wakes the task that waits. `max_in_flight`: most requests in the engine
+        at a time; the others follow as these end.
         """
         self._prompt_indices = prompt_indices
         self._core = core
@@ -69,9 +71,8 @@ class RequestHandle(Generic[Output]):
         self._parts: list[range] = []  # indices of requests that were submitted together
 
     def get(self, note: Callable[[Output], object] | None = None) -> Any:
-        """Block until all have ended; the last output of each, in the requests' order.
-
-        `note` is called with each output.
+        """Block until all requests have ended. Returns the last output of each, in the requests'
+        order, or the result of `finish`. `note` is called with each output.
         """
         with self:
             for output in self:
@@ -88,7 +89,7 @@ class RequestHandle(Generic[Output]):
         return self.result()
 
     def __len__(self) -> int:
-        """Requests in all."""
+        """Number of requests."""
         return len(self._collectors)
 
     def __enter__(self) -> Self:
@@ -113,7 +114,7 @@ class RequestHandle(Generic[Output]):
         return [collector.request for collector in self._collectors[self._num_submitted :]]
 
     def _submit(self, count: int) -> None:
-        """The next `count` requests arrive together."""
+        """Submit the next `count` requests together."""
         start = self._num_submitted
         part = range(start, min(start + count, len(self._collectors)))
         self._parts.append(part)
@@ -141,17 +142,17 @@ class RequestHandle(Generic[Output]):
         return self._take(*await self._queue.aget())
 
     async def joined(self) -> AsyncIterator[list[tuple[int, Output]]]:
-        """All that came since the last time, each with the index of its request: of a request that
-        streams one Chunk, joined from those that came while the caller was busy.
-
-        What waits for a slow caller takes the memory of the answers, never more.
+        """Yields lists of the outputs since the last list, each with the index of its request. The
+        Chunks of a request that came meanwhile are joined into one, so that a slow caller needs no
+        more memory than the answers.
         """
         while not self._has_ended:
             events = await self._queue.aget_joined()
             yield [(index, self._take(index, event)) for index, event in events]
 
     def abort(self) -> None:
-        """End what has not ended, with finish_reason "abort"; its outputs still arrive."""
+        """End the requests that have not ended, with finish_reason "abort". Their last outputs
+        still arrive."""
         if self._num_submitted < len(self._collectors):
             self._submit(len(self._collectors))
         self._abandon()
@@ -184,15 +185,15 @@ class RequestHandle(Generic[Output]):
         return output
 
     def result(self) -> Any:
-        """What `get` returns, after all have ended."""
+        """Returns the result of `get`, after all requests have ended."""
         outputs = [self._last[index] for index in range(len(self._collectors))]
         return outputs if self._finish is None else self._finish(outputs)
 
 
 class _EventQueue:
-    """(request's index, event) pairs from the engine's thread to one thread or task.
+    """A queue of (request's index, event) from the engine's thread to one thread or task.
 
-    Apart from the handle, which the engine's thread must not keep alive.
+    Separate from the handle, which the engine's thread must not keep alive.
     """
 
     def __init__(self, notifier: OutputNotifier) -> None:
@@ -219,7 +220,7 @@ class _EventQueue:
         return self._items.get_nowait()
 
     async def aget_joined(self) -> list[tuple[int, Event]]:
-        """All events so far, at least one; the chunks of a request are joined."""
+        """Returns all events so far, at least one; the chunks of a request are joined."""
         self._waker = self._notifier.running()
         if self._joined is None:
             self._joined = {}
@@ -231,7 +232,8 @@ class _EventQueue:
         return list(events.items())
 
     def _note_arrival(self) -> None:
-        """In the loop: join the events so far, also while the task awaits something else."""
+        """Wake the task. Joins the events so far, even while the task awaits something else. Called
+        in the loop."""
         joined = self._joined
         if joined is not None:
             while not self._items.empty():
@@ -251,7 +253,7 @@ class EngineClient:
     def __init__(
         self, core: EngineCoreClient, builder: RequestBuilder, notifier: OutputNotifier
     ) -> None:
-        """`notifier`: the one that `core` holds while it prepares a step."""
+        """`notifier`: the notifier that `core` pauses while it prepares a step."""
         self.core = core
         self.builder = builder
         self.notifier = notifier
@@ -263,7 +265,7 @@ class EngineClient:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """InvalidRequest where the model has none."""
+        """The model's tokenizer. Raises InvalidRequest without one."""
         if self.reader.tokenizer is None:
             raise InvalidRequest("the model has no tokenizer: it knows token ids, but no text")
         return self.reader.tokenizer
@@ -277,8 +279,8 @@ class EngineClient:
         streams: bool = False,
         max_in_flight: int | None = None,
     ) -> RequestHandle[Any]:
-        """To be entered, or asked by `get` or `aget`: then the requests arrive together, or the
-        first `max_in_flight` of them.
+        """Returns a handle. Its requests, or the first `max_in_flight` of them, are submitted when
+        it is entered or its `get` or `aget` is called.
 
         `finish`: makes the result of `get` from all outputs, in the requests' order.
         `prompt_indices`: the index of each request's prompt, for errors. `streams`: the handle
@@ -296,11 +298,11 @@ class EngineClient:
         )
 
     def stream(self, request: Request) -> RequestHandle[Chunk]:
-        """To be entered and iterated over."""
+        """Returns a handle that yields Chunks, to be entered and iterated over."""
         return self.submit([request], streams=True)
 
     def lookup(
         self, token_ids: IntArray, namespace: str, *, compare_namespaces: bool = True
     ) -> Lookup:
-        """How much of a prompt is cached now, and why not more."""
+        """Returns how much of a prompt is cached now, and why not more."""
         return self.core.call(LookUpPrompt(token_ids, namespace, compare_namespaces))

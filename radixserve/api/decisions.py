@@ -1,7 +1,7 @@
-"""Decisions: which of the given answers the model finds likeliest, for many questions of one input.
+"""`DecisionBatch`: finds the likeliest of the given answers, for many questions about one input.
 
-Nothing is generated. Every question continues the same input, so that one batch computes the input
-once; the first tokens of a question's answers are read from one row of logits.
+Nothing is generated. All questions continue the same input, so a batch computes the input once. The
+first tokens of a question's answers are read from one row of logits.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Decision:
 
     @property
     def name(self) -> str | None:
-        """The question's."""
+        """The name of the question."""
         return self.question.name
 
     @property
     def choice(self) -> str | bool:
-        """The likeliest answer, the first of several."""
+        """The likeliest answer; the first one of equally likely answers."""
         return self.values[self.probabilities.index(self.confidence)]
 
     @property
@@ -62,7 +62,7 @@ class Decision:
 
     @property
     def score(self) -> float:
-        """The expected index of the answer: of levels, where the input stands among them."""
+        """The expected index of the answer. For levels it tells where the input is on the scale."""
         return math.fsum(index * value for index, value in enumerate(self.probabilities))
 
 
@@ -88,7 +88,8 @@ class _Plan:
         return 1 + sum(len(answer) > 1 for answer in self.answers)
 
     def requests(self) -> Iterator[Request]:
-        """Made one by one: each holds the tokens of its whole prompt."""
+        """Yields the requests of the question, made one by one since each has the tokens of its
+        whole prompt."""
         client, namespace = self.client, self.namespace
         ids = client.reader.read(self.head + self.tail)
         firsts = tuple(dict.fromkeys(int(answer[0]) for answer in self.answers))
@@ -150,14 +151,14 @@ class DecisionBatch:
         self.num_tokens = len(prompts.head) + sum(map(len, prompts.tails))  # the input once
 
     def run(self) -> list[Decision]:
-        """The decisions, in the questions' order; all requests run as one batch."""
+        """Returns the decisions, in the questions' order. All requests run as one batch."""
         decisions: list[Decision] = []
         self._decide(self._client.submit(list(self._requests())).get(), decisions)
         return decisions
 
     async def arun(self, max_in_flight: int | None = None) -> list[Decision]:
-        """`run` for asyncio. `max_in_flight`: requests that wait for the engine at most, fewer
-        where their prompts are long."""
+        """`run` for asyncio. `max_in_flight`: most requests in the engine at a time; fewer if their
+        prompts are long."""
         longest = max(plan.length for plan in self._plans)
         size = max(1, min(max_in_flight or self.num_requests, _TOKENS_AT_ONCE // longest))
         requests = self._requests()
@@ -173,7 +174,7 @@ class DecisionBatch:
             yield from plan.requests()
 
     def _decide(self, completions: list[Completion], decisions: list[Decision]) -> None:
-        """Move what whole questions have from the completions to the decisions."""
+        """Turn the completions of each complete question into a decision, and remove them."""
         if any(completion.finish_reason == "abort" for completion in completions):
             raise InvalidRequest("the decisions were aborted")
         first = 0
@@ -208,7 +209,7 @@ def _plan(
     namespace: str,
 ) -> _Plan:
     end_ids = client.builder.end_ids
-    if _has_prefix(answers) and end_ids:  # else the shorter of two would always be the likelier
+    if _has_prefix(answers) and end_ids:  # without it the shorter answer is always likelier
         end = np.array([min(client.tokenizer.end_ids & end_ids or end_ids)], np.int32)
         answers = [np.concatenate([ids, end]) for ids in answers]
     plan = _Plan(client, question, head, tail, answers, namespace)
@@ -224,8 +225,8 @@ def _plan(
 
 
 def _has_prefix(answers: Sequence[IntArray]) -> bool:
-    """Whether one of them is a prefix of another. O(tokens * log answers): sorted, an answer
-    directly follows its prefix."""
+    """Whether one of the answers is a prefix of another. In sorted order an answer directly follows
+    its prefix. O(tokens * log answers)."""
     ordered = sorted({tuple(answer.tolist()) for answer in answers})
     return any(longer[: len(ids)] == ids for ids, longer in itertools.pairwise(ordered))
 

@@ -59,7 +59,7 @@ class BatchProgress:
             self._bar.close()
 
     def add(self, completion: Completion | None) -> None:
-        """One more request has ended; None: it failed."""
+        """Count a request that has ended; None: it failed."""
         self._num_done += 1
         self._num_failed += completion is None
         if self._bar is None:
@@ -71,7 +71,7 @@ class BatchProgress:
         self._bar.update()
 
     def refresh(self) -> None:
-        """Show the tokens of now. May be called from another thread than `add`; waits for the
+        """Update the token counts. May be called from another thread than `add`; waits for the
         engine's answer."""
         if self._bar is not None:
             self._read_tokens()
@@ -85,7 +85,7 @@ class BatchProgress:
         self._asked_at = time.perf_counter()
         try:
             stats, before = self._stats(), self._before
-        except EngineDead:  # after the answer that is shown
+        except EngineDead:  # the Runtime was closed meanwhile: keep the last counts
             return
 
         def since(name: str) -> float:
@@ -115,12 +115,12 @@ def _rate(tokens: float, seconds: float) -> str:
 
 @contextlib.contextmanager
 def loading_bar(name: str) -> Iterator[None]:
-    """While a model is loaded, where standard error is a terminal: a line such as
+    """Show a line while a model is loaded, if standard error is a terminal:
 
          loading smollm2:  41%|########            | 112/272 tensors [00:03]
 
-    Before the first tensor it counts the seconds alone. What the package logs meanwhile, such as
-    that the CPU kernels are compiled, stands above it. At the end the line goes.
+    Before the first tensor it shows the seconds only. Log messages of the package appear above it.
+    The line is removed at the end.
     """
     if not sys.stderr.isatty():
         yield
@@ -163,7 +163,7 @@ def loading_bar(name: str) -> Iterator[None]:
 
 
 class _TensorCounter(logging.Handler):
-    """Puts the tensors read so far into a bar, which shows them when it is refreshed."""
+    """Sets a bar to the tensors read so far; the bar shows them when it is refreshed."""
 
     def __init__(self, bar: Any) -> None:
         super().__init__()

@@ -27,10 +27,11 @@ NUM_SEEDS = 2**63
 
 
 def fan_out(request: Request, ids: Sequence[str]) -> list[Request]:
-    """`request` as `params.num_samples` requests for one completion each; `ids`: of the others.
+    """Returns `request` as `params.num_samples` requests for one completion each. `ids`: the
+    request ids of all but the first.
 
-    In-batch prefix sharing computes their prompt once. Number i samples what a request of its own
-    with the seed + i (modulo 2**63) would sample.
+    In-batch prefix sharing computes their prompt once. Request i samples the same tokens as a
+    separate request with the seed + i (modulo 2**63).
     """
     params = request.params
     if params.num_samples == 1:
@@ -51,9 +52,9 @@ def fan_out(request: Request, ids: Sequence[str]) -> list[Request]:
 
 
 def sample_of(first: Request, request: Request, number: int) -> Request:
-    """`request`, with the prompt and params of `first`, as sample `number` of that prompt.
-
-    It does not score the prompt: `with_prompt_scores` copies what the first one found.
+    """Returns `request`, which has the prompt and params of `first`, as sample `number` of that
+    prompt. It does not score the prompt: `with_prompt_scores` copies the scores of the first
+    sample.
     """
     params = request.params
     if params.prompt_logprobs is not None:
@@ -68,7 +69,7 @@ def sample_of(first: Request, request: Request, number: int) -> Request:
 
 
 def with_prompt_scores(completion: Completion, first: Completion) -> Completion:
-    """`completion` with the log-probabilities of the prompt that `first` found."""
+    """Returns `completion` with the prompt's log-probabilities from `first`."""
     return replace(
         completion,
         prompt_logprobs=first.prompt_logprobs,
@@ -79,24 +80,26 @@ def with_prompt_scores(completion: Completion, first: Completion) -> Completion:
 def gather(
     completions: Sequence[Completion], params: Sequence[SamplingParams]
 ) -> list[Completion | list[Completion]]:
-    """One entry a prompt from the completions of all requests: a list where n > 1."""
+    """Returns one entry per prompt from the completions of all requests: a Completion, or a list if
+    its n > 1."""
     rest = iter(completions)
     entries: list[Completion | list[Completion]] = []
     for own_params in params:
         mine = list(islice(rest, own_params.num_samples))
         if own_params.prompt_logprobs is not None:
-            mine = [mine[0], *(with_prompt_scores(c, mine[0]) for c in mine[1:])]
+            first, *others = mine
+            mine = [first, *(with_prompt_scores(completion, first) for completion in others)]
         if own_params.num_samples > own_params.n:
             mine = _best(mine, own_params.n)
         if own_params.logprobs is None and own_params.num_samples > 1:
-            mine = [replace(c, logprobs=None, top_logprobs=None) for c in mine]
+            mine = [replace(completion, logprobs=None, top_logprobs=None) for completion in mine]
         entries.append(mine if own_params.n > 1 else mine[0])
     return entries
 
 
 def _best(completions: list[Completion], count: int) -> list[Completion]:
-    """The most likely ones, best first; aborted ones come last. The best one's usage takes over the
-    prompt of the first sample, which computed it."""
+    """Returns the `count` most likely completions, best first, aborted ones last. The usage of the
+    best one counts the prompt, which the first sample computed."""
     ranked = sorted(  # stable
         completions, key=lambda c: (c.finish_reason == "abort", -(c.cumulative_logprob or 0.0))
     )
@@ -105,7 +108,10 @@ def _best(completions: list[Completion], count: int) -> list[Completion]:
         id(sample): other.usage.with_answer(sample.usage.completion_tokens)
         for sample, other in ((paid, best), (best, paid))
     }
-    return [replace(c, usage=usages.get(id(c), c.usage)) for c in ranked[:count]]
+    return [
+        replace(completion, usage=usages.get(id(completion), completion.usage))
+        for completion in ranked[:count]
+    ]
 
 
 def check_single(params: SamplingParams, what: str) -> None:
@@ -116,16 +122,15 @@ def check_single(params: SamplingParams, what: str) -> None:
         )
 
 
-_OWN_ID = "#"  # begins the request ids that no caller gave
+_OWN_ID = "#"  # begins the request ids that the builder makes
 
 
-MakeRequest = Callable[..., Request]  # with what all requests of the same params share
+MakeRequest = Callable[..., Request]  # `Request` with the fields that follow from the params
 
 
 class RequestBuilder:
-    """Checks prompts and parameters against the model. May be used from any thread.
-
-    Everything raises InvalidRequest, before anything is queued or allocated.
+    """Checks prompts and parameters against the model and builds requests. May be used from any
+    thread. All methods raise InvalidRequest, before anything is queued or allocated.
     """
 
     def __init__(
@@ -162,9 +167,9 @@ class RequestBuilder:
         *,
         is_batch: bool = False,
     ) -> tuple[list[Request], list[SamplingParams]]:
-        """The requests, `num_samples` of them a prompt, and the params of each prompt.
+        """Returns the requests, `num_samples` per prompt, and the params of each prompt.
 
-        `options`: of chat messages. `is_batch`: an error names the index of its prompt.
+        `options`: for chat messages. `is_batch`: an error names the index of its prompt.
         """
         each = params_for(params, len(prompts), self.default_params)
         _check_request_id(request_id, sum(own_params.num_samples for own_params in each))
@@ -197,7 +202,7 @@ class RequestBuilder:
         request_id: str | None = None,
         options: ChatOptions | None = None,
     ) -> Request:
-        """The request of a stream or a branch: with one completion."""
+        """Returns the request of a stream or a branch, for one completion."""
         (request, *_), (own_params,) = self.build([prompt], params, request_id, options)
         check_single(own_params, "stream")
         return request
@@ -211,7 +216,7 @@ class RequestBuilder:
         *,
         is_batch: bool = False,
     ) -> list[Request]:
-        """A request a prompt."""
+        """Returns the request of each prompt's beam search."""
         vocab_size = self.reader.vocab_size
         requests, _ = self.build(prompts, params, request_id, is_batch=is_batch)
         return [as_search(request, beams, vocab_size) for request in requests]
@@ -219,7 +224,7 @@ class RequestBuilder:
     def request(
         self, ids: IntArray, params: SamplingParams, request_id: str | None = None
     ) -> Request:
-        """The request for one completion, of checked ids and params."""
+        """Returns the request for one completion, of checked ids and params."""
         return self._request(ids, params, request_id, self._maker(params))
 
     def _request(
@@ -241,8 +246,8 @@ class RequestBuilder:
         )
 
     def _maker(self, params: SamplingParams) -> MakeRequest:
-        """`Request`, with the fields that all requests of the same params share. Raises
-        InvalidRequest."""
+        """Returns a maker of requests with the fields that all requests of the same params share.
+        Raises InvalidRequest."""
         self._check(params)
         structured = params.structured_outputs
         return partial(
@@ -272,7 +277,7 @@ class RequestBuilder:
                 )
 
     def _prompt_room(self, params: SamplingParams) -> int | None:
-        """How many of the prompt's last tokens are taken; None: all."""
+        """Returns how many tokens of the prompt are used; None: all."""
         wanted = params.truncate_prompt_tokens
         if wanted != -1:
             return wanted
@@ -285,8 +290,8 @@ class RequestBuilder:
         return room
 
     def _bad_words_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Each word as it is tokenised at the start of a text and, where that begins with another
-        token and is as long, after a space."""
+        """Returns the token ids of each word at the start of a text, and of the word after a space
+        if these begin with another token and are as many."""
         sequences: dict[tuple[int, ...], None] = {}
         bare = list(dict.fromkeys(word.lstrip() for word in words))
         if not bare:
@@ -304,7 +309,7 @@ class RequestBuilder:
         return tuple(sequences)
 
     def _end_ids(self, params: SamplingParams) -> frozenset[int]:
-        """Tokens that end a request: the model's, unless ignored, and its own."""
+        """Returns the tokens that end a request: the model's, unless ignored, and its own."""
         model_ends = frozenset[int]() if params.ignore_eos else self.end_ids
         return model_ends | frozenset(params.stop_token_ids)
 
@@ -313,7 +318,7 @@ class RequestBuilder:
 
 
 def check_params(params: Any, default: SamplingParams) -> SamplingParams:
-    """`params`, or the default where they are None. Raises InvalidRequest for other things."""
+    """Returns `params`, or `default` if they are None. Raises InvalidRequest for other types."""
     if params is None:
         return default
     if not isinstance(params, SamplingParams):
@@ -322,8 +327,8 @@ def check_params(params: Any, default: SamplingParams) -> SamplingParams:
 
 
 def params_for(params: Any, count: int, default: SamplingParams) -> list[SamplingParams]:
-    """One SamplingParams per prompt, from one for all or a list."""
-    if isinstance(params, list | tuple) and all(isinstance(p, SamplingParams) for p in params):
+    """Returns one SamplingParams per prompt, from one for all or a list. Raises InvalidRequest."""
+    if isinstance(params, list | tuple) and all(isinstance(own, SamplingParams) for own in params):
         if len(params) == count:
             return list(params)
         raise InvalidRequest(f"{len(params)} SamplingParams for {count} prompts: one each, or one")
@@ -347,7 +352,8 @@ def _check_request_id(request_id: object, num_requests: int) -> None:
 
 
 def sequence_limit(config: EngineConfig, model: Any, capacity: int) -> tuple[int, str]:
-    """Most tokens of prompt and output together, and the name of that limit."""
+    """Returns the most tokens of prompt and output together, and the name of that limit. Raises
+    InvalidRequest."""
     limits = [(model.max_positions, "the model's context"), (capacity, "the cache's size")]
     if config.max_seq_len is not None:
         if config.max_seq_len > model.max_positions:

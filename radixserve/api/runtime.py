@@ -1,5 +1,10 @@
 # mypy: disable-error-code="overload-overlap"
-"""`Runtime`: a model and its engine, for callers of any thread and for asyncio."""
+"""`Runtime`: a model and its engine, for callers of any thread and for asyncio.
+
+A call builds requests (`RequestBuilder`), submits them through an `EngineClient`, and waits on a
+`RequestHandle`, which raises the errors of its requests. `EngineThread` runs the engine; when it
+ends, open calls get EngineDead.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +106,7 @@ class Runtime:
             raise
 
     def _make_runner(self, model_path: str) -> Any:
-        """The object that computes the steps; a subclass may have another one."""
+        """Returns the model runner, which computes the steps. A subclass may return another one."""
         from radixserve.runner.factory import make_runner
 
         return make_runner(model_path, self.config)
@@ -125,13 +130,14 @@ class Runtime:
         self._finalizer: Any = weakref.finalize(self, _close, core, publisher, runner)
 
     def _use(self, facts: EngineFacts, core: EngineCoreClient, notifier: OutputNotifier) -> None:
-        """Have `core` do what callers ask for."""
+        """Set up the tokenizer, the request builder and the client for an engine `core`."""
         self.tokenizer: Tokenizer | None = Tokenizer.load(
             facts.model_path, parses_special=self.config.parse_special_tokens
         )
         if self.tokenizer is not None:
-            more = (t for t in self.tokenizer.end_ids if t < facts.model.vocab_size)
-            eos_ids = tuple(sorted({*facts.model.eos_ids, *more}))
+            vocab_size = facts.model.vocab_size
+            end_ids = (token_id for token_id in self.tokenizer.end_ids if token_id < vocab_size)
+            eos_ids = tuple(sorted({*facts.model.eos_ids, *end_ids}))
             facts = facts._replace(model=replace(facts.model, eos_ids=eos_ids))
         self.facts = facts
         reads = self.config.generation_config == "auto"
@@ -173,8 +179,8 @@ class Runtime:
 
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """What a call without params takes: the model's own sampling defaults (fields of its
-        generation_config.json, unless `generation_config` is "none"), then those of
+        """The parameters of a call without params: the model's own sampling defaults (fields of its
+        generation_config.json, unless `generation_config` is "none"), else those of
         `SamplingParams`. A SamplingParams that is given to a call is used unchanged."""
         return self._builder.default_params
 
@@ -184,7 +190,7 @@ class Runtime:
         self._builder.default_params = self.sampling_params(**fields)
 
     def sampling_params(self, **fields: Any) -> SamplingParams:
-        """`default_sampling_params` with these fields changed. Raises InvalidRequest."""
+        """Returns `default_sampling_params` with these fields changed. Raises InvalidRequest."""
         default = self.default_sampling_params
         known = {field.name: getattr(default, field.name) for field in dataclasses.fields(default)}
         return SamplingParams(**{**known, **fields})
@@ -208,12 +214,12 @@ class Runtime:
         return f"Runtime({self.model.architecture}, {sizes}, {self.resolved_config}, {room}{state})"
 
     def close(self) -> None:
-        """Stop the engine. Calls that still wait get EngineDead. Can be called again."""
+        """Stop the engine. Calls that still wait raise EngineDead. Can be called again."""
         self._finalizer()
 
     # -- generating ---------------------------------------------------------------------------
-    # A text is an iterable of texts to a type checker, so the two overloads of a call overlap. The
-    # first that fits counts, which is the one for a single prompt.
+    # For a type checker a text is an iterable of texts, so the two overloads of a call overlap. It
+    # takes the first that fits, the one for a single prompt.
 
     @overload
     def generate(
@@ -239,13 +245,15 @@ class Runtime:
     ) -> Any:
         """Complete one prompt (-> Completion) or several (-> list, in order).
 
-        A prompt is text, a list of token ids, or a list of chat messages, whose last one is
-        continued where it is of the assistant; several are any iterable of these. All prompts are
+        A prompt is text, a list of token ids, or a list of chat messages; the answer continues the
+        last message if that is the assistant's. Several prompts are any iterable of these. All are
         checked before any is started; an error of one of several names its index. With n > 1 in
         its params a prompt has a list of n Completions, and is computed once: the first one's usage
-        counts it, the others count all but its last token as cached. `progress` shows a bar: by
-        default for batches on a terminal. `request_id` names a single request for `abort`. `chat`:
-        tools and chat_template_kwargs, see `ChatSettings`.
+        counts it, the others count all but its last token as cached.
+
+        `progress` shows a bar, by default for batches on a terminal. `request_id` names a single
+        request for `abort`. `chat`: tools and chat_template_kwargs, see `ChatSettings`. Raises
+        InvalidRequest, RequestFailed and EngineDead.
         """
         handle, is_list = self._generate(prompts, params, request_id, chat)
         core = self._client.core
@@ -295,7 +303,7 @@ class Runtime:
         request_id: str | None = None,
         **chat: Unpack[ChatSettings],
     ) -> Iterator[Chunk]:
-        """The answer piece by piece; the last Chunk carries the whole Completion.
+        """Yields the answer in chunks; the last Chunk has the whole Completion.
 
         The request is checked now and starts with the first iteration; leaving the loop aborts it.
         """
@@ -337,12 +345,13 @@ class Runtime:
         max_tokens: int | None = None,
         **fields: Any,
     ) -> Any:
-        """The `width` best answers that a beam search finds, best first, each with its score.
+        """Returns the `width` best answers that a beam search finds, best first, with their scores.
 
-        -> a list of Completions, or a list of these for a list of prompts. `beams` is the search's
-        shape, `params` say when an answer ends, its penalties, logprobs, priority and namespace;
-        or give the fields of both as keywords: `beam_width` (4), `length_penalty`,
-        `early_stopping`, `max_tokens` (64), `min_tokens`, `repetition_penalty`, `stop`, ...
+        -> a list of Completions, or a list of these for a list of prompts. `beams` has the width
+        and the rules of the search; `params` has the end of an answer, penalties, logprobs,
+        priority and namespace. Or give the fields of both as keywords: `beam_width` (4),
+        `length_penalty`, `early_stopping`, `max_tokens` (64), `min_tokens`, `repetition_penalty`,
+        `stop`, ...
 
         Answers and scores are those of transformers' beam search: `score` is the sum of the tokens'
         log-probabilities, changed by the penalties and not normalised again, divided by (number of
@@ -400,7 +409,8 @@ class Runtime:
     def score(
         self, prompt: Prompt, candidates: Sequence[str | Sequence[int]], *, namespace: str = ""
     ) -> list[Score]:
-        """How likely the model finds each of `candidates`, texts or token ids, after `prompt`.
+        """Returns how likely the model finds each of `candidates`, texts or token ids, after
+        `prompt`.
 
         The prompt is computed once, or taken from the cache; the candidates then run side by side.
         Text is tokenised on its own, without the special tokens that begin a prompt. Log-
@@ -425,12 +435,13 @@ class Runtime:
         namespace: str = "",
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Decision]:
-        """Which of its given answers the model finds likeliest, for each of 1 to 400 questions.
+        """Returns for each of 1 to 400 questions which of its given answers the model finds
+        likeliest.
 
-        `input`: text, or chat messages. A question follows it in the user's last message; a text
-        as a question is a statement, answered by yes or no. The input is computed once for all
-        questions, or taken from the cache, and nothing is generated. A model that thinks is asked
-        for an answer without thoughts.
+        `input`: text, or chat messages. A question follows it in the user's last message; a
+        question that is a text is a statement, answered by yes or no. The input is computed once
+        for all questions, or taken from the cache, and nothing is generated. A model with reasoning
+        answers without it.
         """
         self._core.check_alive()
         return self.decisions(
@@ -459,7 +470,7 @@ class Runtime:
         namespace: str = "",
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> DecisionBatch:
-        """The checked requests of `decide`, to be run later. Raises InvalidRequest."""
+        """Returns the checked requests of `decide`, to be run later. Raises InvalidRequest."""
         return DecisionBatch(self._client, input, questions, namespace, chat_template_kwargs)
 
     def submit(
@@ -472,13 +483,13 @@ class Runtime:
         beams: BeamParams | None = None,
         max_in_flight: int | None = None,
     ) -> RequestHandle[Any]:
-        """A list of prompts as a handle: to be entered, asked, iterated over, aborted.
+        """Returns the requests of a list of prompts as a handle, see `RequestHandle`.
 
-        The requests are in order of their prompts, `num_samples` of them a prompt; `get` and `aget`
-        return one entry a prompt, as `generate` does. With `streams` the handle yields Chunks.
-        `session` names a cache session that claims what they leave cached, until `close_session`.
+        The requests are in order of their prompts, `num_samples` per prompt; `get` and `aget`
+        return one entry per prompt, as `generate` does. With `streams` the handle yields Chunks.
+        `session` names a cache session that claims their cached tokens until `close_session`.
         `beams`: each prompt is a beam search, whose answers come together as a tuple; not streamed.
-        `max_in_flight`: requests that the engine has at most; the others follow as these end.
+        `max_in_flight`: most requests in the engine at a time; the others follow as these end.
         """
         if beams is not None:
             own, _ = read_options(check_params(params, SamplingParams()), None, {})
@@ -504,31 +515,30 @@ class Runtime:
         keep_last: int | None = None,
         truncation_side: TruncationSide = "left",
     ) -> IntArray:
-        """[n] int32: the token ids of a prompt, as `generate` reads it, or the last ones of them.
-
-        Raises InvalidRequest.
+        """Returns [n] int32: the token ids of a prompt as `generate` reads it, or with `keep_last`
+        the last ones, see `truncation_side`. Raises InvalidRequest.
         """
         return self._builder.reader.read(
             prompt, keep_last=keep_last, truncation_side=truncation_side
         )
 
     def check_length(self, text: str, *, num_before: int = 0, is_prompt: bool = True) -> None:
-        """Raise PromptTooLong where a text behind `num_before` tokens is certainly too long for a
-        prompt; where it is none (`is_prompt`), InvalidRequest for more than four contexts. Takes
-        little memory, however long the text is. `tokenize` checks texts itself.
+        """Raise PromptTooLong if a text after `num_before` tokens is certainly too long for a
+        prompt. With `is_prompt` False raise InvalidRequest for more than four contexts. Takes
+        little memory for a text of any length. `tokenize` checks texts itself.
         """
         self._builder.reader.check_length(text, num_before=num_before, is_prompt=is_prompt)
 
     def compile_grammar(self, structured: StructuredOutput) -> None:
-        """Compile a grammar now, so that its first request need not wait.
+        """Compile a grammar now, so that its first request does not wait.
 
-        About a millisecond; the first one of a Runtime takes seconds where the vocabulary is large.
-        The last 256 are kept. Raises InvalidRequest where it cannot be used.
+        Takes about a millisecond; the first grammar of a Runtime takes seconds for a large
+        vocabulary. The last 256 are kept. Raises InvalidRequest for a grammar that cannot be used.
         """
         self._builder.grammars.compile(structured)
 
     def has_grammar(self, structured: StructuredOutput) -> bool:
-        """Whether it is compiled already."""
+        """Whether a grammar is compiled already."""
         return self._builder.grammars.has(structured)
 
     # -- sessions -----------------------------------------------------------------------------
@@ -536,10 +546,10 @@ class Runtime:
     def branch(
         self, prompt: Prompt, *, namespace: str = "", **chat: Unpack[ChatSettings]
     ) -> Branch:
-        """A live position after `prompt`, to fork, extend, continue and roll back.
+        """Returns a position after `prompt`, to fork, extend, continue and roll back.
 
         Computes nothing yet. Release it, or use it as a context manager: until then its K/V is
-        evicted after that of requests without a session.
+        evicted after that of requests without a session. Raises InvalidRequest.
         """
         self._core.check_alive()
         ids = self._builder.reader.read(prompt, options=chat_options(chat))
@@ -554,11 +564,11 @@ class Runtime:
         params: SamplingParams | None = None,
         **chat: Unpack[ChatSettings],
     ) -> ChatSession:
-        """A conversation that computes only what is new, the model's own words included.
+        """Returns a conversation whose turns compute only new tokens, see `ChatSession`.
 
         `chat`: tools and chat_template_kwargs, see `ChatSettings`. `template`: a Jinja template
-        instead of the tokenizer's. `params` are those of turns that bring none, and their namespace
-        is the chat's. Close it, or use it as a context manager.
+        instead of the tokenizer's. `params`: for turns without params; their namespace is the
+        chat's. Close it, or use it as a context manager. Raises InvalidRequest.
         """
         self._core.check_alive()
         if template is not None:
@@ -569,9 +579,9 @@ class Runtime:
     def load_chat(
         self, path: str | os.PathLike[str], *, params: SamplingParams | None = None
     ) -> ChatSession:
-        """A conversation that `ChatSession.save` wrote, with its exact token ids.
+        """Returns a conversation that `ChatSession.save` wrote, with its exact token ids.
 
-        Nothing is computed before its next turn. InvalidRequest for that of another model.
+        Nothing is computed before its next turn. Raises InvalidRequest for a chat of another model.
         """
         self._core.check_alive()
         return ChatSession.load(self._client, self._identity, path, params)
@@ -586,9 +596,9 @@ class Runtime:
         compare_namespaces: bool = True,
         **chat: Unpack[ChatSettings],
     ) -> Lookup:
-        """How much of `prompt` is cached now, and why not more. Changes nothing.
+        """Returns how much of `prompt` is cached now, and why not more. Changes nothing.
 
-        With `compare_namespaces` False the answer tells nothing of other namespaces.
+        With `compare_namespaces` False the answer does not depend on other namespaces.
         """
         self._core.check_alive()
         ids = self._builder.reader.read(prompt, options=chat_options(chat))
@@ -596,11 +606,12 @@ class Runtime:
         return self._client.lookup(ids, name, compare_namespaces=compare_namespaces)
 
     def status(self) -> EngineStatus:
-        """The engine's load and statistics. Never waits for the engine."""
+        """Returns the engine's load and statistics. Never waits for the engine."""
         return self._core.status()
 
     def cache_stats(self) -> EngineStats:
-        """Counters and gauges of cache and scheduler, and the seconds spent by part of a step."""
+        """Returns counters and gauges of cache and scheduler, and the seconds spent by part of a
+        step, see `EngineStats`."""
         return self._core.call(messages.GetStats())
 
     @overload
@@ -621,21 +632,25 @@ class Runtime:
     def cache_tree(
         self, max_nodes: int = 10_000, namespace: str | None = None, *, flat: bool = False
     ) -> TreeDump | FlatTreeDump:
-        """The prefix tree as nested dicts, see `PrefixCache.dump`; with cache="hash" its blocks;
-        "sequences" are the page tables of running requests, with "request_id". `flat`: one list of
-        nodes, see `flat_tree`; a deep tree can be printed and written as JSON only so."""
+        """Returns the prefix tree as nested dicts, see `PrefixCache.dump`; with cache="hash" the
+        blocks. "sequences" has the page tables of running requests, with "request_id". `flat`:
+        returns one list of nodes, see `flat_tree`; needed to print a deep tree or write it as
+        JSON."""
         count = check_int("max_nodes", max_nodes, 0)
         dump = self._core.call(messages.DumpTree(count, namespace))
         return flat_tree(dump) if flat else dump
 
     def eviction_preview(self, n: int = 10) -> list[EvictionCandidate]:
-        """What would be evicted next and why, see `PrefixCache.eviction_preview`."""
+        """Returns the next evictions and their reasons, see `PrefixCache.eviction_preview`."""
         return self._core.call(messages.PreviewEviction(check_int("n", n, 0)))
 
     def cache_snapshot(self, view: SnapshotView | None = None) -> dict[str, Any]:
-        """A bounded snapshot of a cache in use and its requests, cheap for a tree of any size: see
-        `PrefixCache.snapshot` and `RequestSnapshots.take`; "counters": of all requests and pages;
-        "at": when, on the monotonic clock; "engine_s": processor time of the engine's thread."""
+        """Returns a bounded snapshot of the cache and its requests, cheap for a tree of any size.
+
+        See `PrefixCache.snapshot` and `RequestSnapshots.take`. "counters" are those of all requests
+        and pages; "at" is its time on the monotonic clock; "engine_s" the processor time that the
+        engine's thread took for it.
+        """
         return self._core.call(messages.TakeSnapshot(view or SnapshotView()))
 
     def flush_cache(self, namespace: str | None = None) -> None:
@@ -645,8 +660,8 @@ class Runtime:
         self._core.call(messages.ResetCache(namespace))
 
     def stored_len(self, prompt: Prompt, *, namespace: str = "") -> int:
-        """How many leading tokens of a prompt the `kv_store` holds, cached or not; 0 without one.
-        Raises InvalidRequest as `lookup` does."""
+        """Returns how many leading tokens of a prompt are in the `kv_store`, cached or not; 0
+        without one. Raises InvalidRequest as `lookup` does."""
         tokens = self._builder.reader.read(prompt)
         return self._core.call(messages.FindStored(tokens, check_text("namespace", namespace)))
 
@@ -657,14 +672,15 @@ class Runtime:
         namespace: str | None = None,
         prompts: Sequence[Prompt] | None = None,
     ) -> int:
-        """Write cached K/V into a folder, from which `load_cache`, or `kv_store` in another
-        process, takes it back. What the folder has already is not written again.
+        """Write cached K/V into a folder, for `load_cache` or for another process with that folder
+        as `kv_store`. K/V that the folder has already is not written again.
 
-        prompts    only their cached parts, of `namespace` or ""; else all that is cached
-        namespace  only this one
+        prompts    write only the cached parts of these prompts, in `namespace` or ""; None: write
+                   all cached prefixes
+        namespace  write only this namespace; None: all
 
-        Returns the tokens written. Other requests run on between two prefixes. Raises
-        InvalidRequest where K/V cannot be stored, see `EngineConfig.kv_store`; OSError.
+        Returns the tokens written. Other requests continue between two prefixes. Raises
+        InvalidRequest if K/V cannot be stored, see `EngineConfig.kv_store`; OSError.
         """
         name = os.fspath(folder)
         if prompts is None:
@@ -687,7 +703,8 @@ class Runtime:
         return num_loaded
 
     def check(self) -> None:
-        """Audit the cache's pages; AssertionError names the first wrong page."""
+        """Audit the cache, the scheduler and the kv_store. Raises AssertionError, which names the
+        first broken invariant."""
         self._core.call(messages.CheckCache())
 
     # -- hints --------------------------------------------------------------------------------
@@ -711,12 +728,13 @@ class Runtime:
         prefetch  compute it while no other request is open
         share     let other namespaces copy it instead of computing it, while it is cached
 
-        `seconds` is cut to the config's `max_hint_seconds`; 0 ends what the same verb was granted.
-        `max_tokens`: only so many of the prompt's first tokens. `session`: a name given to
-        `submit`, for retain, pin and demote, which closes it. Whole pages count. With cache="hash"
-        all but prefetch are rejected, with cache="off" all are.
+        `seconds` is cut to the config's `max_hint_seconds`; 0 ends the hints of the same verb.
+        `max_tokens`: apply the hint to so many of the prompt's first tokens only. `session`: a name
+        given to `submit`, for retain, pin and demote; demote closes the session. Whole pages count.
+        With cache="hash" all but prefetch are rejected, with cache="off" all are.
 
-        O(prompt), for retain and pin also O(nodes held). Only prefetch computes anything.
+        O(prompt), for retain and pin also O(retained nodes). Only prefetch computes tokens. Raises
+        InvalidRequest.
         """
         made = self._hint(verb, prompt, session, seconds, max_tokens, namespace, chat)
         return self.apply_hints([made])[0]
@@ -737,8 +755,9 @@ class Runtime:
         return (await self.aapply_hints([made]))[0]
 
     def apply_hints(self, hints: Sequence[Hint]) -> list[HintAnswer]:
-        """Several, between two steps of the engine; an answer each, in order. Their token ids are
-        those of `tokenize`; an owner's budget counts all that it was granted."""
+        """Apply several hints between two steps of the engine. Returns one answer per hint, in
+        order. Their token ids are those of `tokenize`; an owner's budget counts all hints that it
+        was granted."""
         self._client.core.check_alive()
         return self._client.core.call(ApplyHints(tuple(map(self._checked, hints))))
 
@@ -749,7 +768,8 @@ class Runtime:
         return await asyncio.wrap_future(reply)
 
     def held_by_hints(self, owner: str = "") -> HeldByHints:
-        """{"pins", "retains", "held_tokens"} of an owner now; what two of them hold counts once."""
+        """Returns {"pins", "retains", "held_tokens"} of an owner now. "held_tokens" are the cached
+        tokens that its pins and retains keep; a token that two of them keep counts once."""
         self._client.core.check_alive()
         return self._client.core.call(GetHeld(check_str("owner", owner)))
 
@@ -758,7 +778,8 @@ class Runtime:
     def _generate(
         self, prompts: Any, params: Params, request_id: str | None, chat: Mapping[str, Any]
     ) -> tuple[RequestHandle[Completion], bool]:
-        """The requests, not submitted yet, and whether they are of several prompts."""
+        """Returns the handle of the requests, not submitted yet, and whether several prompts were
+        given."""
         self._client.core.check_alive()
         given, is_list = as_prompts(prompts)
         requests, each = self._client.builder.build(
@@ -803,7 +824,7 @@ class Runtime:
         request_id: str | None = None,
         **fields: Any,
     ) -> RequestHandle[tuple[Completion, ...]]:
-        """The searches, not submitted yet."""
+        """Returns the handle of the searches, not submitted yet."""
         self._client.core.check_alive()
         params, beams = read_options(params, beams, fields)
         given, is_list = as_prompts(prompts)
@@ -842,7 +863,7 @@ class Runtime:
         return Hint(verb, ids, session, namespace, seconds, max_tokens)
 
     def _checked(self, hint: Hint) -> Hint:
-        """Raises InvalidRequest."""
+        """Returns a checked copy of a hint. Raises InvalidRequest."""
         if not isinstance(hint, Hint):
             raise InvalidRequest(f"a hint must be a Hint, got {shown(hint)}")
         check_hint(hint.verb, hint.seconds, hint.max_tokens)
@@ -860,8 +881,8 @@ class Runtime:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """Facts that have to be equal for token ids to mean the same; InvalidRequest without a
-        tokenizer."""
+        """Facts of the model that must be equal for token ids to have the same meaning. Raises
+        InvalidRequest without a tokenizer."""
         names = ("architecture", "num_layers", "hidden_size", "vocab_size", "num_parameters")
         sizes = {name: getattr(self.model, name) for name in names}
         return {**sizes, "tokenizer": self._client.tokenizer.fingerprint()}
@@ -924,7 +945,8 @@ def _progress_bar(
     progress: bool | None,
     stats: Callable[[], Mapping[str, Any]],
 ) -> BatchProgress | None:
-    """None for a single prompt, unless a bar is requested."""
+    """Returns the bar of a batch; None for a single prompt, unless a bar is requested. Raises
+    InvalidRequest."""
     if progress is not None and not isinstance(progress, bool):
         raise InvalidRequest(f"progress must be True, False or None, got {shown(progress)}")
     if not is_list and not progress:

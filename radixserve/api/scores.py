@@ -18,7 +18,7 @@ from radixserve.text.prompts import PromptReader
 
 
 class ScoreQuery(NamedTuple):
-    """How likely is each candidate, text or token ids, after this prompt?"""
+    """Asks how likely each candidate, text or token ids, is after a prompt."""
 
     prompt: IntArray
     candidates: object  # not checked yet
@@ -26,9 +26,9 @@ class ScoreQuery(NamedTuple):
 
 
 def score(client: EngineClient, queries: Sequence[ScoreQuery]) -> list[list[Score]]:
-    """The scores of each query's candidates; all of them run as one batch.
+    """Returns the scores of each query's candidates. All candidates run as one batch.
 
-    Raises InvalidRequest for wrong candidates, and when a score was aborted.
+    Raises InvalidRequest for wrong candidates, and if a score was aborted.
     """
     scores: list[list[Score]] = _submit(client, queries).get()
     return scores
@@ -58,7 +58,8 @@ def _submit(client: EngineClient, queries: Sequence[ScoreQuery]) -> RequestHandl
 
 
 def _read_candidates(reader: PromptReader, prompt: IntArray, candidates: object) -> list[IntArray]:
-    """Token ids of each continuation. Raises InvalidRequest for an empty or too long one."""
+    """Returns the token ids of each candidate. Raises InvalidRequest for an empty or too long
+    one."""
     if not isinstance(candidates, Sequence) or isinstance(candidates, str) or not candidates:
         raise InvalidRequest(
             f"candidates must be a list of texts or lists of token ids, got {shown(candidates)}"
@@ -78,7 +79,8 @@ def _read_candidates(reader: PromptReader, prompt: IntArray, candidates: object)
 
 
 def _request(client: EngineClient, query: ScoreQuery, targets: IntArray) -> Request:
-    """The last target is only looked up in the logits, never computed."""
+    """Returns the request that scores `targets` after the query's prompt. The K/V of the last
+    target is not computed."""
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, namespace=query.namespace)
     tokens = np.concatenate([query.prompt, targets[:-1]])
     request = client.builder.request(query.prompt, params)

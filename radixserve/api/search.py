@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
 State = Literal["open", "expanded", "end", "done", "pruned", "duplicate"]
 
-_LEAST_LINE = 56  # columns left for a node, as far as the width allows
-_LEAST_TEXT = 12  # of them for its text
-_FULL = 120  # nodes up to which a drawing shows also those that were pruned
+_LEAST_LINE = 56  # least columns for a node, if the width allows
+_LEAST_TEXT = 12  # least columns for its text
+_FULL = 120  # most nodes of a tree whose drawing shows pruned nodes by default
 _STYLES = {"done": "bold green", "end": "green", "pruned": "dim", "duplicate": "dim"}
 
 
@@ -76,7 +76,7 @@ class Node:
     )
 
     def __init__(self, number: int, parent: Node | None, branch: Branch) -> None:
-        """`branch` is the node's own; it stands where the thought begins."""
+        """`branch`: the node's own, at the position where the thought begins."""
         self.number: int = number
         self.parent: Node | None = parent
         self.tokens: IntArray = branch.tokens
@@ -89,7 +89,8 @@ class Node:
         self._usage: Usage | None = None
 
     def place(self, text: str | None = None, completion: Completion | None = None) -> None:
-        """The branch stands at the end of the thought now. `text`: as proposed."""
+        """Set tokens and text of the thought, at whose end the branch is now. `text`: the text as
+        proposed; None: decode the tokens. `completion`: of a sampled thought."""
         above = 0 if self.parent is None else self.parent.branch.length
         self.tokens = self.branch.tokens[above:]
         with contextlib.suppress(InvalidRequest):  # a model without a tokenizer
@@ -104,19 +105,19 @@ class Node:
 
     @property
     def branch(self) -> Branch:
-        """Where it stands, to be asked and forked while it is open; not to be moved.
+        """The branch at the node's end. It may be read and forked while it is open, but not moved.
 
-        InvalidRequest once the search has released it.
+        Raises InvalidRequest once the search has released it.
         """
         if self._branch is None:
             raise InvalidRequest(
-                "the search has released this node; rt.branch(node.path_tokens) goes on from it"
+                "the search has released this node: continue it by rt.branch(node.path_tokens)"
             )
         return self._branch
 
     @property
     def path(self) -> list[Node]:
-        """From the root to this one, both included."""
+        """The nodes from the root to this one, both included."""
         nodes: list[Node] = []
         node: Node | None = self
         while node is not None:
@@ -175,26 +176,26 @@ class SearchTree:
 
     @property
     def ends(self) -> list[Node]:
-        """Nodes that were kept to the last without being complete, best first."""
+        """The nodes that were kept to the end and are not complete, best first."""
         return self._ranked("end")
 
     @property
     def best(self) -> Node | None:
-        """The best complete one, else the best end; None when every path was pruned."""
+        """The best complete node, else the best end; None if every path was pruned."""
         return next(iter([*self.done, *self.ends]), None)
 
     @property
     def usage(self) -> Usage:
-        """The sum over all nodes. `prompt_tokens` would be computed if every request were a prompt
-        of its own; the shared tree saved `cached_tokens` of them."""
+        """The sum over all nodes. Without sharing all `prompt_tokens` would be computed; the tree
+        saved `cached_tokens` of them."""
         return add_usages([node.usage for node in self.nodes])
 
     def children(self, node: Node) -> list[Node]:
-        """In order of creation."""
+        """Returns the children of a node, in order of creation."""
         return [other for other in self.nodes if other.parent is node]
 
     def describe(self) -> dict[str, Any]:
-        """Nodes and totals as plain data."""
+        """Returns {"best", "usage", "nodes"} as plain data."""
         nodes = [
             {
                 "number": node.number,
@@ -211,8 +212,8 @@ class SearchTree:
         return {"best": best, "usage": asdict(self.usage), "nodes": nodes}
 
     def draw(self, *, width: int, shows_pruned: bool | None = None) -> Tree:
-        """A thought a line, best path marked. Pruned ones are only counted if there are many nodes
-        (None) or always (False)."""
+        """Returns a drawing with one thought per line and the best path marked. `shows_pruned`:
+        whether pruned thoughts are drawn or only counted; None: drawn in small trees."""
         from rich.text import Text
         from rich.tree import Tree
 
@@ -223,7 +224,7 @@ class SearchTree:
             below[None if node.parent is None else node.parent.number].append(node)
 
         def children(node: Node | int) -> list[Node | int]:
-            """A number: so many nodes that are not shown."""
+            """Returns the shown children; a number among them counts pruned ones."""
             if isinstance(node, int):
                 return []
             kids = below[node.number]
@@ -256,7 +257,8 @@ class SearchTree:
 
 
 def _rank(node: Node) -> tuple[float, int]:
-    """Best first; of equal ones the one made first. The root alone has no score."""
+    """Returns a sort key: best score first, of equal scores the earlier node. The root has no
+    score."""
     return (-np.inf if node.score is None else -node.score, node.number)
 
 
@@ -265,7 +267,7 @@ def _is_pruned(node: Node) -> bool:
 
 
 def _totals(tree: SearchTree, width: int) -> list[str]:
-    """The first lines of a drawing: the prompt, thoughts by state, token counts."""
+    """Returns the first lines of a drawing: the prompt, thoughts by state, token counts."""
     usage = tree.usage
     states = [node.state for node in tree.nodes[1:]]
     pruned = sum(map(_is_pruned, tree.nodes))
@@ -301,7 +303,7 @@ def _line(mark: str, node: Node, *, is_best: bool, width: int) -> Text:
 
 
 def _quoted(node: Node, width: int) -> str:
-    """Its text on a line, the middle left out where it is too long; ids without a text."""
+    """Returns a node's text on one line, shortened in the middle; its token ids without a text."""
     if not node.text and node.completion is not None and node.completion.finish_reason == "stop":
         return shorten("(the end of the text)", width)
     if not node.text:
@@ -310,7 +312,7 @@ def _quoted(node: Node, width: int) -> str:
 
 
 def best_first(nodes: Sequence[Node]) -> list[Node]:
-    """By score; of equal ones the one made first."""
+    """Returns the nodes by score, best first; of equal scores the earlier node first."""
     return sorted(nodes, key=_rank)
 
 
@@ -329,10 +331,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Sample:
-    """Expand by `n` continuations that the model samples, each with a random stream of its own.
+    """Expands a node by `n` continuations that the model samples, each with its own random stream.
 
-    With a seed in `params` continuation number i of a search samples with the seed + i. `stop`
-    strings end a thought; the model's own end token ends the path.
+    With a seed in `params` continuation i of a search samples with the seed + i. `stop` strings end
+    a thought; the model's end token ends the path.
     """
 
     n: int
@@ -350,7 +352,7 @@ class Judge(Protocol):
     """Scores all new nodes of a level together, for instance in one batch."""
 
     def values(self, nodes: Sequence[Node]) -> Sequence[float]:
-        """One a node, higher is better; -inf prunes the path."""
+        """Returns one value per node. Higher is better; -inf prunes the path."""
         ...
 
 
@@ -359,9 +361,11 @@ Score = Judge | Callable[[Node], float]
 
 @dataclass(frozen=True)
 class Likelihood:
-    """A path's log-probability under the model, given the prompt; `per_token`: their mean.
+    """A judge by a path's log-probability under the model, given the prompt. `per_token`: divided
+    by the number of tokens.
 
-    Sampled thoughts have theirs already; proposed ones of a level are scored in one batch.
+    Sampled thoughts have their log-probability already; proposed thoughts of a level are scored in
+    one batch.
     """
 
     per_token: bool = False
@@ -387,9 +391,9 @@ class Likelihood:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How much likelier the model finds `good` than `bad` after the path and `question`.
+    """A judge by how much likelier the model finds `good` than `bad` after the path and `question`.
 
-    A difference of log-probabilities, computed for all nodes of a level in one batch.
+    The value is the difference of log-probabilities, computed in one batch per level.
     """
 
     question: str
@@ -402,7 +406,8 @@ class Verdict:
 
     def values(self, nodes: Sequence[Node]) -> list[float]:
         answers = [self.good, self.bad]
-        scores = score_all([BranchQuery(n.branch, answers, more=self.question) for n in nodes])
+        queries = [BranchQuery(node.branch, answers, more=self.question) for node in nodes]
+        scores = score_all(queries)
         return [good.logprob - bad.logprob for good, bad in scores]
 
 
@@ -420,9 +425,10 @@ def best_of(
     score: Callable[[Completion], float],
     params: SamplingParams | None = None,
 ) -> list[Scored]:
-    """`n` completions of `prompt`, which is computed once, best first by your `score`.
+    """Returns `n` completions of `prompt`, which is computed once, best first by `score`.
 
-    On a branch `prompt` follows there, "" for nothing; the branch does not move.
+    If `start` is a branch, `prompt` follows its tokens and may be ""; the branch does not move.
+    Raises InvalidRequest.
     """
     count = check_int("n", n, 1, MAX_SAMPLES)
     if params is None:
@@ -464,12 +470,12 @@ def beam(
               next, as texts or token ids, or a `Sample`; an empty list ends the path
     score     a function of a node that returns a number, higher is better, or a judge:
               `Likelihood()`, `Verdict(question)`, or your own; -inf prunes the path
-    is_done   whether a node is complete; it leaves the beam then and stays a result. Without it a
-              path is complete when the model ends its text
-    enough    end as soon as so many are complete
+    is_done   tells whether a node is complete: it then leaves the beam and is a result. Without
+              this function a path is complete when the model ends its text
+    enough    end the search as soon as so many nodes are complete
 
-    A path is not expanded if no token fits after it. Raises InvalidRequest, and
-    any error of your functions; every branch of the search is released in any case.
+    A path is not expanded if no token fits after it. Raises InvalidRequest and the errors of the
+    given functions; all branches of the search are released in any case.
     """
     check_int("width", width, 1)
     check_int("depth", depth, 1)
@@ -495,7 +501,7 @@ def beam(
 
 
 class _Search:
-    """A search under way: all its nodes, and the beam, the paths that may continue."""
+    """A search in progress: its nodes, and the beam, the last nodes of paths that may continue."""
 
     def __init__(
         self, root: Branch, expand: Expand, score: Score, is_done: Callable[[Node], bool] | None
@@ -516,7 +522,7 @@ class _Search:
             node.release()
 
     def expand(self) -> list[Node]:
-        """The children of all nodes of the beam, those that the model samples in one batch."""
+        """Returns the children of all nodes of the beam. Sampled ones are computed in one batch."""
         children: list[Node] = []
         sampled: list[tuple[Node, SamplingParams]] = []
         for node in self.beam:
@@ -536,7 +542,7 @@ class _Search:
         return children
 
     def score(self, children: Sequence[Node]) -> None:
-        """All nodes, except those whose path this level has already."""
+        """Score the children, except duplicates of a path of this level."""
         fresh: dict[bytes, Node] = {}
         for node in children:
             if fresh.setdefault(node.branch.tokens.tobytes(), node) is not node:
@@ -554,7 +560,7 @@ class _Search:
             node.score = _as_score(value)
 
     def select(self, children: Sequence[Node], width: int) -> None:
-        """Continue the best; release the others and the parents."""
+        """Make the best children the new beam; release the others and the parents."""
         going = []
         for node in children:
             if node.state == "duplicate":
@@ -579,7 +585,7 @@ class _Search:
         return self.nodes[-1]
 
     def _wanted(self, node: Node) -> Sample | Sequence[Tokens]:
-        """A node's next thoughts: none where its text has ended or has the greatest length."""
+        """Returns a node's next thoughts: none if its text has ended or has its greatest length."""
         if node.branch.room < 1 or _has_ended(node):
             return []
         wanted = self._expand if isinstance(self._expand, Sample) else self._expand(node)
@@ -610,7 +616,7 @@ class _Search:
 
 
 def _has_ended(node: Node) -> bool:
-    """Whether the model has ended the text: then no thought follows."""
+    """Whether the model has ended the text, so that no thought follows."""
     out = node.completion
     return out is not None and out.finish_reason == "stop" and node.branch.has_ended
 

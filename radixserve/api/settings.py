@@ -1,4 +1,4 @@
-"""Names and types of the calls' keyword arguments, for readers and type checkers."""
+"""Types of the keyword arguments of `Runtime`'s methods."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GenerateSettings(ChatSettings, total=False):
 
 
 class BeamSettings(TypedDict, total=False):
-    """Fields of `BeamParams`, and those of `SamplingParams` that a beam search has a use for."""
+    """Fields of `BeamParams`, and those of `SamplingParams` that apply to a beam search."""
 
     length_penalty: float
     early_stopping: bool | str
@@ -71,8 +71,8 @@ _NO_CHAT_OPTIONS = ChatOptions()
 
 
 def chat_options(settings: Mapping[str, Any]) -> ChatOptions:
-    """The checked `ChatSettings`. Raises InvalidRequest for other names, with the right place of a
-    sampling parameter."""
+    """Returns the checked `ChatSettings`. Raises InvalidRequest for other names; for a sampling
+    parameter the error says where it belongs."""
     if not settings:
         return _NO_CHAT_OPTIONS
     allowed = ChatSettings.__annotations__

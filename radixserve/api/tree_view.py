@@ -1,6 +1,6 @@
-"""The prefix tree as a drawing for the terminal, and as plain data.
+"""Shows the prefix tree as a drawing for the terminal, and as plain data.
 
-Both take the nested dicts of `RadixCache.dump`; `decode` turns token ids into text.
+Input are the nested dicts of `RadixCache.dump`; `decode` turns token ids into text.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ _FACTS = ("start", "num_tokens", "lock_ref", "sequences", "state", "last_use")
 
 
 def draw_tree(dump: Mapping[str, Any], decode: Decode | None, *, width: int) -> Tree:
-    """A node a line: tokens, positions, references, sessions, the edge's text shortened to fit.
-
-    Without `decode` edges are shown as token ids.
+    """Returns a drawing with one node per line: its tokens, positions, locks and sequences, and the
+    edge's text, shortened to fit into `width` columns. Without `decode` edges are token ids.
     """
     from rich.text import Text
     from rich.tree import Tree
@@ -65,10 +64,10 @@ def draw_below(
     width: int,
     least: int,
 ) -> None:
-    """Add items and what is below them, depth first, to `top`.
+    """Add items and their descendants, depth first, to `top`.
 
     Levels that would leave less than `least` of `width` columns share one column; their items get
-    a mark. `label(item, mark, columns)` is an item's line.
+    a mark. `label(item, mark, columns)` returns an item's line.
     """
     deepest = max(1, (width - least) // INDENT)
     stack = [(item, top, 1) for item in reversed(items)]
@@ -81,7 +80,7 @@ def draw_below(
 
 
 def describe_tree(dump: Mapping[str, Any], decode: Decode | None) -> dict[str, Any]:
-    """Plain data: `_FACTS`, text and children of each node."""
+    """Returns the tree as plain data: `_FACTS`, text and children of each node."""
     namespaces: dict[str, list[dict[str, Any]]] = {}
     stack: list[tuple[Mapping[str, Any], list[dict[str, Any]]]] = []
     for name, root in dump["namespaces"].items():
@@ -103,12 +102,13 @@ def describe_tree(dump: Mapping[str, Any], decode: Decode | None) -> dict[str, A
 
 
 def escape(text: str) -> str:
-    """White space other than blanks and control characters as escapes: a text on one line."""
+    """Returns a text on one line: control characters, and white space except blanks, are
+    escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shorten(text: str, width: int) -> str:
-    """At most `width` characters: the head and the tail, the middle left out."""
+    """Returns at most `width` characters of a text: its head and tail, without the middle."""
     if len(text) <= width:
         return text
     kept = width - len(_GAP)
@@ -119,7 +119,8 @@ def shorten(text: str, width: int) -> str:
 
 
 def edge_text(tokens: Sequence[int], decode: Decode | None, width: int) -> str:
-    """The text of an edge in quotes, escaped and shortened; token ids without a text."""
+    """Returns the text of an edge in quotes, escaped and shortened; its token ids without a
+    text."""
     tokens = list(tokens)
     room = max(1, width - 2)
     if decode is not None:
@@ -131,7 +132,7 @@ def edge_text(tokens: Sequence[int], decode: Decode | None, width: int) -> str:
 
 
 def _decode_ends(tokens: list[int], decode: Decode, room: int) -> str:
-    """The text, or of a very long edge as much of both ends as can be shown."""
+    """Returns the text of an edge; for a very long edge the text of both ends."""
     if len(tokens) <= 4 * room:
         return decode(tokens)
     return decode(tokens[: 2 * room]) + decode(tokens[-2 * room :])
@@ -167,7 +168,7 @@ def _label(mark: str, node: Mapping[str, Any], decode: Decode | None, width: int
 
 
 def flat_tree(dump: TreeDump) -> FlatTreeDump:
-    """A dump whose nodes are one list, however deep its tree is: it can be printed and written.
+    """Returns a dump with its nodes as one list. It can be printed and written at any depth.
 
     "nodes" replaces "namespaces": each node has its "id", that of its "parent" (None: a root) and
     its "namespace"; parents come before children. O(nodes), without recursion.

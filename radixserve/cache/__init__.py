@@ -1,4 +1,8 @@
-"""The prefix cache, usable alone: numpy and sortedcontainers, no torch."""
+"""The prefix caches, which need neither the engine nor torch.
+
+`RadixCache` and `HashBlockCache` share the interface `PrefixCache`. The package needs numpy and
+sortedcontainers.
+"""
 
 from radixserve.cache.events import EventBatch, EventCursor, EventLog, EventSnapshot
 from radixserve.cache.hash.hash_cache import HashBlockCache

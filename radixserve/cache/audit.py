@@ -1,4 +1,4 @@
-"""Invariants of both caches, and `dump` of their nodes. Iterative: trees may be deep."""
+"""Checks and dumps that both caches share. Without recursion, since trees may be deep."""
 
 from __future__ import annotations
 
@@ -34,25 +34,26 @@ def check_owners(allocator: PageAllocator, published: Iterable[tuple[str, list[i
 
 
 def check_tokens(allocator: PageAllocator, sequence: CacheSequence) -> None:
-    """Invariants of every sequence, in either cache."""
+    """AssertionError unless a sequence's lengths, tokens and pages agree."""
     name, known = repr(sequence), sequence.length - sequence.num_placeholders
     assert not sequence.is_released, f"{name} is registered after its release"
     assert len(sequence.pages) == allocator.pages_for(sequence.length), f"{name} has wrong pages"
     assert sequence.committed_len <= known, f"{name} has committed too much"
-    assert (sequence.tokens[known:] == -1).all(), f"{name} knows what it calls unknown"
+    assert (sequence.tokens[known:] == -1).all(), f"{name} has token ids in its placeholders"
 
 
 def check_watches(registry: WatchRegistry) -> None:
-    """The registry and the open watches agree: a closed one watches no place."""
+    """AssertionError unless the registry and the open watches agree."""
     for place, tokens in registry.watched.items():
         assert tokens, f"{place!r} is watched for no token"
         for token, watches in tokens.items():
             assert watches, f"{place!r} is watched by no look-up"
-            assert all((place, token) in w.places for w in watches), f"{place!r}: a stale watch"
+            is_known = all((place, token) in watch.places for watch in watches)
+            assert is_known, f"{place!r}: a stale watch"
 
 
 def page_table(sequence: CacheSequence) -> dict[str, Any]:
-    """A sequence as `PrefixCache.dump` shows it."""
+    """Returns a sequence as `PrefixCache.dump` shows it."""
     return {
         "length": sequence.length,
         "committed_len": sequence.committed_len,
@@ -65,8 +66,8 @@ def page_table(sequence: CacheSequence) -> dict[str, Any]:
 def dump_sequences(
     allocator: PageAllocator, published: Iterable[tuple[int, int]], only: str | None
 ) -> dict[str, Any]:
-    """The part of `PrefixCache.dump` about sequences and fragmentation. `published`: pages and
-    tokens of nodes or blocks; `only`: the namespace whose sequences are shown, None: all."""
+    """Returns the part of `PrefixCache.dump` about sequences and fragmentation. `published`: pages
+    and tokens of nodes or blocks; `only`: the namespace whose sequences are shown, None: all."""
     size, sequences = allocator.page_size, allocator.live_sequences
     pages = tokens = 0
     for some_pages, some_tokens in published:
@@ -92,7 +93,7 @@ def dump_sequences(
 def victim(
     namespace: str, start: int, data: bytes | bytearray, num_pages: int, idle_s: float, reason: str
 ) -> dict[str, Any]:
-    """An entry of `PrefixCache.eviction_preview`; `data`: int32 tokens."""
+    """Returns an entry of `PrefixCache.eviction_preview`; `data`: int32 tokens."""
     tokens = np.frombuffer(bytes(data), np.int32).tolist()
     return {
         "namespace": namespace,
@@ -106,7 +107,7 @@ def victim(
 
 
 def usage_state(sequences: int) -> str:
-    """The state of a node that so many sequences use."""
+    """Returns the state of a node that so many sequences use."""
     return "shared" if sequences > 1 else "referenced"
 
 
@@ -128,7 +129,7 @@ def dump_nodes(
     describe: Callable[[T], NodeDump],
     max_nodes: int,
 ) -> dict[str, Any]:
-    """The part of `PrefixCache.dump` about nodes."""
+    """Returns the part of `PrefixCache.dump` about nodes."""
     queue: deque[tuple[T, dict[str, Any]]] = deque()
     namespaces: dict[str, Any] = {}
     for name, root in sorted(roots.items(), key=lambda item: item[0]):

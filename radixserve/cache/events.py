@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 ROOT = 0  # the parent of nodes that begin at position 0
 _MAX_PENDING_BYTES = 1 << 26
-_EVENT_BYTES = 64  # that an event counts beside its tokens
+_EVENT_BYTES = 64  # bytes counted per event, besides its tokens
 
 
 class Stored(NamedTuple):
@@ -37,7 +37,7 @@ class Appended(NamedTuple):
 
 
 class Split(NamedTuple):
-    """All but the last `num_tokens` tokens of `node` are those of `upper` now, its new parent."""
+    """`node` was split: `upper`, its new parent, took all but its last `num_tokens` tokens."""
 
     node: int
     upper: int
@@ -52,15 +52,16 @@ class Truncated(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """A node without children is gone, and its last `num_tokens` tokens are nowhere else. Siblings
-    hold those before, less than a page. Of a block that a hash cache drops they are all."""
+    """A node without children was removed. Its last `num_tokens` tokens are no longer cached; the
+    tokens before these, less than a page, are still in a sibling. For a block of a hash cache
+    `num_tokens` is the block size."""
 
     node: int
     num_tokens: int
 
 
 class Reset(NamedTuple):
-    """All nodes of a namespace are gone."""
+    """All nodes of a namespace were removed."""
 
     namespace: str
 
@@ -69,7 +70,7 @@ Event = Stored | Appended | Split | Truncated | Removed | Reset
 
 
 class EventBatch(NamedTuple):
-    """Consecutive events. An empty batch gives the position of the stream."""
+    """Consecutive events. An empty batch still tells the position in the stream."""
 
     epoch: int  # of the log; a later one's is greater
     first: int  # number of the first event
@@ -115,19 +116,20 @@ class EventLog:
         self._size = 0  # bytes pending
 
     def take(self) -> EventBatch:
-        """The events since the last call. O(1)."""
+        """Returns the events since the last call. O(1)."""
         batch = EventBatch(self.epoch, self.first, self._pending)
         self._forget_pending()
         return batch
 
     def snapshot(self) -> EventSnapshot:
-        """All nodes, and pending events count as known. O(tokens cached), a copy."""
+        """Returns a copy of all nodes; it includes the effect of pending events. O(tokens
+        cached)."""
         self._growing.clear()
         end = self.first + len(self._pending)
         return EventSnapshot(self.epoch, end, [*self._stored_nodes()])
 
     def close(self) -> None:
-        """The cache stops collecting. Idempotent."""
+        """Make the cache stop collecting events. Idempotent."""
         self._on_close()
         self._forget_pending()
 
@@ -167,8 +169,8 @@ class EventCursor:
         self.is_lost = True  # events are missing: a snapshot is needed
 
     def accept(self, batch: EventBatch) -> Sequence[Event]:
-        """The events of `batch` to apply now, in order: none that were applied before, and none
-        while earlier ones are missing (`is_lost`)."""
+        """Returns the events of `batch` to apply now, in order. Leaves out events that were applied
+        before, and all while earlier ones are missing (`is_lost`)."""
         if batch.epoch > self.epoch or (batch.epoch == self.epoch and batch.first > self.end):
             self.is_lost = True
         if self.is_lost or batch.epoch < self.epoch or batch.end <= self.end:
@@ -178,7 +180,8 @@ class EventCursor:
         return events
 
     def restart(self, snapshot: EventSnapshot) -> bool:
-        """Whether `snapshot` is newer than what is known, and so replaces it."""
+        """Continue after `snapshot` if it is newer than the last event applied. Returns whether it
+        is: then it replaces the consumer's state."""
         if (snapshot.epoch, snapshot.end) < (self.epoch, self.end):
             return False
         if (snapshot.epoch, snapshot.end) == (self.epoch, self.end) and not self.is_lost:

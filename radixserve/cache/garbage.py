@@ -28,8 +28,8 @@ class GarbageFreezer:
         self._has_frozen = False
 
     def note(self, num_created: int, num_nodes: int) -> None:
-        """`due` is reached: freeze, if the cache holds enough nodes. Costs a collection of what
-        was made since the last call, a few ms."""
+        """Freeze if the cache has enough nodes; to be called when `due` is reached. Costs a garbage
+        collection of the objects made since the last call, a few ms."""
         self.due = num_created + EVERY
         if num_nodes >= LEAST_NODES:
             gc.collect()
@@ -37,7 +37,7 @@ class GarbageFreezer:
             self._has_frozen = True
 
     def thaw(self) -> None:
-        """Give everything back to the collector: the cache is no longer used."""
+        """Return all frozen objects to the garbage collector; the cache is no longer used."""
         if self._has_frozen:
             gc.unfreeze()
             self._has_frozen = False

@@ -53,7 +53,11 @@ class CacheSession(Protocol):
 
 
 class PrefixCache(ABC):
-    """Tokens in, the longest cached prefix out; see `RadixCache` for what each call promises."""
+    """A cache of K/V pages that finds the longest cached prefix of a prompt.
+
+    `acquire` returns a `CacheSequence`, which adds tokens by `extend`, publishes them by `commit`
+    and unlocks its pages by `release`.
+    """
 
     def __init__(
         self,
@@ -97,7 +101,8 @@ class PrefixCache(ABC):
         return 0
 
     def take_state_copies(self) -> list[StateCopy]:
-        """(source, destination) state ids. Copy them in this order before the next step."""
+        """Returns the pending copies of recurrent states as (source, destination) ids, to be made
+        in this order before the next step."""
         return []
 
     @property
@@ -107,13 +112,13 @@ class PrefixCache(ABC):
         return 0
 
     def take_window_updates(self) -> WindowUpdates | None:
-        """Pending updates of window pages, for the runner to apply before the next step. None for a
-        cache without window pages."""
+        """Returns the pending updates of window pages, for the runner to apply before the next
+        step; None for a cache without window pages."""
         return None
 
     @property
     def num_free(self) -> int:
-        """Pages that hold nothing. O(1)."""
+        """Pages that are not in use. O(1)."""
         return self._allocator.pool.num_free
 
     @property
@@ -122,8 +127,8 @@ class PrefixCache(ABC):
         return self._allocator.num_available
 
     def num_obtainable(self, wanted: int) -> int:
-        """How many of `wanted` pages can be allocated for new tokens now. Bounded by the available
-        pages and, with windows, by the window pages that no live sequence sees."""
+        """Returns how many of `wanted` pages can be allocated for new tokens now. Bounded by the
+        available pages and, with windows, by the window pages that no live sequence sees."""
         return self._allocator.num_obtainable(wanted)
 
     @abstractmethod
@@ -135,7 +140,8 @@ class PrefixCache(ABC):
         allow_full: bool = False,
         compare_namespaces: bool = True,
     ) -> Lookup:
-        """The number of tokens that `acquire` would reuse now, and why not more. Changes nothing.
+        """Returns the number of tokens that `acquire` would reuse now, and why not more. Changes
+        nothing.
 
         With `compare_namespaces=False` the answer is independent of other namespaces' contents.
         """
@@ -172,24 +178,25 @@ class PrefixCache(ABC):
     def acquire_watched(
         self, watch: PrefixWatch, *, session: CacheSession | None = None, priority: int = 0
     ) -> tuple[CacheSequence, Lookup]:
-        """`acquire` a watched prompt; also returns what `lookup` would have answered before.
+        """Acquire a watched prompt. Also returns the result that `lookup` would have had before.
 
         The watch's match is reused: the prompt is matched again only where the cache has changed
         since. The watch stays open.
         """
 
     def resumable_len(self, watch: PrefixWatch) -> int:
-        """The `cached_len` of the sequence that `acquire_watched` would return now. It is shorter
-        than the watch's own `cached_len` where recurrent states or window pages are missing."""
+        """Returns the `cached_len` of the sequence that `acquire_watched` would return now. It is
+        shorter than the watch's own `cached_len` where recurrent states or window pages are
+        missing."""
         self._watch_registry.refresh(watch)
         return watch.cached_len
 
     def append_next(
         self, sequences: Sequence[CacheSequence], token_ids: Sequence[int] | None = None
     ) -> None:
-        """`extend` of each by one token, or where `token_ids` is None `append_placeholders(1)`.
+        """Extend each sequence by one of `token_ids`, or by a placeholder if that is None.
 
-        Raises OutOfPages; the sequences before have theirs.
+        Raises OutOfPages at the first sequence without a page; those before it are extended.
         """
         if not self.num_states:
             append_next(sequences, token_ids)
@@ -201,7 +208,8 @@ class PrefixCache(ABC):
                 sequence.extend(token_ids[index : index + 1])
 
     def commit_next(self, sequences: Sequence[CacheSequence], token_ids: Sequence[int]) -> None:
-        """`CacheSequence.commit_next` of each, in any order, after a decode step."""
+        """Call `CacheSequence.commit_next` of each sequence, in any order. The scheduler calls it
+        after each decode step: generated tokens are cached from then on."""
         for sequence, token_id in zip(sequences, token_ids, strict=True):
             sequence.commit_next(token_id)
 
@@ -219,7 +227,7 @@ class PrefixCache(ABC):
         return False
 
     def expect_return(self, watch: PrefixWatch, expected: ReturnEstimate) -> None:
-        """The matched prefix of a waiting prompt is expected to be used then."""
+        """Set when the matched prefix of a waiting prompt is expected to be used."""
         del watch, expected
 
     def adopt_returns(self, typical: ReturnEstimate) -> None:
@@ -228,8 +236,8 @@ class PrefixCache(ABC):
         del typical
 
     def victims(self) -> Iterator[tuple[int, ReturnEstimate | None]]:
-        """(pages, expected return) of what eviction would free, in order, if nothing else happened.
-        None: nothing is known, or it is not expected back. Changes nothing."""
+        """Yields (number of pages, expected return) of each node that eviction would free, in
+        order, if nothing else happened. None: no return is known or expected. Changes nothing."""
         return iter(())
 
     # -- hints: without effect in a cache that keeps no sessions -----------------------------------
@@ -271,19 +279,19 @@ class PrefixCache(ABC):
         return 0
 
     def held_tokens(self, sessions: Iterable[CacheSession]) -> int:
-        """Tokens, in whole pages, on the paths from the root to the end nodes of these sessions. A
-        node reached by several counts once."""
+        """Returns the tokens, in whole pages, on the paths from the root to the end nodes of these
+        sessions. A node that several sessions reach counts once."""
         del sessions
         return 0
 
     def session_prefixes(self, session: CacheSession) -> list[tuple[str, IntArray]]:
-        """(namespace, tokens) of each end node of the session."""
+        """Returns (namespace, tokens) of each end node of the session."""
         del session
         return []
 
     def prefixes(self, namespace: str | None = None) -> list[tuple[str, IntArray]]:
-        """(namespace, tokens) of each cached sequence that no other one continues, of one namespace
-        or of all, the last used first."""
+        """Returns (namespace, tokens) of each cached sequence that no other one continues, of one
+        namespace or of all if None, the last used first."""
         del namespace
         raise InvalidRequest('only cache="radix" lists its prefixes')
 
@@ -297,7 +305,7 @@ class PrefixCache(ABC):
         return self._owner.evict(self._allocator.pages_for(num_tokens)) * self.page_size
 
     def reset(self, namespace: str | None = None) -> None:
-        """Forget one namespace, or all of them. Pages in use are freed when they are released.
+        """Drop one namespace, or all if None. Pages in use are freed when they are released.
 
         Sequences acquired before continue, but their commits are not cached.
         """
@@ -312,7 +320,8 @@ class PrefixCache(ABC):
             self._freezer.thaw()
 
     def _note_growth(self) -> None:
-        """A sequence was acquired. O(1), amortised, but for `GarbageFreezer.note`."""
+        """Freeze garbage if that is due; called when a sequence is acquired. O(1), amortised,
+        except for `GarbageFreezer.note`."""
         freezer, num_created = self._freezer, self._owner.num_created
         if freezer is not None and num_created >= freezer.due:
             freezer.note(num_created, self._owner.num_nodes)
@@ -326,7 +335,7 @@ class PrefixCache(ABC):
         """Counters since the start (tokens) and gauges (pages).
 
         pages_free + pages_tree + pages_private == pages_total, and so do the first three of:
-        pages_free          hold nothing
+        pages_free          not in use
         pages_cached        evictable: published, and used by no sequence
         pages_referenced    used by sequences, published or not
         pages_shared        of those, published pages that two or more sequences have locked
@@ -367,7 +376,7 @@ class PrefixCache(ABC):
         }
 
     def gauges(self) -> dict[str, int]:
-        """The pages of `stats` that cost O(1), and the evicted tokens."""
+        """Returns the page counts of `stats` that cost O(1), and the evicted tokens."""
         allocator, owner = self._allocator, self._owner
         num_locked, num_private = owner.num_pages - owner.num_evictable, allocator.num_private
         return {
@@ -388,9 +397,9 @@ class PrefixCache(ABC):
         broken one. O(everything): for tests and debugging."""
 
     def eviction_preview(self, count: int = 10) -> list[dict[str, Any]]:
-        """The next `count` nodes or blocks that eviction would take, in order, if nothing else
-        happened. Changes nothing. O(count); O(unlocked nodes) with policy "arc". Exact except among
-        leased nodes: evicting a leased node ends its lease, so its ancestors are evicted earlier.
+        """Returns the next `count` nodes or blocks that eviction would take, in order, if nothing
+        else happened. Changes nothing. O(count); O(unlocked nodes) with policy "arc". Exact except
+        among leased nodes: evicting one ends its lease, so its ancestors are evicted earlier.
 
         {"namespace", "start", "tokens", "num_tokens", "num_pages", "idle_s", "reason"} each; idle_s
         is the time since its last use ended, as in `dump`.
@@ -403,8 +412,8 @@ class PrefixCache(ABC):
         """`eviction_preview` with a checked argument."""
 
     def dump(self, max_nodes: int = 10_000, namespace: str | None = None) -> dict[str, Any]:
-        """The cached prefixes as nested dicts, breadth first up to `max_nodes` nodes; those of one
-        namespace where it is given.
+        """Returns the cached prefixes as nested dicts, breadth first up to `max_nodes` nodes; those
+        of one namespace if it is given.
 
         {"page_size", "truncated", "namespaces": {name: node}, "sequences", "fragmentation"}.
 
@@ -428,10 +437,10 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def _count_shared(self) -> int:
-        """Published pages that two or more sequences have locked."""
+        """Returns the number of published pages that two or more sequences have locked."""
 
     def snapshot(self, view: SnapshotView) -> dict[str, Any]:
-        """A bounded view of a cache that is in use. Changes nothing.
+        """Returns a bounded view of a cache that is in use. Changes nothing.
 
         {"page_size", "namespaces", "nodes", "pages", "fragmentation", "victims"}
 
@@ -444,7 +453,7 @@ class PrefixCache(ABC):
         fragmentation  {"slots", "unused_slots"} of what is shown and of the sequences
         victims     as in `eviction_preview`, with "head" and "tail" for its tokens, and "id"
 
-        The cost does not grow with the tree, but for O(pages) in numpy.
+        The cost does not depend on the size of the tree, except for O(pages) in numpy.
         """
         self._allocator.note_time()
         return self._snapshot(view)

@@ -1,5 +1,8 @@
 """`PagePool`: the ids of free pages.
 
+The pool never evicts: it raises OutOfPages. `PageAllocator` in cache/sequence.py evicts cached
+pages before it asks the pool.
+
 A sequence that grows page by page is served from a run: consecutive ids reserved for it, since a
 processor reads contiguous K/V about a fifth faster. Reserved pages count as free and may be taken
 by any allocation.
@@ -104,8 +107,8 @@ class PagePool:
         return taken
 
     def take_after(self, page: int) -> int:
-        """Take a page as `allocate_after` does; -1, and none, where that ends the run of another
-        sequence or raises. O(1) amortised."""
+        """Take one page as `allocate_after` does. Returns -1, and takes none, if that would end the
+        run of another sequence or raise OutOfPages. O(1) amortised."""
         runs, first = self._runs, page + 1
         end = runs.pop(first, 0)
         if not end:
@@ -124,19 +127,20 @@ class PagePool:
             self._end_run(page + 1)
 
     def free_ids(self) -> list[int]:
-        """The free pages, for audits."""
+        """Returns the free pages, for audits."""
         page_ids: list[int] = self.free_array().tolist()
         return page_ids
 
     def free_array(self) -> IntArray:
-        """The free pages, in no order. O(free pages), fast."""
+        """Returns the free pages, in no order. O(free pages), fast."""
         ring = np.array(self._ring, np.int32)
         indices = (self._head + np.arange(self._num_queued)) % self.num_pages
         kept = [np.arange(*run, dtype=np.int32) for run in self._runs.items()]
         return np.concatenate((ring[indices], *kept))
 
     def _begin_run(self) -> tuple[int, int] | None:
-        """Put the next pages of the ring aside, if they are consecutive: first and end."""
+        """Reserve the next RUN_PAGES pages of the ring as a run. Returns its (first id, end), or
+        None if they are not consecutive."""
         ring, head = self._ring, self._head
         end = head + RUN_PAGES
         if self._num_queued < RUN_PAGES or end > self.num_pages:
@@ -155,7 +159,8 @@ class PagePool:
         return first, first + RUN_PAGES
 
     def _end_run(self, first: int) -> int:
-        """Put the run that begins there back, where it is taken next; its length."""
+        """Put the pages of the run that begins at `first` back at the head of the ring. Returns
+        their number."""
         end = self._runs.pop(first)
         count, size = end - first, self.num_pages
         start = self._head - count

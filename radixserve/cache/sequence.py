@@ -1,7 +1,6 @@
 """`CacheSequence`: the tokens of a sequence and their pages, as both caches have them.
 
-`PageAllocator` is what all sequences of a cache share: its pages, which it evicts when they are
-short, its counters and its clock.
+`PageAllocator` allocates pages for all sequences of a cache and evicts cached ones if none is free.
 
     tokens     [0 ............... committed) [ ... known) [ placeholders ... length)
     pages      [ of the cache, read-only ][ private to this sequence ...           )
@@ -37,7 +36,7 @@ NO_STATE = -1  # instead of a state id
 PROMPT = "prompt"  # of a chat: where the generation prompt begins, or the first message
 MESSAGE = "message"  # at the end of another message
 BRANCH = "branch"  # where another sequence leaves this one's path
-FEW_PAGES = 8  # taken at a time by a sequence that grows slowly: more of them will follow
+FEW_PAGES = 8  # up to so many at a time come from a reserved run: the sequence grows step by step
 
 
 class ReturnEstimate(NamedTuple):
@@ -50,8 +49,8 @@ class ReturnEstimate(NamedTuple):
     is_regular: bool  # `return_at` is reliable: such sequences come back in that order
 
     def seconds_left(self, now: float) -> float:
-        """Until it is continued. Irregular sequences have no memory, or a longer one the longer
-        they have been away."""
+        """Returns the expected seconds until the sequence is continued. An irregular one is
+        expected to wait for `wait_s` more, or as long again as it has waited, if that is longer."""
         idle_s = now - self.return_at + self.wait_s
         return max(0.0, self.return_at - now) if self.is_regular else max(self.wait_s, idle_s)
 
@@ -83,17 +82,18 @@ class PageOwner(Protocol):
         """Pages that `make_room` can free now."""
 
     def make_room(self, num_pages: int) -> bool:
-        """Free that many pages; False, and nothing is freed, where fewer can be."""
+        """Free `num_pages` pages. Returns False, and frees nothing, if fewer can be freed."""
 
     def evict(self, num_pages: int) -> int:
-        """Free up to that many pages of live namespaces; returns how many."""
+        """Free up to `num_pages` pages of live namespaces. Returns how many."""
 
     def reset(self, name: str | None) -> None:
-        """Forget one namespace, or all."""
+        """Drop one namespace, or all if None."""
 
 
 class PageAllocator:
-    """Shared by all sequences of one cache: pages, counters and the set of live sequences."""
+    """Allocates pages for all sequences of one cache, evicting cached ones if none is free. Also
+    has the cache's counters, its clock and the set of live sequences."""
 
     def __init__(
         self,
@@ -113,7 +113,8 @@ class PageAllocator:
         self.recent = RecentCounts(self._counters, owner.now)
 
     def note_time(self) -> float:
-        """Set `now`, before something is counted."""
+        """Set the owner's `now`; to be called before a counter changes. Returns the clock's
+        seconds."""
         clock = self._clock  # a method of that name would be looked for first, slowly
         now = self._owner.now = clock()
         if now >= self.recent.due:
@@ -121,7 +122,7 @@ class PageAllocator:
         return now
 
     def _counters(self) -> dict[str, int]:
-        """The counters whose rates `recent` has."""
+        """Returns the counters whose rates `recent` computes."""
         stats = self.stats
         return {
             "num_acquired": stats.num_acquired,
@@ -140,12 +141,12 @@ class PageAllocator:
         return self.pool.num_free + self._owner.num_evictable
 
     def num_obtainable(self, wanted: int) -> int:
-        """How many of `wanted` pages `allocate` can take now."""
+        """Returns how many of `wanted` pages `allocate` can take now."""
         return min(wanted, self.num_available)
 
     @property
     def num_private(self) -> int:
-        """Pages that belong to sequences."""
+        """Pages that belong to single sequences and are not published."""
         return self.pool.num_pages - self.pool.num_free - self._owner.num_pages
 
     def allocate(self, count: int, *, may_shrink_locks: bool = True) -> array[int]:
@@ -232,14 +233,15 @@ class CacheSequence(ABC):
         self.cached_len = self.length
         self.num_placeholders = 0  # placeholder tokens at the end, resolved by `fill`
         self._is_open = True
-        self._owns_reserved_run = False  # it has taken pages a few at a time
+        self._owns_reserved_run = False  # pages after its last one may be reserved for it
         self.expected_return: ReturnEstimate | None = None  # set by its user before `release`
         self.is_pin = False  # a lock that no request needs, see `PrefixCache.pin`
         self._synced_pages = (
             _NO_PAGES  # the last `take_page_table_delta`; a copy, not a view of `_pages`
         )
         self._num_synced = 0  # leading pages that have not changed since
-        self.cow_copies: list[PageCopy] = []  # (source page, own page, tokens to copy)
+        # (source page, own page, tokens to copy): the runner makes them before the next step
+        self.cow_copies: list[PageCopy] = []
         if copy is not None:
             shared.append(copy[1])
             self.cow_copies.append(copy)
@@ -285,10 +287,10 @@ class CacheSequence(ABC):
         return self._namespace.is_dead
 
     def take_page_table_delta(self) -> tuple[IntArray, int]:
-        """The page ids, as `pages`, and the first index that may differ from the last call's
-        answer, 0 at the first call.
+        """Returns the page ids, as `pages`, and the first index at which they may differ from the
+        result of the last call, 0 at the first call.
 
-        The array stays as it is until the next call. O(pages that differ), amortised.
+        The array does not change before the next call. O(pages that differ), amortised.
         """
         pages, first, table = self._pages, self._num_synced, self._synced_pages
         size = len(pages)
@@ -305,7 +307,8 @@ class CacheSequence(ABC):
         return table[:size], first
 
     def restart_page_table(self) -> None:
-        """Let the next `take_page_table_delta` return index 0: its reader has none of the pages."""
+        """Make the next `take_page_table_delta` return index 0, for a reader without the earlier
+        results."""
         self._num_synced = 0
 
     # -- growing ------------------------------------------------------------------------------
@@ -358,7 +361,8 @@ class CacheSequence(ABC):
         self.num_placeholders += num_tokens
 
     def fill(self, tokens: TokenIds) -> None:
-        """Replace the first placeholders. InvalidRequest for more tokens than placeholders."""
+        """Replace the first placeholders by `tokens`. Raises InvalidRequest for more tokens than
+        placeholders."""
         data = token_bytes(tokens)
         left = self.num_placeholders - len(data) // TOKEN_BYTES
         if left < 0:
@@ -371,11 +375,13 @@ class CacheSequence(ABC):
         self.num_placeholders = left
 
     def commit(self, length: int) -> None:
-        """Publish: the K/V of [0, length) is in the pages, and the copies have been made.
+        """Publish the tokens [0, length): their K/V is in the pages, and `cow_copies` were made.
 
-        Where the cache holds the same tokens already, its pages replace this sequence's own, which
-        are freed: whole pages of committed tokens only. Later pages stay where they are: a step in
-        flight may be writing them. O(tokens published since the last commit).
+        Look-ups find committed tokens at once; those of a HashBlockCache find whole blocks. If the
+        cache has the same tokens already, its pages replace this sequence's own, which are freed:
+        whole pages of committed tokens only. Later pages are not replaced: a step in flight may be
+        writing them. Raises InvalidRequest for fewer tokens than are committed and for more than
+        are known. O(tokens published since the last commit).
         """
         if not self._is_open:
             self._check_open()
@@ -396,22 +402,23 @@ class CacheSequence(ABC):
         self._publish()
 
     def commit_next(self, token_id: int) -> None:
-        """`commit` of one more token: `token_id`, which may have been a placeholder."""
+        """Commit one more token, `token_id`; fills its placeholder first if it was one."""
         start = self.committed_len
         if self.num_placeholders and self.length - self.num_placeholders == start:
             self.fill((token_id,))
         self.commit(start + 1)
 
-    # -- recurrent states: of a cache without any these do nothing ---------------------------------
+    # -- recurrent states: without effect in a cache without states --------------------------------
 
     @property
     def state_id(self) -> int:
-        """Its recurrent state, after `length` tokens; NO_STATE before one was allocated."""
+        """Id of its recurrent state after `length` tokens; NO_STATE before one was allocated."""
         return NO_STATE
 
     def step_states(self, *, is_ahead: bool) -> tuple[int, int]:
-        """The states that the step of its last tokens reads and writes; once a step, after all
-        `take_checkpoints`. is_ahead: the sequence may turn out to end before its last token."""
+        """Returns the ids of the states that the step of its last tokens reads and writes. To be
+        called once per step, after all `take_checkpoints`. `is_ahead`: the step is scheduled ahead,
+        so the sequence may turn out to end before its last token."""
         del is_ahead
         return NO_STATE, NO_STATE
 
@@ -421,8 +428,9 @@ class CacheSequence(ABC):
         del length, kind
 
     def take_checkpoints(self, start: int) -> tuple[tuple[int, int], ...]:
-        """(length, state id), ascending, of states kept while the tokens [start, self.length) are
-        computed, as far as states are available. `commit` publishes them."""
+        """Returns (length, state id), ascending, of the checkpoints to keep while the tokens
+        [start, self.length) are computed, as far as states are available. `commit` publishes
+        them."""
         del start
         return ()
 
@@ -430,7 +438,7 @@ class CacheSequence(ABC):
 
     @abstractmethod
     def fork(self) -> Self:
-        """A second sequence over everything committed. Copies at most one page prefix.
+        """Returns a second sequence over all committed tokens. Copies at most one page prefix.
 
         Raises OutOfPages when no page for it is available.
         """
@@ -482,9 +490,11 @@ class CacheSequence(ABC):
         self._allocator.live_sequences.discard(self)
 
     def shrink_lock(self) -> None:  # noqa: B027  (only some caches can)
-        """Lock no more of the published pages than needed: memory is short."""
+        """Unlock published pages after this sequence's tokens. Called when pages are short."""
 
     def seen_pages(self, window_size: int) -> IntArray:
+        """Returns the page ids [n] int32 that the tokens after the committed ones read through a
+        window of `window_size` positions."""
         first = max(0, self.committed_len + 1 - window_size) // self._allocator.page_size
         return np.array(self._pages[first:], np.int32)
 
@@ -492,18 +502,19 @@ class CacheSequence(ABC):
 
     @abstractmethod
     def _publish(self) -> None:
-        """Make the cache hold [0, committed)."""
+        """Publish the tokens [0, committed_len) in the cache."""
 
     @abstractmethod
     def _cut(self, length: int, whole: int, extra: int) -> None:
-        """Keep the pages of the first `length` tokens: `whole` pages and `extra` tokens."""
+        """Drop all but the pages of the first `length` tokens: `whole` pages and `extra` tokens of
+        the next."""
 
     @abstractmethod
     def _release_shared(self) -> None:
         """Unlock the pages of the cache; private ones are free already."""
 
     def _drop_copies(self) -> None:
-        """The pending copies have been made, or need not be made any more."""
+        """Clear `cow_copies`: they have been made, or are no longer needed."""
         self.cow_copies.clear()
 
     def _drop_pages(self, keep: int) -> None:
@@ -529,7 +540,7 @@ class CacheSequence(ABC):
         self._num_shared = max(self._num_shared, last)
 
     def _pages_change(self, first: int) -> None:
-        """Pages from index `first` on are about to be replaced or dropped."""
+        """Note for `take_page_table_delta` that pages from index `first` on change."""
         if first < self._num_synced:
             self._num_synced = first
 
@@ -539,10 +550,10 @@ class CacheSequence(ABC):
 
 
 def append_next(sequences: Sequence[CacheSequence], token_ids: Sequence[int] | None = None) -> None:
-    """`extend` of each by one token, or where `token_ids` is None `append_placeholders(1)`, for a
-    step of hundreds without several calls for each. Not for sequences with a recurrent state.
+    """Extend each sequence by one of `token_ids`, or by a placeholder if that is None. Saves
+    several calls per sequence of a decode step. Not for sequences with a recurrent state.
 
-    Raises OutOfPages; the sequences before have theirs.
+    Raises OutOfPages at the first sequence without a page; those before it are extended.
     """
     is_known = token_ids is not None
     data = _PLACEHOLDER if token_ids is None else array("i", token_ids).tobytes()

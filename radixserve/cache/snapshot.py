@@ -73,8 +73,9 @@ class PageMap:
         self._users[pages] += 1
 
     def report(self) -> dict[str, Any]:
-        """{"total", "cell_pages", "owners", "users", ...}: a letter of OWNERS a cell, that of most
-        of its pages, and the most sequences that use one of them, in base 36."""
+        """Returns {"total", "cell_pages", "owners", "users", ...}. A cell is `cell_pages` adjacent
+        pages. "owners" has a letter of OWNERS per cell, the owner of most of its pages; "users" has
+        a base-36 digit per cell, the most sequences that use one of its pages, at most 35."""
         total = len(self._owner)
         size = -(-total // self._view.max_cells)
         owner, users = self._owner, self._users
@@ -106,7 +107,7 @@ def _free_runs(owner: Any) -> dict[str, int]:
 
 
 def page_runs(pages: Any) -> list[list[int]]:
-    """[[first, count], ...] of consecutive ids, the first MAX_RUNS of them."""
+    """Returns the page ids as runs of consecutive ids, [[first, count], ...], at most MAX_RUNS."""
     count = len(pages)
     if not count:
         return []
@@ -121,7 +122,8 @@ def page_runs(pages: Any) -> list[list[int]]:
 
 
 def edge_tokens(tokens: bytes | bytearray) -> dict[str, Any]:
-    """`tokens`, int32 bytes: their number, the first ones, and of a long edge the last ones."""
+    """Returns {"num_tokens", "head", "tail"} of an edge's tokens (int32 bytes): their number, the
+    first ids, and for a long edge the last ids."""
     count = len(tokens) // TOKEN_BYTES
     if count <= HEAD_TOKENS + TAIL_TOKENS:
         return {"num_tokens": count, "head": array("i", bytes(tokens)).tolist(), "tail": []}
@@ -131,7 +133,8 @@ def edge_tokens(tokens: bytes | bytearray) -> dict[str, Any]:
 
 
 def unused_slots(sizes: Iterable[tuple[int, int]], page_size: int) -> dict[str, int]:
-    """sizes: (pages, tokens in them). Token slots in all, and how many are unused."""
+    """Returns {"slots", "unused_slots"} of pages in token slots. `sizes`: (number of pages, tokens
+    in them)."""
     slots = tokens = 0
     for some_pages, some_tokens in sizes:
         slots += some_pages * page_size
@@ -140,6 +143,6 @@ def unused_slots(sizes: Iterable[tuple[int, int]], page_size: int) -> dict[str, 
 
 
 def private_size(sequence: CacheSequence, page_size: int) -> tuple[int, int]:
-    """Pages and tokens of a sequence beyond those of the cache."""
+    """Returns the number of private pages of a sequence, and of the tokens in them."""
     num_shared = len(sequence.pages) - sequence.num_private
     return sequence.num_private, max(0, sequence.length - num_shared * page_size)

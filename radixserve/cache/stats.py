@@ -38,7 +38,7 @@ class RecentCounts:
         self._readings: deque[tuple[float, Mapping[str, int]]] = deque()  # the oldest first
 
     def note(self, now: float) -> None:
-        """Something is about to be counted. O(1), amortised."""
+        """Take a reading if one is due; to be called before a counter changes. O(1), amortised."""
         if now >= self.due:
             self.read(now)
 
@@ -49,7 +49,7 @@ class RecentCounts:
         self._forget(now)
 
     def gains(self, now: float) -> dict[str, float]:
-        """{"seconds", and for each counter: name, name_per_s} of the last minute.
+        """Returns {"seconds", and for each counter: name, name_per_s} of the last minute.
 
         "seconds" is less than 60 where the counters are younger. Amortised O(counters).
         """
@@ -64,12 +64,12 @@ class RecentCounts:
         return gained
 
     def _forget(self, now: float) -> None:
-        """Drop what was read before the window: nothing was counted between a reading's second
-        and the next reading."""
+        """Drop readings from before the window. Counters did not change between the end of a
+        reading's second and the next reading."""
         while self._readings and self._readings[0][0] < now - WINDOW_S:
             self._readings.popleft()
 
 
 def hit_rate(matched: float, asked: float) -> float:
-    """The share of looked up tokens that were cached; 0.0 without any."""
+    """Returns the share of the looked up tokens that were cached, 0.0 if none was looked up."""
     return matched / asked if asked else 0.0

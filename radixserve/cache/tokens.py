@@ -33,8 +33,8 @@ def as_token_ids(tokens: TokenIds) -> IntArray:
 
 
 def token_view(tokens: TokenIds) -> memoryview:
-    """[n] int32, contiguous; no copy of a contiguous int32 array. Raises as `as_token_ids`. Of
-    unaligned memory: only for slices."""
+    """[n] int32, contiguous; a contiguous int32 array is not copied. Raises as `as_token_ids`. A
+    view of unaligned memory may be sliced, but not indexed."""
     ids: Any = tokens
     if type(ids) is not _ARRAY or ids.dtype is not _INT32 or ids.ndim != 1:
         ids = np.frombuffer(_converted(tokens), np.int32)

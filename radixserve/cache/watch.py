@@ -36,7 +36,7 @@ class PrefixWatch(ABC):
 
     @abstractmethod
     def refresh(self) -> None:
-        """Look up again and watch the places where the match ends now."""
+        """Match the prompt again, and watch the places where the match ends now."""
 
     def close(self) -> None:
         """Stop watching. Idempotent."""
@@ -62,8 +62,9 @@ class WatchRegistry:
         self._refreshed: set[PrefixWatch] = set()  # since the last `take_changed`, by `refresh`
 
     def __len__(self) -> int:
-        """Open watches."""
-        return len({w for tokens in self.watched.values() for ws in tokens.values() for w in ws})
+        """Number of open watches."""
+        by_token = [watches for tokens in self.watched.values() for watches in tokens.values()]
+        return len({watch for watches in by_token for watch in watches})
 
     def move(self, watch: PrefixWatch, old: frozenset[WatchKey], new: frozenset[WatchKey]) -> None:
         """Move `watch` from the places `old` to the places `new`. O(places)."""
@@ -79,8 +80,8 @@ class WatchRegistry:
             watched.setdefault(place, {}).setdefault(token, set()).add(watch)
 
     def notify(self, place: Hashable, token: bytes | None = None) -> None:
-        """`place` changed: refresh its watches; with `token`, only those that look for it there.
-        Callers skip the call where `watched` is empty."""
+        """Note that `place` changed, so that its watches are refreshed; with `token` only those
+        that look for that token there. Callers skip the call while `watched` is empty."""
         if place in self.watched:
             self.version = self._changed[place, token] = self.version + 1
 

@@ -52,7 +52,7 @@ class _Answer(NamedTuple):
 
 
 class BeamGroup:
-    """The totals of the running beams, best first, and the best finished ones."""
+    """One beam search: the running beams with their total scores, and the best finished answers."""
 
     def __init__(self, request: Request, is_stopped: StopCheck | None = None) -> None:
         """`is_stopped`: None without stop strings."""
@@ -71,9 +71,10 @@ class BeamGroup:
         self._answers: list[_Answer] = []  # best first, at most `width`
 
     def advance(self, samples: Sequence[SampleOutput]) -> list[Continuation]:
-        """The next beams, best first; none when the search is over. O(width * candidates).
+        """Choose the next beams. Returns them best first, none when the search has ended.
+        O(width * candidates).
 
-        samples: of each beam, in the order that the last call returned.
+        samples: one per beam, in the order that the last call returned.
         """
         width = self._width
         self._num_output += 1
@@ -97,7 +98,8 @@ class BeamGroup:
         return going_on
 
     def answers(self) -> tuple[Beam, ...]:
-        """The best ones, best first. Running beams count, too, unless the search is over."""
+        """Returns the best answers, best first. Running beams are included while the search has not
+        ended."""
         answers = list(self._answers)
         for total, last in zip(self._totals.tolist(), self._last, strict=True):
             if last is not None:
@@ -152,7 +154,7 @@ class BeamGroup:
 def best_continuations(
     totals: FloatArray, candidates: Sequence[Candidates], count: int
 ) -> list[Continuation]:
-    """The `count` best of all candidates of all beams, best first; fewer if there are fewer.
+    """Returns the `count` best candidates of all beams, best first; fewer if there are fewer.
 
     totals      [m] of the beams
     candidates  of each beam, best first, equally many of each: at least `count`, or the vocabulary
@@ -184,7 +186,7 @@ def best_continuations(
 
 
 def _path(last: _Token | None) -> list[_Token]:
-    """The tokens up to `last`, first one first."""
+    """Returns the tokens of a beam up to `last`, in order."""
     path = []
     while last is not None:
         path.append(last)

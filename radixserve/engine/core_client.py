@@ -24,7 +24,7 @@ class EngineFacts(NamedTuple):
     memory: MemoryPlan
     attention_backend: str
     resolved_config: ResolvedConfig
-    capacity: int  # tokens that its cache holds
+    capacity: int  # tokens that fit into its cache
 
 
 class EngineCoreClient(Protocol):
@@ -48,7 +48,7 @@ class EngineCoreClient(Protocol):
         ...
 
     def status(self) -> EngineStatus:
-        """Its load and statistics. Does not wait for the engine."""
+        """Returns its load and statistics. Does not wait for the engine."""
         ...
 
     def check_alive(self) -> None:
@@ -56,17 +56,19 @@ class EngineCoreClient(Protocol):
         ...
 
     def post(self, message: EngineMessage[Any]) -> bool:
-        """Have `message` carried out soon; False when it has ended. Never raises."""
+        """Send `message`, to be carried out between two steps. Returns False if the engine has
+        ended. Never raises."""
         ...
 
     def call(self, message: EngineMessage[Answer]) -> Answer:
-        """Have `message` carried out between two steps and return its answer."""
+        """Send `message`, wait until it is carried out between two steps, and return its answer.
+        Raises EngineDead, and what the engine raises."""
         ...
 
     def ask(self, message: EngineMessage[Answer]) -> Future[Answer]:
-        """Have `message` carried out between two steps. The future gets its answer."""
+        """Send `message`, to be carried out between two steps. The future gets its answer."""
         ...
 
     def close(self) -> None:
-        """End everything that is open with EngineDead. Can be called again."""
+        """End all open requests and calls with EngineDead. Can be called again."""
         ...

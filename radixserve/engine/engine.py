@@ -1,13 +1,18 @@
 """`Engine`: builds each part once and runs the steps: schedule, launch, collect, update.
 
-Synchronous, no I/O, one owner. It does not know text. With a runner of overlap depth 1 the host
-schedules the next step while the device computes the present one:
+Synchronous, no I/O, one owner. It handles token ids, not text. It decides nothing about the order
+of requests: `Scheduler` does. `InBatchSharing` (scheduler/admission.py) lets a request wait for a
+prefix that a running request is computing, and `KVConnector` lets it wait for a stored prefix that
+is being read.
+
+With a runner of overlap depth 1 the host schedules the next step while the device computes the
+present one:
 
     host     schedule 1, launch 1 | schedule 2, launch 2, update 1 | schedule 3, launch 3, update 2
     device                        | step 1                         | step 2
 
 The token that a row of step 1 samples goes into step 2 on the device; the host sees it in update 1.
-A step that cannot be planned before the answer to the one in flight waits for it.
+A step that depends on the result of the step in flight is scheduled after that result arrived.
 """
 
 from __future__ import annotations
@@ -47,7 +52,7 @@ if TYPE_CHECKING:
 _PARTS = ("schedule", "prepare", "forward", "sample", "commit", "overlapped")
 
 
-_UNBOUNDED = 1 << 62  # bytes: a folder of `save_cache` loses nothing
+_UNBOUNDED = 1 << 62  # bytes: no file is removed from a folder of `save_cache`
 
 
 class Engine:
@@ -100,34 +105,40 @@ class Engine:
         self._prefill_s = self._decode_s = 0.0
 
     def add(self, request: Request, is_stopped: StopCheck | None = None) -> None:
-        """Queue a checked request; it takes part from the next step on.
+        """Queue a checked request. It can be scheduled from the next step on, or once its stored
+        prefix is loaded. Raises InvalidRequest for one that does not fit into the cache.
 
         `is_stopped` finds the stop strings of a beam search.
         """
         if self._connector is not None:
             self._scheduler.check_fits(request)
-            held_at = time.perf_counter()
+            queued_at = time.perf_counter()
 
-            def add_held(num_loaded: int) -> None:
-                waited_s = time.perf_counter() - held_at
+            def add_loaded(num_loaded: int) -> None:
+                waited_s = time.perf_counter() - queued_at
                 self._scheduler.add(request, waited_s=waited_s, num_loaded=num_loaded)
 
-            if request.beams is None and self._connector.hold(request, add_held):
+            if request.beams is None and self._connector.queue_load(request, add_loaded):
                 return
         self._scheduler.add(request)
         if request.beams is not None:
             self._searches[request.request_id] = BeamGroup(request, is_stopped)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request and free its resources; None if it has ended already."""
+        """End a request with finish_reason "abort", see `finish`."""
         return self.finish(request_id, "abort")
 
     def finish(
         self, request_id: str, reason: str, error: BaseException | None = None
     ) -> RequestOutput | None:
-        """End a request for a reason from outside, such as a stop string in its text."""
+        """End a request for a reason from outside, such as a stop string in its text. Returns its
+        last output, None if it has ended already.
+
+        Its private pages are freed and its published ones unlocked at once, even if a step in
+        flight still computes a row of it: the result of that row is dropped.
+        """
         if self._connector is not None:
-            self._connector.release(request_id)
+            self._connector.cancel_loads(request_id)
         search = self._searches.pop(request_id, None)
         if search is None:
             return self._scheduler.finish(request_id, reason, error)
@@ -137,10 +148,10 @@ class Engine:
         return None if output is None else output._replace(beams=answers)
 
     def fail_all(self, error: BaseException) -> list[RequestOutput]:
-        """End everything with `error`; waits for the steps in flight."""
+        """End all requests with `error`. Returns their outputs. Waits for the steps in flight."""
         self._prefetches.forget(None)
         if self._connector is not None:
-            self._connector.release()
+            self._connector.cancel_loads()
         outputs = self._for_callers(self._scheduler.fail_all(error))
         while self._in_flight:
             try:
@@ -154,14 +165,15 @@ class Engine:
         return self._cache.open_events()
 
     def take_events(self, *, with_snapshot: bool) -> tuple[EventBatch, EventSnapshot | None]:
-        """The cache's events since the last call; the first one opens the log."""
+        """Returns the cache's events since the last call, and a snapshot if wanted. The first call
+        opens the log."""
         if self._events is None:
             self._events = self.open_events()
         batch = self._events.take()
         return batch, self._events.snapshot() if with_snapshot else None
 
     def call_after_change(self, function: Callable[[], None]) -> None:
-        """Have it called after each step and each reset of the cache."""
+        """Register a function to be called after each step and each reset of the cache."""
         self._after_change = function
 
     def has_work(self) -> bool:
@@ -179,9 +191,10 @@ class Engine:
         return self.begin_step() + self.end_step()
 
     def begin_step(self) -> list[RequestOutput]:
-        """The first half of `step`: schedule and launch. Its outputs are those of rows that failed.
+        """Schedule and launch a step: the first half of `step`. Returns the outputs of requests
+        that failed.
 
-        What follows, `end_step`, waits for the device or computes without Python's lock.
+        The second half, `end_step`, waits for the device or computes without Python's lock.
         """
         if self._prefetches.queue or self._prefetches.running is not None:
             self._prefetches.step()
@@ -193,7 +206,8 @@ class Engine:
         return outputs
 
     def end_step(self) -> list[RequestOutput]:
-        """The second half of `step`: collect the oldest launched step and publish its tokens."""
+        """Collect the oldest launched step and publish its tokens: the second half of `step`.
+        Returns the outputs of its requests."""
         outputs: list[RequestOutput] = []
         if self._connector is not None:
             is_idle = not self._in_flight and not self._scheduler.has_work
@@ -211,11 +225,12 @@ class Engine:
         self._scheduler.sessions.open(name, lease_s)
 
     def claim(self, name: str, tokens: IntArray, namespace: str = "") -> int:
-        """Let a session claim the cached part of `tokens`; returns its length. Computes nothing."""
+        """Let a session claim the cached part of `tokens`. Returns its length. Computes nothing."""
         return self._scheduler.sessions.claim(name, tokens, namespace)
 
     def close(self) -> None:
-        """Nothing is called any more but reports. Idempotent."""
+        """Write pending K/V to the stores and release the cache's frozen objects. Only reports may
+        be read afterwards. Idempotent."""
         for connector in (self._connector, *self._stores.values()):
             if connector is not None:
                 connector.close()
@@ -232,13 +247,13 @@ class Engine:
         return self._scheduler.hints.apply(hint)
 
     def held_by_hints(self, owner: str) -> dict[str, int]:
-        """Counts of an owner's pins, retains and held tokens."""
+        """See `Runtime.held_by_hints`."""
         return self._scheduler.hints.held(owner)
 
     def lookup(
         self, token_ids: IntArray, namespace: str = "", *, compare_namespaces: bool = True
     ) -> Lookup:
-        """How much of a prompt is cached and stored, and why not more. Changes nothing."""
+        """Returns how much of a prompt is cached and stored, and why not more. Changes nothing."""
         lookup = self._cache.lookup(token_ids, namespace, compare_namespaces=compare_namespaces)
         if self._connector is None:
             return lookup
@@ -246,7 +261,7 @@ class Engine:
         return lookup._replace(stored=stored)
 
     def stored_len(self, token_ids: IntArray, namespace: str = "") -> int:
-        """Leading tokens of a prompt that the kv_store holds; 0 without one."""
+        """Returns how many leading tokens of a prompt are in the kv_store; 0 without one."""
         return 0 if self._connector is None else self._connector.stored_len(token_ids, namespace)
 
     def prefixes(self, namespace: str | None) -> list[tuple[str, IntArray]]:
@@ -254,7 +269,8 @@ class Engine:
         return self._cache.prefixes(namespace)
 
     def store(self, folder: str) -> KVConnector:
-        """The store in a folder, whatever the settings name. Raises InvalidRequest."""
+        """Returns the store in a folder, which need not be the kv_store of the settings. Raises
+        InvalidRequest."""
         connector = self._stores.get(folder)
         if connector is None:
             config = replace(self._config, kv_store=folder, kv_store_size=_UNBOUNDED)
@@ -264,7 +280,8 @@ class Engine:
         return connector
 
     def reset_cache(self, namespace: str | None = None) -> None:
-        """Drop all cached prefixes and what hints keep of them; running requests continue."""
+        """Drop the cached and stored prefixes of a namespace, or of all if None, and their hints.
+        Running requests continue."""
         self._cache.reset(namespace)
         self._scheduler.hints.forget(namespace)
         self._prefetches.forget(namespace)
@@ -274,20 +291,20 @@ class Engine:
             self._after_change()
 
     def queue_depths(self) -> dict[str, int]:
-        """See `Scheduler.queue_depths`; requests whose K/V is loaded wait, too. Any thread may ask,
-        at any time."""
+        """See `Scheduler.queue_depths`. Requests whose stored prefix is being loaded count as
+        waiting. May be called from any thread."""
         depths = self._scheduler.queue_depths()
         if self._connector is not None:
             depths["waiting"] += len(self._connector)
-            depths["waiting_tokens"] += self._connector.num_held_tokens
+            depths["waiting_tokens"] += self._connector.num_loading_tokens
         return depths
 
     def _prefill_cost(self) -> tuple[float, int]:
-        """Seconds in which prompts were computed, and their tokens, since the start."""
+        """Returns the seconds in which prompts were computed, and their tokens, since the start."""
         return self._prefill_s, self._scheduler.counts.prefilled_tokens
 
     def stats(self) -> dict[str, Any]:
-        """The cache's and the scheduler's counters and gauges, and seconds spent by part.
+        """Returns the cache's and the scheduler's counters and gauges, and seconds spent by part.
 
         hit_rate, here and in "last_minute", is the share of prompt tokens that was reused; a prompt
         counts when its request ends. The cache's own rate, which also counts sequences that
@@ -401,8 +418,8 @@ class Engine:
     # -- beam searches ------------------------------------------------------------------------
 
     def _advance_searches(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """`outputs` without the samples of beam searches, which choose the next beams; with the
-        answers of searches that are over."""
+        """Choose the next beams of each search from its samples. Returns `outputs` without these
+        samples, and with the answers of searches that have ended."""
         kept: list[RequestOutput] = []
         for output in outputs:
             last = self._advance_search(output) if output.beam_samples else output
@@ -411,7 +428,7 @@ class Engine:
         return self._for_callers(kept)
 
     def _advance_search(self, output: RequestOutput) -> RequestOutput | None:
-        """Choose the next beams; the search's answers when it is over."""
+        """Choose the next beams of a search. Returns its answers when it has ended, else None."""
         request_id = output.request_id
         search = self._searches[request_id]
         try:
@@ -430,7 +447,8 @@ class Engine:
         return self.finish(request_id, answers[0].reason)
 
     def _for_callers(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """`outputs` without those of prefetches; forgets the beam searches that have ended."""
+        """Returns `outputs` without those of prefetches; drops the beam searches that have
+        ended."""
         outputs = self._prefetches.drop_outputs(outputs)
         for output in outputs:
             if output.finish is not None:
@@ -445,8 +463,12 @@ def make_cache(
     windows: WindowLayers | None = None,
     state_tokens: float = 0.0,
 ) -> PrefixCache:
-    """The cache that the config names, over `num_pages` pages and `num_states` recurrent states.
-    `windows`: not with cache="hash". `state_tokens`: see `ModelInfo.state_tokens`."""
+    """Returns the cache that `config.cache` names: a `RadixCache` for "radix" and "off", which
+    reuses nothing, or a `HashBlockCache` for "hash".
+
+    It has `num_pages` pages and `num_states` recurrent states. `windows`: not with cache="hash".
+    `state_tokens`: see `ModelInfo.state_tokens`. Raises InvalidRequest.
+    """
     if config.cache == "hash":
         if num_states:
             raise InvalidRequest(

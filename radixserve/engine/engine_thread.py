@@ -37,7 +37,7 @@ from radixserve.output import EngineStatus, RequestOutput
 _log = logging.getLogger("radixserve")
 _MANY_OUTPUTS = 8
 _STATS_EVERY_S = 0.25  # while it steps
-_IDLE_STATS_EVERY_S = 1.0  # while it is idle and holds what ends by time
+_IDLE_STATS_EVERY_S = 1.0  # while it is idle and has leases or hints, which end by time
 _FORKED = (
     "this process was forked from the one that runs the engine, and its thread did not come along: "
     "make the Runtime in the process that uses it, or start processes by multiprocessing's "
@@ -58,12 +58,12 @@ class EngineThread:
         recorder: TraceRecorder | None = None,
         notifier: OutputNotifier | None = None,
     ) -> None:
-        """`recorder`: records every finished request; closed with the thread. `notifier`: held
+        """`recorder`: records every finished request; closed with the thread. `notifier`: paused
         while outputs are delivered and the next step is prepared."""
         self._engine = engine
         self._recorder = recorder
         self._notifier = notifier or OutputNotifier()
-        # Messages with where their answer goes; None where it is time to stop.
+        # Messages with the future of their answer, or None to stop the thread.
         self._inbox: queue.SimpleQueue[tuple[EngineMessage[Any], Future[Any] | None] | None] = (
             queue.SimpleQueue()
         )
@@ -113,9 +113,8 @@ class EngineThread:
             self.post(AbandonRequests(collectors[0].submission))
 
     def post(self, message: EngineMessage[Any]) -> bool:
-        """Have `message` carried out soon; False where the thread has ended.
-
-        Returns at once and never raises; may be called from the garbage collector.
+        """Send `message`, to be carried out between two steps. Returns False if the thread has
+        ended. Returns at once and never raises; may be called from the garbage collector.
         """
         with self._lock:
             if self._death is None:
@@ -123,7 +122,7 @@ class EngineThread:
             return self._death is None
 
     def status(self) -> EngineStatus:
-        """The load of the engine and of its inbox. Does not wait for the thread."""
+        """Returns the load of the engine and of its inbox. Does not wait for the thread."""
         with self._lock:
             depths, (requests, tokens) = self._engine.queue_depths(), self._num_unread
         return EngineStatus(
@@ -142,11 +141,12 @@ class EngineThread:
             raise fresh(self._death)
 
     def call(self, message: EngineMessage[Answer]) -> Answer:
-        """Have `message` carried out between two steps and return its answer."""
+        """Send `message`, wait until it is carried out between two steps, and return its answer.
+        Raises EngineDead, and what the engine raises."""
         return self.ask(message).result()
 
     def ask(self, message: EngineMessage[Answer]) -> Future[Answer]:
-        """Have `message` carried out between two steps. The future gets its answer."""
+        """Send `message`, to be carried out between two steps. The future gets its answer."""
         reply: Future[Answer] = Future()
         with self._lock:
             if self._death is not None:
@@ -171,9 +171,10 @@ class EngineThread:
         return self._is_forked
 
     def note_fork(self) -> None:
-        """In the forked process: every call gets EngineDead. What was held is the parent's."""
+        """Mark this copy in a forked process: every call gets EngineDead. Requests and models
+        belong to the parent process."""
         self._is_forked, self._death = True, EngineDead(_FORKED)
-        self._lock = threading.RLock()  # another thread may have held the old one
+        self._lock = threading.RLock()  # another thread may have locked the old one
         self._inbox, self._submitted = queue.SimpleQueue(), {}
 
     # -- in the engine's thread ---------------------------------------------------------------
@@ -193,17 +194,18 @@ class EngineThread:
         self._die(death)
 
     def _step(self) -> None:
-        """A frame of its own: while the thread waits it holds no output, and no error of one.
+        """Run one step and deliver its outputs.
 
-        The tasks that read many outputs would keep this thread from preparing the next step: they
-        are woken while that is computed.
+        A method of its own, so that no frame of the waiting thread refers to outputs or errors.
+        Tasks that read many outputs would delay the preparation of the next step: they are woken
+        while that step is computed.
         """
         outputs = self._engine.begin_step()
-        if self._notifier.is_held:
-            self._notifier.release()
+        if self._notifier.is_paused:
+            self._notifier.resume()
         outputs += self._engine.end_step()
         if len(outputs) >= _MANY_OUTPUTS:
-            self._notifier.hold()
+            self._notifier.pause()
         for output in outputs:
             self._deliver(output)
         self._stepped_at = now = time.monotonic()
@@ -229,8 +231,8 @@ class EngineThread:
         return False
 
     def _rest(self) -> None:
-        """Nothing is left to compute: wake readers, refresh the statistics, flush the trace."""
-        self._notifier.release()
+        """Wake readers, refresh the statistics and flush the trace, before waiting for requests."""
+        self._notifier.resume()
         self._stats, self._stepped_at = self._engine.stats(), time.monotonic()
         self._is_idle = True
         if self._recorder is not None:
@@ -239,7 +241,7 @@ class EngineThread:
     def _die(self, death: EngineDead) -> None:
         with self._lock:
             self._death = death
-        self._notifier.release()
+        self._notifier.resume()
         self._refuse(list(self._collectors.values()))
         self._collectors.clear()
         try:
@@ -264,16 +266,22 @@ class EngineThread:
                 self._refuse(self._submitted.pop(message.submission))
 
     def _carry_out(self, message: EngineMessage[Any], reply: Future[Any] | None) -> None:
-        """An error goes to the caller; one without a caller is logged.
+        """Process one message. An error is passed to the caller, or logged without one.
 
-        Where requests cannot be added or ended it ends the thread: nothing is to hang.
+        An error while requests are added or ended is raised and ends the thread, so that no caller
+        waits for ever.
         """
         if isinstance(message, AddRequests):
             self._add(message)
             return None
         if isinstance(message, AbandonRequests):
-            number = message.submission
-            self._abort([name for name, t in self._collectors.items() if t.submission == number])
+            self._abort(
+                [
+                    request_id
+                    for request_id, collector in self._collectors.items()
+                    if collector.submission == message.submission
+                ]
+            )
             return None
         if reply is not None and not reply.set_running_or_notify_cancel():
             return None  # its caller has left
@@ -309,7 +317,7 @@ class EngineThread:
         message: AddRequests,
         unread: list[OutputCollector],
     ) -> None:
-        """Queue all or none. Takes each that the scheduler counts from now on off `unread`."""
+        """Queue all requests or none. Removes each from `unread` once the scheduler counts it."""
         error: RadixServeError | None = None
         for request in message.requests:
             if request.request_id in self._collectors:
@@ -333,7 +341,7 @@ class EngineThread:
         )
 
     def _refuse(self, collectors: Sequence[OutputCollector]) -> None:
-        """The thread has ended, or is about to."""
+        """Fail these collectors with EngineDead: the thread has ended, or is about to."""
         assert self._death is not None
         for collector in collectors:
             collector.fail(fresh(self._death))
@@ -381,8 +389,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def answer_message(engine: Engine, message: EngineMessage[Any]) -> Any:
-    """Carry out every message that concerns the engine alone; those that add or end requests
-    concern their callers too, see `EngineThread`. Raises what the engine raises."""
+    """Carry out a message that does not add or end requests, and return its answer. `EngineThread`
+    processes the others, which concern their callers too. Raises what the engine raises."""
     match message:
         case messages.LookUpPrompt(token_ids, namespace, compare_namespaces):
             return engine.lookup(token_ids, namespace, compare_namespaces=compare_namespaces)

@@ -1,12 +1,12 @@
 """`KVConnector`: writes the pool's K/V to disk when requests end, reads it when they return.
 
-    add(request) -> hold -> [ reads in a thread ] -> pages filled between steps -> Scheduler.add
+    queue_load(request) -> [ reads in a thread ] -> pages filled between steps -> Scheduler.add
     end of a request -> K/V copied between steps -> [ written in a thread ]
 
-A request whose prefix is stored and not cached is held back until its runs are loaded, one request
-at a time in order of arrival; all others pass. Loaded tokens are committed to the cache run by run,
-by the same calls as computed tokens. If a read fails, is late or does not verify, the request
-continues with the runs loaded so far and computes the rest.
+A request whose prefix is stored and not cached waits until its runs are loaded, one request at a
+time in order of arrival; other requests do not wait. Loaded tokens are committed to the cache run
+by run, by the same calls as computed tokens. If a read fails, is late or does not verify, the
+request continues with the runs loaded so far and computes the rest.
 
 K/V is copied out of the pool when the engine has nothing to run; before that only if the pool may
 evict it otherwise, or if it has waited for long.
@@ -50,32 +50,31 @@ if TYPE_CHECKING:
 _log = logging.getLogger("radixserve")
 MIN_TOKENS = 16  # fewer are neither written nor loaded
 _MIN_MEASURED = 64  # tokens computed before their time is known
-_BACKLOG_BYTES = 256 << 20  # K/V that waits to be written; more is not written
-_READ_AHEAD = 2  # runs read while one is loaded
-_PATIENCE_S = 2.0  # a read is given up after so long and four times what is expected
-_FIRST_BANDWIDTH = 1e9  # bytes/s, until reads were timed
-_FIRST_LATENCY_S = 0.5e-3  # of a load beside its bytes, until loads were timed; never taken as less
-_FORGETTING = 0.02  # of the measured latency, each time that a load does not pay
-_STEP_S = 0.005  # of a step's time for loads
-_MAX_FREE_BUFFERS = 8
+_BACKLOG_BYTES = 256 << 20  # most K/V that waits to be written; what exceeds it is not stored
+_READ_AHEAD = 2  # runs that are read while another is put into pages
+_PATIENCE_S = 2.0  # a read is given up after this and four times its expected time
+_FIRST_BANDWIDTH = 1e9  # bytes/s that are expected until reads were timed
+_FIRST_LATENCY_S = 0.5e-3  # fixed cost of a load until loads were timed, and the least assumed
+_FORGETTING = 0.02  # share of the measured latency forgotten each time that a load does not pay
+_STEP_S = 0.005  # time per step for filling pages
+_MAX_FREE_BUFFERS = 8  # unused buffers that are kept for the next reads and copies
 _CHECK_S = 60.0  # `check` waits at most so long for writes
 _MAX_UNSAVED_S = 5.0  # K/V is copied after so long even while the engine is busy
 _LOG_EVERY_S = 60.0
-_MAX_FREE_BUFFERS = 8
 
 
-class HeldRequest(NamedTuple):
-    """A request that waits for its stored prefix. `finish`: hands it to the scheduler with the
+class LoadingRequest(NamedTuple):
+    """A request that waits for its stored prefix. `on_loaded`: passes it to the scheduler, with the
     number of tokens that were loaded for it."""
 
     request: Request
-    finish: Callable[[int], None]
+    on_loaded: Callable[[int], None]
     num_missing: int  # tokens that are stored and not cached
 
 
 class BufferPool:
-    """Memory for the K/V of runs, used again and again: new memory is several times as slow to
-    fill, since the system maps each of its pages first. Any thread may call."""
+    """Memory buffers for the K/V of runs. Reuse is several times faster than new memory, whose
+    pages the system maps on first use. May be called from any thread."""
 
     def __init__(self, num_bytes: int) -> None:
         """`num_bytes`: of a buffer."""
@@ -85,7 +84,7 @@ class BufferPool:
         self.num_lent = 0
 
     def take(self) -> ByteArray:
-        """[num_bytes] uint8 of any content."""
+        """Returns a buffer, [num_bytes] uint8 of any content."""
         with self._lock:
             self.num_lent += 1
             if self._free:
@@ -93,7 +92,7 @@ class BufferPool:
         return np.empty(self._num_bytes, np.uint8)
 
     def give_back(self, buffer: ByteArray) -> None:
-        """It is not used any more."""
+        """Return a buffer that is no longer used."""
         with self._lock:
             self.num_lent -= 1
             if len(self._free) < _MAX_FREE_BUFFERS:
@@ -116,9 +115,9 @@ class LoadPlan(NamedTuple):
 
 @dataclass(eq=False)
 class Load:
-    """The request whose runs are being loaded. Between steps it holds no page."""
+    """A load in progress: the stored runs of one request. It locks no page between steps."""
 
-    held: HeldRequest
+    waiter: LoadingRequest
     stored: StoredPrefix
     runs: deque[StoredRun]  # not yet read
     reads: deque[tuple[StoredRun, Future[BufferedRun | None]]] = field(default_factory=deque)
@@ -166,14 +165,15 @@ class KVConnector:
         step_tokens: int = 0,
         token_cost: Callable[[], tuple[float, int]] = lambda: (0.0, 0),
     ) -> None:
-        """`step_tokens`: of the pool, that a step may take. `token_cost`: seconds spent on
-        computing prompts, and their tokens, so far."""
+        """`step_tokens`: tokens for which a step may take pages. `token_cost`: returns the seconds
+        in which prompts were computed, and their tokens, so far. `writes_reused_only`: store only
+        the tokens that a request found cached."""
         self._prefixes = prefixes
         self._pool = pool
         self._cache = cache
         self._writes_reused_only = writes_reused_only
         self._token_cost = token_cost
-        self._held: deque[HeldRequest] = deque()
+        self._waiting: deque[LoadingRequest] = deque()
         self._load: Load | None = None
         self._reader = ThreadPoolExecutor(1, "radixserve-store-reader")
         self._writer = ThreadPoolExecutor(1, "radixserve-store-writer")
@@ -190,20 +190,20 @@ class KVConnector:
     # -- loading ------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Requests that are held. Any thread may ask."""
-        return len(self._held) + (self._load is not None)
+        """Number of requests that wait for a load. May be called from any thread."""
+        return len(self._waiting) + (self._load is not None)
 
     @property
-    def num_held_tokens(self) -> int:
-        """Tokens of their prompts."""
-        return sum(len(held.request.token_ids) for held in self._all_held())
+    def num_loading_tokens(self) -> int:
+        """Tokens of the prompts that wait for a load."""
+        return sum(len(waiter.request.token_ids) for waiter in self._loading_requests())
 
-    def _all_held(self) -> list[HeldRequest]:
+    def _loading_requests(self) -> list[LoadingRequest]:
         load = self._load
-        return [*([] if load is None else [load.held]), *self._held]
+        return [*([] if load is None else [load.waiter]), *self._waiting]
 
     def stored_len(self, tokens: IntArray, namespace: str) -> int:
-        """Tokens of the longest stored prefix."""
+        """Returns the length of the longest stored prefix in tokens."""
         return self._prefixes.match(tokens, namespace).length
 
     def lookup(self, tokens: IntArray, namespace: str, cached_len: int) -> StoredLookup:
@@ -215,35 +215,36 @@ class KVConnector:
         compute_s = num_tokens * seconds / computed if computed >= _MIN_MEASURED else None
         return StoredLookup(stored_len, num_tokens, load_s, compute_s)
 
-    def hold(self, request: Request, finish: Callable[[int], None]) -> bool:
-        """Hold a request back while its stored prefix is loaded; False where loading does not pay:
-        it is cached, not stored, or computed sooner. `finish`: see `HeldRequest`."""
+    def queue_load(self, request: Request, on_loaded: Callable[[int], None]) -> bool:
+        """Queue a request to load its stored prefix before it is scheduled. Returns False, and does
+        nothing, if loading does not pay: the prefix is cached, not stored, or computed sooner.
+        `on_loaded`: see `LoadingRequest`."""
         is_stuck = self._late_read is not None and not self._late_read.done()
-        missing = None if is_stuck else self._find_missing(request, self._all_held())
+        missing = None if is_stuck else self._plan_load(request, self._loading_requests())
         if missing is None:
             return False
-        self._held.append(HeldRequest(request, finish, missing.num_tokens))
+        self._waiting.append(LoadingRequest(request, on_loaded, missing.num_tokens))
         return True
 
-    def release(self, request_id: str | None = None) -> None:
-        """Hand one held request, or all, to the scheduler without loading more."""
-        if self._load is not None and request_id in (None, self._load.held.request.request_id):
+    def cancel_loads(self, request_id: str | None = None) -> None:
+        """Pass one waiting request, or all if None, to the scheduler without loading more."""
+        if self._load is not None and request_id in (None, self._load.waiter.request.request_id):
             self._end_load(self._load)
-        for held in list(self._held):
-            if request_id in (None, held.request.request_id):
-                self._held.remove(held)
-                held.finish(0)
+        for waiter in list(self._waiting):
+            if request_id in (None, waiter.request.request_id):
+                self._waiting.remove(waiter)
+                waiter.on_loaded(0)
 
     @property
     def has_work(self) -> bool:
-        """Whether a load is under way or K/V is to be copied."""
+        """Whether requests wait for a load or K/V is to be copied."""
         return len(self) > 0 or len(self._unsaved) > 0
 
     def step(self, *, may_wait: bool) -> None:
-        """Put the runs that have been read into pages, for some milliseconds. `may_wait`: that long
+        """Put the runs that have been read into pages, for up to 5 ms. `may_wait`: wait up to 5 ms
         for the first one."""
-        while self._load is None and self._held:
-            self._load = self._begin(self._held.popleft())
+        while self._load is None and self._waiting:
+            self._load = self._begin(self._waiting.popleft())
         load = self._load
         if load is None:
             return None
@@ -251,7 +252,7 @@ class KVConnector:
             wait([load.reads[0][1]], _STEP_S)
         began = time.monotonic()
         while load.reads[0][1].done() and time.monotonic() - began < _STEP_S:
-            if not self._install(load, *load.reads.popleft()):
+            if not self._install_run(load, *load.reads.popleft()):
                 return self._end_load(load)
             if not load.reads:
                 self._time_load(load)
@@ -264,8 +265,9 @@ class KVConnector:
             self._end_load(load)
         return None
 
-    def _find_missing(self, request: Request, ahead: Sequence[HeldRequest]) -> LoadPlan | None:
-        """What to load for a request after those ahead; None if loading does not pay."""
+    def _plan_load(self, request: Request, ahead: Sequence[LoadingRequest]) -> LoadPlan | None:
+        """Returns what to load for a request, after the loads of the requests `ahead`; None if
+        loading does not pay."""
         tokens, namespace = _reusable_tokens(request), request.params.namespace
         if len(tokens) < MIN_TOKENS:
             return None
@@ -278,13 +280,13 @@ class KVConnector:
             return None
         return LoadPlan(stored, num_missing)
 
-    def _pays(self, num_tokens: int, ahead: Sequence[HeldRequest]) -> bool:
-        """Whether loading them, after what is loaded for the requests ahead, takes less time than
-        computing them, by what was measured."""
+    def _pays(self, num_tokens: int, ahead: Sequence[LoadingRequest]) -> bool:
+        """Whether loading `num_tokens`, after the loads of the requests `ahead`, takes less time
+        than computing them, by the rates measured so far."""
         seconds, computed = self._token_cost()
         if computed < _MIN_MEASURED:
             return True
-        waits_s = sum(self._load_seconds(held.num_missing) for held in ahead)
+        waits_s = sum(self._load_seconds(waiter.num_missing) for waiter in ahead)
         pays = waits_s + self._load_seconds(num_tokens) < num_tokens * seconds / computed
         if not pays:  # once loads do not pay, none is timed: what was slow may be fast again
             self._latency_s += _FORGETTING * (_FIRST_LATENCY_S - self._latency_s)
@@ -294,24 +296,25 @@ class KVConnector:
         return self._latency_s + num_tokens * self._prefixes.layout.token_bytes / self._bandwidth
 
     def _time_load(self, load: Load) -> None:
-        """Keep the latency of loads up to date by one that has ended well."""
+        """Update the measured latency of loads with a load that has succeeded."""
         seconds = time.monotonic() - load.began
         num_bytes = load.num_loaded * self._prefixes.layout.token_bytes
         latency_s = max(_FIRST_LATENCY_S, seconds - num_bytes / self._bandwidth)
         self._latency_s += 0.2 * (latency_s - self._latency_s)
 
-    def _begin(self, held: HeldRequest) -> Load | None:
-        """Start to read what is not cached; None if loading no longer pays."""
-        request = held.request
-        missing = self._find_missing(request, ())
+    def _begin(self, waiter: LoadingRequest) -> Load | None:
+        """Start to read the runs that are not cached. Returns the load; None if loading no longer
+        pays."""
+        request = waiter.request
+        missing = self._plan_load(request, ())
         if missing is None:
-            held.finish(0)
+            waiter.on_loaded(0)
             return None
         stored = missing.stored
         tokens, namespace = request.token_ids[: stored.length], request.params.namespace
         cached = self._cache.lookup(tokens, namespace, allow_full=True, compare_namespaces=False)
         runs = [run for run in stored.runs if run.start + run.num_tokens > cached.cached_len]
-        load = Load(held, stored, deque(runs))
+        load = Load(waiter, stored, deque(runs))
         for _ in range(_READ_AHEAD):
             self._read_next(load)
         self._set_deadline(load)
@@ -324,10 +327,10 @@ class KVConnector:
     def _read_next(self, load: Load) -> None:
         if load.runs:
             run = load.runs.popleft()
-            load.reads.append((run, self._reader.submit(self._read, run, load.held.request)))
+            load.reads.append((run, self._reader.submit(self._read, run, load.waiter.request)))
 
     def _read(self, run: StoredRun, request: Request) -> BufferedRun | None:
-        """In the reader's thread."""
+        """Returns the K/V of a run, None if it was removed; called in the reader's thread."""
         buffer, kv = self._buffers.take(), None
         try:
             began = time.perf_counter()
@@ -351,11 +354,11 @@ class KVConnector:
         read.cancel()
         read.add_done_callback(give_back)
 
-    def _install(self, load: Load, run: StoredRun, read: Future[BufferedRun | None]) -> bool:
-        """Put a run's K/V into pages and commit it. False: what follows cannot be loaded."""
+    def _install_run(self, load: Load, run: StoredRun, read: Future[BufferedRun | None]) -> bool:
+        """Put a run's K/V into pages and commit it. Returns False if the load must end here."""
         try:
             buffered = read.result()
-            reason = f"{run.name} is gone, or has other tokens by now"
+            reason = f"{run.name} was removed or replaced"
         except Exception as error:  # BadRun, OSError, or whatever a disk can make of it
             buffered, reason = None, str(error) or repr(error)
         if buffered is None:
@@ -363,7 +366,7 @@ class KVConnector:
             self._warn(f"a stored run cannot be read, its tokens are computed: {reason}")
             return False
         self._read_next(load)
-        request = load.held.request
+        request = load.waiter.request
         end, namespace = run.start + run.num_tokens, request.params.namespace
         try:
             with self._lock(request.token_ids[:end], namespace) as sequence:
@@ -375,7 +378,7 @@ class KVConnector:
         return count > 0
 
     def _lock(self, tokens: IntArray, namespace: str) -> CacheSequence:
-        """A sequence of the cached part of `tokens`, whose page heads are copied."""
+        """Returns a sequence over the cached part of `tokens`, whose `cow_copies` were made."""
         sequence = self._cache.acquire(tokens, namespace, allow_full=True)
         if sequence.cow_copies:
             self._pool.copy_page_prefixes(np.array(sequence.cow_copies, np.int32))
@@ -384,8 +387,8 @@ class KVConnector:
     def _fill(
         self, sequence: CacheSequence, run: StoredRun, tokens: IntArray, kv: ByteArray
     ) -> int:
-        """Append a run to a sequence and commit it; returns the tokens appended, 0 where no page is
-        free or the tokens before it are no longer cached."""
+        """Append a run to a sequence and commit it. Returns the tokens appended, 0 if no page is
+        available or the tokens before the run are no longer cached."""
         begin, end = sequence.length, run.start + run.num_tokens
         if begin < run.start or end <= begin:
             return 0
@@ -403,14 +406,14 @@ class KVConnector:
         for _, read in load.reads:
             self._discard(read)
         self._writer.submit(self._prefixes.touch, load.stored)
-        load.held.finish(load.num_loaded)
+        load.waiter.on_loaded(load.num_loaded)
 
     # -- writing ------------------------------------------------------------------------------
 
     def save(self, sequence: CacheSequence, num_reused: int) -> None:
-        """A request ends: its K/V that is not stored is to be written. It is copied now only if the
-        pool may soon evict it. `num_reused`: leading tokens that it did not compute. Raises
-        nothing."""
+        """Queue the K/V of a request that ends to be stored. It is copied out of the pool now only
+        if the pool may soon evict it. `num_reused`: leading tokens that the request did not
+        compute. Never raises."""
         length = sequence.committed_len
         if self._writes_reused_only:
             length = min(length, num_reused)
@@ -422,7 +425,7 @@ class KVConnector:
             self._copy_or_warn(self._unsaved[0])
 
     def copy_unsaved(self, *, is_idle: bool) -> None:
-        """Copy one run of K/V out of the pool, if that is due; see the module. Raises nothing."""
+        """Copy one run of K/V out of the pool if it is due, see the module. Never raises."""
         while self._unsaved:
             is_short = self._is_short_of_pages()
             waited_s = time.monotonic() - self._unsaved[0].since
@@ -433,13 +436,14 @@ class KVConnector:
                 return
 
     def _is_short_of_pages(self) -> bool:
-        """Whether the pool may soon evict K/V that is to be copied: it evicts what was used last
-        after all else, but by no policy's promise."""
+        """Whether the pool may soon evict K/V that is to be copied. It was used last, so most
+        policies evict it last, but none guarantees it."""
         wanted = sum(len(unsaved.tokens) for unsaved in self._unsaved) + self._step_tokens
         return 2 * wanted > self._cache.num_available * self._cache.page_size
 
     def _copy_or_warn(self, unsaved: Unsaved) -> None:
-        """Copy a run; whatever happens, `unsaved` leaves the queue in the end."""
+        """Copy the next run of `unsaved`. After its last run, and after an error, `unsaved` leaves
+        the queue and its runs go to the writer."""
         try:
             if self._copy_run(unsaved):
                 return
@@ -459,7 +463,7 @@ class KVConnector:
             self._writer.submit(self._write, unsaved)
 
     def _copy_run(self, unsaved: Unsaved) -> bool:
-        """Copy the next run of what is cached. False: no more of it is to be copied."""
+        """Copy the next run that is cached and not stored. Returns False if it was the last."""
         tokens, namespace = unsaved.tokens, unsaved.namespace
         if unsaved.stored is None:
             writing = self._writes.copy()  # before the match: what is written by then is matched
@@ -478,7 +482,8 @@ class KVConnector:
         return cached_len - begin == MAX_RUN_TOKENS
 
     def _copy(self, pages: IntArray, begin: int, end: int) -> BufferedRun:
-        """The K/V of at most MAX_RUN_TOKENS positions of a sequence's pages, in a buffer."""
+        """Returns the K/V of the positions [begin, end) of a sequence's pages, at most
+        MAX_RUN_TOKENS, in a buffer."""
         buffer = self._buffers.take()
         try:
             slots = slots_of(pages, begin, end, self._cache.page_size)
@@ -489,12 +494,12 @@ class KVConnector:
 
     @property
     def _backlog(self) -> int:
-        """Bytes of K/V that was copied and is not written."""
+        """Bytes of K/V that were copied out of the pool and are not written yet."""
         jobs = [*self._unsaved, *list(self._writes.values())]
         return sum(unsaved.num_bytes for unsaved in jobs)
 
     def _write(self, unsaved: Unsaved) -> None:
-        """In the writer's thread."""
+        """Write the copied runs; called in the writer's thread."""
         stored = unsaved.stored
         assert stored is not None
         num_left = len(unsaved.tokens) - stored.length
@@ -542,8 +547,9 @@ class KVConnector:
                 self._buffers.give_back(run.buffer)
 
     def load_now(self, tokens: IntArray, namespace: str) -> int | None:
-        """Put the stored part of `tokens` into free pages. Returns the tokens loaded, None where
-        the free pages hold none: nothing is evicted. Damaged runs are left out."""
+        """Put the stored part of `tokens` into free pages, without evicting any. Returns the tokens
+        loaded; None if the first run does not fit into the free pages. A damaged run ends the
+        load."""
         cache, stored = self._cache, self._prefixes.match(tokens, namespace)
         num_loaded = 0
         with self._lock(tokens[: stored.length], namespace) as sequence:
@@ -565,10 +571,11 @@ class KVConnector:
         return num_loaded
 
     def forget(self, namespace: str | None) -> None:
-        """Drop what is stored of a namespace, or all of this model. Returns at once."""
-        for held in self._all_held():
-            if namespace in (None, held.request.params.namespace):
-                self.release(held.request.request_id)
+        """Drop the stored prefixes of a namespace, or all of this model if None. Returns at
+        once."""
+        for waiter in self._loading_requests():
+            if namespace in (None, waiter.request.params.namespace):
+                self.cancel_loads(waiter.request.request_id)
         for unsaved in list(self._unsaved):
             if namespace in (None, unsaved.namespace):
                 self._unsaved.remove(unsaved)
@@ -579,24 +586,24 @@ class KVConnector:
     # -- the whole ----------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Wait until all that was to be written has been. For other threads than the engine's."""
+        """Wait until all queued K/V is written. Not to be called from the engine's thread."""
         while self._unsaved:
             time.sleep(0.001)
         self._writer.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Write what is left and end the threads."""
+        """Write the queued K/V and end the threads."""
         while self._unsaved:
             self._copy_or_warn(self._unsaved[0])
         self._reader.shutdown(wait=False, cancel_futures=True)
         self._writer.shutdown()
 
     def check(self) -> None:
-        """Audit the books: held requests, loads under way, buffers, and, where no other process
+        """Audit the waiting requests, the load in progress, the buffers, and, if no other process
         uses the store, its bytes on disk. Waits for writes. Raises AssertionError."""
         self._writer.submit(lambda: None).result(_CHECK_S)
-        ids = [held.request.request_id for held in self._all_held()]
-        assert len(ids) == len(set(ids)), "a request is held twice"
+        ids = [waiter.request.request_id for waiter in self._loading_requests()]
+        assert len(ids) == len(set(ids)), "a request waits for two loads"
         num_copied = sum(len(unsaved.runs) for unsaved in self._unsaved)
         assert not self._writes, "a write has ended and is kept"
         assert 0 <= self._backlog <= _BACKLOG_BYTES, "more K/V waits than may"
@@ -617,7 +624,7 @@ class KVConnector:
 
     @property
     def _reader_is_busy(self) -> bool:
-        """Whether reads that were given up, or are waited for, may hold buffers."""
+        """Whether reads in progress, abandoned ones included, may have buffers."""
         try:
             self._reader.submit(lambda: None).result(0.05)
         except TimeoutError:
@@ -625,7 +632,8 @@ class KVConnector:
         return False
 
     def stats(self) -> dict[str, int]:
-        """The counters of `TierStats`, the requests that wait for a load, and the store's size."""
+        """Returns the counters of `TierStats`, the number of requests that wait for a load, and the
+        size of the store."""
         return {
             **vars(self._counts),
             "loading_requests": len(self),
@@ -641,7 +649,7 @@ class KVConnector:
         return self._prefixes.paths()
 
     def _warn(self, message: str) -> None:
-        """One line a minute; the counters tell how many there were."""
+        """Log a warning, at most once a minute; the counters have the number of all."""
         now = time.monotonic()
         if now - self._logged_at >= _LOG_EVERY_S:
             self._logged_at = now
@@ -649,13 +657,14 @@ class KVConnector:
 
 
 def slots_of(pages: IntArray, begin: int, end: int, page_size: int) -> IntArray:
-    """[end - begin] int64 slots of positions in a sequence's pages: page * page_size + offset."""
+    """Returns [end - begin] int64 slots of positions in a sequence's pages, page * page_size +
+    offset."""
     positions = np.arange(begin, end)
     return pages[positions // page_size].astype(np.int64) * page_size + positions % page_size
 
 
 def _reusable_tokens(request: Request) -> IntArray:
-    """The tokens of a prompt that need not be computed: not its last one, nor scored ones."""
+    """Returns the tokens of a prompt that may be loaded: neither the last one nor scored ones."""
     wanted = request.token_ids[: request.score_start + 1]
     return wanted[: len(wanted) - 1]
 
@@ -666,8 +675,8 @@ def open_connector(
     cache: PrefixCache,
     token_cost: Callable[[], tuple[float, int]],
 ) -> KVConnector:
-    """The tier that `config.kv_store` names. Raises InvalidRequest where K/V cannot be stored, or
-    where the folder cannot be made."""
+    """Returns the connector to the folder `config.kv_store`. `token_cost`: see `KVConnector`.
+    Raises InvalidRequest if the model's K/V cannot be stored or the folder cannot be made."""
     assert config.kv_store is not None
     assert isinstance(cache, RadixCache)
     pool, layout, settings = runner.storable_pool()

@@ -19,7 +19,7 @@ Answer = TypeVar("Answer")
 
 
 class EngineMessage(Generic[Answer]):
-    """`Answer`: the type of what `call` returns for it."""
+    """Base of all messages. `Answer`: the type of the value that `call` returns for it."""
 
     __slots__ = ()
 
@@ -28,7 +28,7 @@ class EngineMessage(Generic[Answer]):
 class AddRequests(EngineMessage[None]):
     """Queue requests so that they arrive together: all of them or, after an error, none."""
 
-    submission: int  # names the caller's collectors; an id of a request may be used again
+    submission: int  # identifies the caller's collectors, since request ids may be used again
     requests: tuple[Request, ...]
 
 
@@ -48,7 +48,7 @@ class AbortRequests(EngineMessage[int]):
 
 @dataclass(frozen=True, slots=True)
 class LookUpPrompt(EngineMessage[Lookup]):
-    """How much of a prompt is cached, and why not more; see `PrefixCache.lookup`."""
+    """Look up how much of a prompt is cached, and why not more; see `PrefixCache.lookup`."""
 
     token_ids: IntArray
     namespace: str
@@ -57,12 +57,12 @@ class LookUpPrompt(EngineMessage[Lookup]):
 
 @dataclass(frozen=True, slots=True)
 class GetStats(EngineMessage[EngineStats]):
-    """Counters and gauges."""
+    """Read the counters and gauges; see `Engine.stats`."""
 
 
 @dataclass(frozen=True, slots=True)
 class DumpTree(EngineMessage[TreeDump]):
-    """The cache's tree as nested dicts, of one namespace where it is given."""
+    """Read the cache's tree as nested dicts, of one namespace if it is given."""
 
     max_nodes: int
     namespace: str | None = None
@@ -70,21 +70,21 @@ class DumpTree(EngineMessage[TreeDump]):
 
 @dataclass(frozen=True, slots=True)
 class PreviewEviction(EngineMessage[list[EvictionCandidate]]):
-    """The next evictions."""
+    """Read the next `count` evictions; see `PrefixCache.eviction_preview`."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class TakeSnapshot(EngineMessage[dict[str, Any]]):
-    """A bounded snapshot of the cache and of the requests."""
+    """Take a bounded snapshot of the cache and of the requests."""
 
     view: SnapshotView
 
 
 @dataclass(frozen=True, slots=True)
 class TakeEvents(EngineMessage[tuple[EventBatch, EventSnapshot | None]]):
-    """The cache's events since the last call, and a snapshot if wanted."""
+    """Take the cache's events since the last call, and a snapshot if wanted."""
 
     with_snapshot: bool
 
@@ -98,7 +98,7 @@ class ResetCache(EngineMessage[None]):
 
 @dataclass(frozen=True, slots=True)
 class FindStored(EngineMessage[int]):
-    """How much of a prompt the kv_store holds."""
+    """Find how much of a prompt is in the kv_store; answers with its leading stored tokens."""
 
     token_ids: IntArray
     namespace: str
@@ -153,14 +153,15 @@ class SessionClaim:
 
 @dataclass(frozen=True, slots=True)
 class ClaimSessions(EngineMessage[None]):
-    """Several sessions claim."""
+    """Let several sessions claim cached tokens."""
 
     claims: tuple[SessionClaim, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CloseSession(EngineMessage[None]):
-    """Close a session after its `successors` have claimed; `reopened`: its next claim."""
+    """Close a session after its `successors` have claimed their tokens. `reopened`: open it again
+    with this claim."""
 
     name: str
     successors: tuple[SessionClaim, ...] = ()
@@ -169,13 +170,13 @@ class CloseSession(EngineMessage[None]):
 
 @dataclass(frozen=True, slots=True)
 class GetHeld(EngineMessage[HeldByHints]):
-    """Counts of an owner's pins, retains and held tokens."""
+    """Count the pins and retains of an owner, and the tokens that they keep cached."""
 
     owner: str
 
 
 @dataclass(frozen=True, slots=True)
 class ApplyHints(EngineMessage[list[HintAnswer]]):
-    """Carry out hints in order; an answer each."""
+    """Carry out hints in order; answers with one answer per hint."""
 
     hints: tuple[Hint, ...]

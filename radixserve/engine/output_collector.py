@@ -54,8 +54,8 @@ class OutputCollector:
         if stops := tuple(params.stop):
             self._stop = StopStringMatcher(stops, include=params.include_stop_str_in_output)
         self._is_eager = streams or bool(params.stop)  # text is needed at once
-        self._pieces: list[str] = []  # of the text so far
-        self._pending_text: list[str] = []  # of these, not yet sent in a chunk
+        self._pieces: list[str] = []  # the text so far
+        self._pending_text: list[str] = []  # the pieces not yet sent in a chunk
         self._token_ids: list[int] = request.token_ids[request.num_prompt :].tolist()
         self._num_sent = len(self._token_ids)  # tokens sent in chunks, here or before
         self._logprobs: list[float] = []
@@ -76,7 +76,8 @@ class OutputCollector:
         return self._token_ids
 
     def push(self, output: RequestOutput) -> bool:
-        """Process one step's output. True: a stop string matched; end the request."""
+        """Process one step's output. Returns True if a stop string matched: the caller ends the
+        request."""
         if self._has_ended:
             return False
         self._token_ids += output.token_ids
@@ -128,7 +129,8 @@ class OutputCollector:
             self._pending_text.append(piece)
 
     def _complete(self, finish: Finish) -> None:
-        """Build the completion, then notify; errors before that can still be reported by `fail`."""
+        """Build the completion, then notify. An error before the notification can still be reported
+        by `fail`."""
         if self._text is not None:
             if not self._is_eager:
                 ids = self._token_ids[: -1 if self._hides_last(finish) else None]
@@ -170,8 +172,8 @@ class OutputCollector:
     def _of_prompt(
         self, finish: Finish
     ) -> tuple[list[float | None] | None, list[dict[int, float] | None] | None]:
-        """One entry per prompt token, None for the first and for those that were not reached; None
-        if not requested."""
+        """Returns the logprobs and top logprobs of the prompt, each None if not requested. They
+        have one entry per token, None for the first token and for those that were not reached."""
         wanted = self.request.params.prompt_logprobs
         if wanted is None:
             return None, None
@@ -183,7 +185,8 @@ class OutputCollector:
         return logprobs, [None, *(dict(score.top_logprobs) for score in scores), *rest]
 
     def _reason(self, finish: Finish) -> FinishReason:
-        """A stop string in the last text counts even where the length ended the request."""
+        """Returns the finish reason: "stop" for a stop string in the last text, even if the length
+        ended the request."""
         if self._has_stop_string and finish.reason == "length":
             return "stop"
         return cast(FinishReason, finish.reason)  # a request with an error has no Completion

@@ -22,7 +22,7 @@ class LoopWaker:
         self._is_scheduled = False
 
     def call(self, function: Callable[[], None]) -> None:
-        """Have `function` called in the loop soon. From any thread; not after the loop's end."""
+        """Call `function` in the loop soon, unless the loop has ended. From any thread."""
         self._calls.append(function)
         if self._is_scheduled:
             return
@@ -49,32 +49,32 @@ class LoopWaker:
 class OutputNotifier:
     """A `LoopWaker` for each loop whose tasks read outputs.
 
-    While the notifier is held, signals wait for the release: a loop that is woken takes Python's
-    lock from the engine's thread, which has a step to prepare.
+    While the notifier is paused, signals are deferred: a loop that is woken takes Python's lock
+    from the engine's thread, which has a step to prepare.
     """
 
     def __init__(self) -> None:
-        self.is_held = False
+        self.is_paused = False
         self._deferred: deque[LoopWaker] = deque()
         self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker] = (
             weakref.WeakKeyDictionary()
         )
 
     def running(self) -> LoopWaker:
-        """The waker of the running loop."""
+        """Returns the waker of the running loop."""
         loop = asyncio.get_running_loop()
         waker = self._by_loop.get(loop)
         if waker is None:
             waker = self._by_loop[loop] = LoopWaker(loop, self)
         return waker
 
-    def hold(self) -> None:
-        """Defer all signals until `release`."""
-        self.is_held = True
+    def pause(self) -> None:
+        """Defer all signals until `resume`."""
+        self.is_paused = True
 
-    def release(self) -> None:
-        """Wake the loops for which calls came meanwhile. Idempotent."""
-        self.is_held = False
+    def resume(self) -> None:
+        """Wake the loops whose signals were deferred. Idempotent."""
+        self.is_paused = False
         while True:
             try:
                 waker = self._deferred.popleft()
@@ -83,11 +83,11 @@ class OutputNotifier:
             waker.wake()
 
     def defer(self, waker: LoopWaker) -> bool:
-        """Keep the waker's signal for the release. False, and nothing is kept, while the notifier
-        is not held. From any thread."""
-        if not self.is_held:
+        """Keep the waker's signal for `resume`. Returns False, and keeps nothing, unless the
+        notifier is paused. From any thread."""
+        if not self.is_paused:
             return False
         self._deferred.append(waker)
-        if not self.is_held:  # released meanwhile, perhaps before the waker was added
-            self.release()
+        if not self.is_paused:  # resumed meanwhile, perhaps before the waker was added
+            self.resume()
         return True

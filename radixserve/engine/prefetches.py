@@ -1,4 +1,4 @@
-"""`Prefetches`: prompts that are computed while no other request is open, and stay cached."""
+"""`Prefetches`: computes hinted prompts into the cache while no other request is open."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Prefetches:
         return len(self.queue) + (self.running is not None)
 
     def add(self, hint: Hint) -> HintAnswer:
-        """Queue a hint's prefix. O(tokens + queued ones)."""
+        """Queue a hint's prefix. Returns the answer to the hint. O(tokens + queued prefetches)."""
         if hint.token_ids is None:
             reason = "prefetch takes a prefix: a session is computed already"
             return HintAnswer("prefetch", "rejected", reason=reason)
@@ -91,8 +91,8 @@ class Prefetches:
         )
 
     def step(self) -> None:
-        """Before a step of the engine: end the prefetch if other requests are open, else begin the
-        next."""
+        """End the running prefetch if other requests are open, else begin the next one. To be
+        called before each step of the engine."""
         scheduler, running = self._scheduler, self.running
         if running is not None:
             depths = scheduler.queue_depths()
@@ -109,7 +109,7 @@ class Prefetches:
             scheduler.add(self.running[0])
 
     def drop_outputs(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """`outputs` without those of the running prefetch, whose end is noted."""
+        """Returns `outputs` without those of the running prefetch, and notes its end."""
         running = self.running
         if running is None or not outputs:
             return outputs
@@ -119,7 +119,7 @@ class Prefetches:
         return [output for output in outputs if output.request_id != name]
 
     def forget(self, namespace: str | None) -> None:
-        """Drop those of a namespace, or all, that have not begun."""
+        """Drop the queued prefetches of a namespace, or all if None."""
         self.queue = deque(
             (request, owner)
             for request, owner in self.queue

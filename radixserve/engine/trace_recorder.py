@@ -44,7 +44,7 @@ class TraceRecorder:
     """
 
     def __init__(self, path: str, hash_block: int | None = None) -> None:
-        """`hash_block`: tokens a block to record hashes of; None: record token ids.
+        """`hash_block`: tokens per block, to record hashes of blocks; None: record token ids.
 
         Raises InvalidRequest when the file cannot be written.
         """
@@ -119,7 +119,7 @@ class TraceRecorder:
         return line
 
     def _hash_ids(self, token_ids: IntArray, namespace: str, block: int) -> list[int]:
-        """63-bit hashes of the whole blocks, each of all tokens up to its end."""
+        """Returns 63-bit hashes of the whole blocks, each of all tokens up to the block's end."""
         data, width = token_ids.tobytes(), 4 * block
         ids, digest = [], self._hash(_bytes_of(namespace))
         for offset in range(0, len(data) - width + 1, width):
@@ -143,7 +143,7 @@ class TraceRecorder:
 
 
 def _bytes_of(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")  # names may be no text: they are still names
+    return text.encode("utf-8", "surrogatepass")  # a name need not be valid Unicode
 
 
 def _cut_broken_line(file: BinaryIO) -> None:

@@ -1,1 +1,1 @@
-"""Structured output: compiled grammars, and each answer's position in its grammar."""
+"""Structured output: compiles grammars and computes the allowed next tokens."""

@@ -1,8 +1,8 @@
-"""llguidance: the only file that imports it.
+"""Compiles grammars with llguidance. No other file imports it.
 
-Its parsers work on bytes; `TokenTable` holds a vocabulary's tokens for them. Here the end of an
-answer is an extra token outside the model's vocabulary. The request defines which of the model's
-tokens may end its answer, see matcher.py.
+llguidance's parsers work on bytes; `TokenTable` gives them the bytes of a vocabulary's tokens. The
+end of an answer is an extra token outside the model's vocabulary. The request defines which of the
+model's tokens may end its answer, see matcher.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from radixserve.structured_outputs import StructuredOutput
 
 _END = "<|radixserve:end of answer|>"
 _BLANKS = r"[\x20\x0A\x0D\x09]{1,32}"
-# One step of a parser may take some 50 ms, its compilation some 100 ms, its states some 50 MB.
+# With these limits a parser's step takes up to 50 ms, its compilation 100 ms, its states 50 MB.
 MAX_EXPRESSIONS = 200_000  # derivatives that the lexer may take before the first token
 _LIMITS = {
     "initial_lexer_fuel": MAX_EXPRESSIONS,
@@ -25,8 +25,8 @@ _LIMITS = {
     "verbose_errors": False,
 }
 _TOO_LARGE = "too many expressions constructed"
-# Sets of tokens that are allowed or not as a whole where a string of JSON with so many characters
-# left goes on or, with a quote, begins: a mask walks the trie of the other tokens alone.
+# Sets of tokens that are allowed or forbidden together where a JSON string continues or, with a
+# quote, begins, by the characters that it may still have. A mask walks the other tokens only.
 _IN_STRING = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [
     r"[\x20\x0A\x0D\x09]+",
@@ -48,15 +48,16 @@ def _llguidance() -> Any:
 
 
 def check_installed() -> None:
-    """InvalidRequest, with what to install, where llguidance is missing."""
+    """Raise InvalidRequest, which says what to install, if llguidance is missing."""
     _llguidance()
 
 
 class TokenTable:
-    """The bytes of every token, as a trie. About 2 s for 131,072 tokens."""
+    """The bytes of every token, as a trie. Takes about 2 s to make for 131,072 tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """tokenizer: a `tokenizers.Tokenizer`. InvalidRequest if its tokens are not bytes."""
+        """tokenizer: a `tokenizers.Tokenizer`. Raises InvalidRequest if its tokens are not
+        bytes."""
         own = type(tokenizer).from_str(tokenizer.to_str())
         own.add_special_tokens([_END])
         self.end_id: int = own.token_to_id(_END)  # the token of the answer's end
@@ -66,7 +67,7 @@ class TokenTable:
             )
         except ValueError as error:
             raise InvalidRequest(
-                f"structured output cannot be had with this tokenizer: {error}"
+                f"structured output cannot be used with this tokenizer: {error}"
             ) from error
         self.num_words: int = -(-self.native.vocab_size // 32)  # int32 words of a row of a bitmask
 
@@ -74,11 +75,11 @@ class TokenTable:
 def compile_matcher(
     structured_outputs: StructuredOutput, table: TokenTable, *, keeps_options: bool = False
 ) -> Any:
-    """An `LLMatcher` at the start of an answer. InvalidRequest with llguidance's reason.
-    `keeps_options`: a JSON schema may bring `x-guidance`, options of llguidance.
+    """Returns an `LLMatcher` at the start of an answer. Raises InvalidRequest with llguidance's
+    reason. `keeps_options`: keep `x-guidance`, options of llguidance, in a JSON schema.
 
-    The first mask is computed, too: it builds the states that all answers begin with. So is a
-    step after it, where the lexer's limits are found to be exceeded.
+    Also computes the first mask, which builds the states that all answers begin with, and one step
+    after it, which finds whether the lexer's limits are exceeded.
     """
     module = _llguidance()
     limits = module.LLParserLimits(**_LIMITS)
@@ -99,7 +100,7 @@ def compile_matcher(
 
 
 def _first_token(mask: bytes) -> int:
-    """The lowest token of a bitmask with at least one."""
+    """Returns the lowest token of a bitmask that has at least one."""
     index = next(index for index, byte in enumerate(mask) if byte)
     return 8 * index + (mask[index] & -mask[index]).bit_length() - 1
 
@@ -110,7 +111,7 @@ def _refusal(structured_outputs: StructuredOutput, reason: str) -> InvalidReques
             f"it needs more than {MAX_EXPRESSIONS:,} expressions of the lexer; "
             "make counted repeats such as {1000} smaller"
         )
-    reason = reason.partition(" Enable 'coerce_one_of'")[0]  # an option that is not offered
+    reason = reason.partition(" Enable 'coerce_one_of'")[0]  # an option that callers cannot set
     lines = [line for line in reason.splitlines() if not line.startswith("<")]
     return InvalidRequest(
         f"{structured_outputs.kind} cannot be used: {' '.join(' '.join(lines).split())}"
@@ -118,14 +119,14 @@ def _refusal(structured_outputs: StructuredOutput, reason: str) -> InvalidReques
 
 
 def whitespace_options(structured_outputs: StructuredOutput) -> dict[str, Any]:
-    """llguidance's options for the white space in JSON."""
+    """Returns llguidance's options for the white space in JSON."""
     if structured_outputs.disable_any_whitespace:
         return {"whitespace_flexible": False}
     return {"whitespace_pattern": structured_outputs.whitespace_pattern or _BLANKS}
 
 
 def _grammar(structured_outputs: StructuredOutput, keeps_options: bool) -> str:
-    """llguidance's own description of a grammar."""
+    """Returns a grammar in llguidance's own form."""
     module, source = _llguidance(), structured_outputs.source
     compiler = module.LLMatcher
     if structured_outputs.kind == "json":
@@ -148,12 +149,12 @@ def _grammar(structured_outputs: StructuredOutput, keeps_options: bool) -> str:
 
 
 def _as_lark(grammar: str) -> str:
-    """GBNF as Lark; a Lark grammar as it is."""
+    """Returns a Lark grammar unchanged, and a GBNF grammar as Lark. Raises InvalidRequest."""
     _llguidance()
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
         return str(any_to_lark(grammar))
-    except (Exception, RecursionError) as error:  # its parser raises plain ones
+    except (Exception, RecursionError) as error:  # its parser raises Exception itself
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InvalidRequest(f"grammar cannot be used: {reason}") from None

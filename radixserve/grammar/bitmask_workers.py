@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-MASK_TIMEOUT_S = 0.5  # for a mask, which takes some 20 microseconds
-_CHUNK = 8  # masks that are worth a thread more
+MASK_TIMEOUT_S = 0.5  # most time for a mask, which usually takes 20 microseconds
+_CHUNK = 8  # masks per thread: fewer do not justify another thread
 _NAME = "radixserve-mask"
 
 
 class BitmaskTasks:
-    """The masks of one step."""
+    """The masks of one step, as tasks for the workers."""
 
     def __init__(self, works: Sequence[Callable[[], object]]) -> None:
         self._works = works
@@ -31,7 +31,7 @@ class BitmaskTasks:
             self.all_done.set()
 
     def run(self) -> None:
-        """In a worker: one row after the other until none waits."""
+        """Compute one row after the other until none waits. Called in a worker."""
         while True:
             try:
                 row = self.waiting.popleft()
@@ -45,10 +45,10 @@ class BitmaskTasks:
                     self.all_done.set()
 
     def finish(self) -> list[int]:
-        """Wait for all; the rows that take longer than MASK_TIMEOUT_S, which still run."""
+        """Wait for all rows. Returns those that take longer than MASK_TIMEOUT_S; they still run."""
         if self.all_done.wait(MASK_TIMEOUT_S):
             return []
-        while self.waiting:  # behind the slow ones
+        while self.waiting:  # for a thread, while slow rows occupy all of them
             threading.Thread(target=self.run, name=_NAME, daemon=True).start()
             if self.all_done.wait(MASK_TIMEOUT_S):
                 return []
@@ -57,14 +57,14 @@ class BitmaskTasks:
 
 
 class BitmaskWorkers:
-    """The threads."""
+    """A pool of threads that compute masks."""
 
     def __init__(self, num_threads: int | None = None) -> None:
         self._num_threads = num_threads or min(16, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(2 * self._num_threads, _NAME)
 
     def start(self, works: Sequence[Callable[[], object]]) -> BitmaskTasks:
-        """Start the work of each row. The works must not raise."""
+        """Start the work of each row, which must not raise. Returns the tasks to wait for."""
         batch = BitmaskTasks(works)
         for _ in range(min(self._num_threads, -(-len(works) // _CHUNK))):
             self._pool.submit(batch.run)

@@ -14,19 +14,20 @@ from radixserve.grammar.matcher import CompiledGrammar
 from radixserve.structured_outputs import StructuredOutput
 
 COMPILE_TIMEOUT_S = 10.0  # a grammar that takes longer is refused
-_AT_ONCE = 4  # grammars that are compiled at the same time, those given up included
-_KEPT = 256  # compiled grammars
-_STACK = 256 << 20  # bytes of address space: rules that name one another are compiled recursively
+_AT_ONCE = 4  # most grammars compiled at the same time, abandoned ones included
+_KEPT = 256  # most compiled grammars in the cache
+_STACK = 256 << 20  # bytes of address space, since nested rules are compiled recursively
 _stack_lock = threading.Lock()
 
 
 class GrammarCompiler:
-    """May be used from any thread but the engine's: compiling takes about a millisecond, and the
-    first time a table of all tokens is made, some seconds for a large vocabulary."""
+    """Compiles grammars and caches the last 256. May be used from any thread except the engine's:
+    compiling takes about a millisecond; the first call also makes a table of all tokens, which
+    takes seconds for a large vocabulary."""
 
     def __init__(self, tokenizer: Callable[[], Any], *, keeps_options: bool = False) -> None:
-        """tokenizer: the model's `tokenizers.Tokenizer`; raises InvalidRequest where it has none.
-        Called with the first grammar. `keeps_options`: see `compile_matcher`."""
+        """tokenizer: returns the model's `tokenizers.Tokenizer` or raises InvalidRequest; called
+        for the first grammar. `keeps_options`: see `compile_matcher`."""
         self._keeps_options = keeps_options
         self._tokenizer = tokenizer
         self._table: TokenTable | None = None
@@ -36,10 +37,10 @@ class GrammarCompiler:
         self._slots = threading.BoundedSemaphore(_AT_ONCE)
 
     def compile(self, structured_outputs: StructuredOutput) -> CompiledGrammar:
-        """The grammar, from the last 256 ones or new.
+        """Returns the compiled grammar, from the cache if it is there.
 
-        Raises InvalidRequest with the reason where it cannot be used, also where it takes longer
-        than COMPILE_TIMEOUT_S; RequestFailed where so many others are being compiled for so long.
+        Raises InvalidRequest if it cannot be used or takes longer than COMPILE_TIMEOUT_S to
+        compile; RequestFailed if other grammars occupy the compiler for that long.
         """
         with self._compiled_lock:
             compiled = self._compiled.get(structured_outputs)
@@ -58,7 +59,7 @@ class GrammarCompiler:
         return compiled
 
     def has(self, structured_outputs: StructuredOutput) -> bool:
-        """Whether it is compiled already."""
+        """Whether a grammar is compiled already."""
         with self._compiled_lock:
             return structured_outputs in self._compiled
 
@@ -70,8 +71,9 @@ class GrammarCompiler:
             return self._table
 
     def _in_thread(self, work: Callable[[], Any]) -> Any:
-        """Its result, waited for no longer than COMPILE_TIMEOUT_S. A thread that is given up runs
-        to the limits that the compiler itself has."""
+        """Returns the result of `work`, run in a thread with a large stack. Raises InvalidRequest
+        after COMPILE_TIMEOUT_S; the abandoned thread runs until the compiler's own limits end
+        it."""
         if not self._slots.acquire(timeout=COMPILE_TIMEOUT_S):
             raise RequestFailed(f"{_AT_ONCE} other grammars are being compiled: try again later")
         answer: Future[Any] = Future()

@@ -1,9 +1,9 @@
 r"""Rewrites JSON schemas so that llguidance 1.9 reads them correctly, or refuses them by name.
 
-- A `format` that is not known is left out, as JSON Schema says; so is `x-guidance`, llguidance's
-  own options.
-- `uniqueItems` is enforced where the items have few values: their arrays are listed. A grammar
-  cannot enforce others; they are refused, or with strict=False left out.
+- An unknown `format` is left out, as JSON Schema says; so is `x-guidance`, the options of
+  llguidance.
+- `uniqueItems` is enforced if the items have few values: their arrays are listed. A grammar cannot
+  enforce it for other items; it is refused, or left out with strict=False.
 - Counts such as `maxItems: 2.0` are whole numbers.
 - Numbers are read as float64: bounds beyond 2^53 are moved to the next whole number inside that a
   float64 has; constants beyond 2^53 are refused.
@@ -35,7 +35,7 @@ _PROPERTY = re.compile(r"\\p(?:\{[^C^][^}]*\}|[^C{])")  # of letters, digits and
 _UNSURE = re.compile(r"\\[pP]|\\[xu]\{|&&|--|~~|\[:|.\[")  # Python's re reads it otherwise
 _VALUES = ("const", "enum", "default", "examples")  # keywords whose values are not schemas
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-# Formats that llguidance holds.
+# Formats that llguidance enforces.
 _FORMATS = frozenset(
     """
     date date-time duration email hostname ipv4 ipv6 time unknown uri uuid
@@ -46,23 +46,24 @@ _COUNTS = frozenset(
     minItems maxItems minLength maxLength minProperties maxProperties minContains maxContains
     """.split()
 )
-_NOTES = frozenset(  # they do not constrain a value
+_NOTES = frozenset(  # keywords that do not constrain a value
     """
     title description default examples deprecated readOnly writeOnly
     $comment $schema $id $defs definitions
     """.split()
 )
-_MOST_ARRAYS = 2_000  # of unique items that are listed
-_MOST_VALUES = 64  # of such an item
+_MOST_ARRAYS = 2_000  # most arrays of unique items that are listed
+_MOST_VALUES = 64  # most values of such an item
 _BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
 _EXACT = 2**53  # whole numbers up to here are float64
 _MOST = 2**63 - 1024  # the largest whole number of 64 bits that is a float64
-_MOST_KEYS = 64  # of a pattern that are looked at
+_MOST_KEYS = 64  # most keys of a pattern that are listed
 
 
 def narrowed(schema: Any, *, keeps_options: bool = False, strict: bool = False) -> Any:
-    """A copy of a schema as above. `keeps_options`: with its `x-guidance`. Raises InvalidRequest,
-    with `strict` also for `uniqueItems` that cannot be held. O(schema)."""
+    """Returns a copy of a schema, rewritten as above. `keeps_options`: keep its `x-guidance`.
+    Raises InvalidRequest, with `strict` also for `uniqueItems` that cannot be enforced.
+    O(schema)."""
     return _narrowed(schema, schema, keeps_options, strict)
 
 
@@ -105,14 +106,15 @@ def _is_left_out(name: str, value: Any, keeps_options: bool) -> bool:
 
 
 def _with_unique_items(schema: dict[str, Any], root: Any, strict: bool) -> dict[str, Any]:
-    """The schema without `uniqueItems`: with the arrays that it allows where they are few."""
+    """Returns the schema without `uniqueItems`, with a list of the allowed arrays if they are
+    few."""
     if schema.pop("uniqueItems", None) is not True or _takes_no_pair(schema):
         return schema
     arrays = _unique_arrays(schema, root)
     if arrays is None and strict:
         raise InvalidRequest(
-            "uniqueItems cannot be held for items of so many values: leave it out, or set strict "
-            "to false to take arrays that repeat an item"
+            "uniqueItems cannot be enforced for items of so many values: leave it out, or set "
+            "strict to false to accept arrays that repeat an item"
         )
     if arrays is None:
         return schema
@@ -121,14 +123,14 @@ def _with_unique_items(schema: dict[str, Any], root: Any, strict: bool) -> dict[
 
 
 def _takes_no_pair(schema: Mapping[str, Any]) -> bool:
-    """Whether no array of two items fits."""
+    """Whether the schema allows no array of two or more items."""
     most, kind = schema.get("maxItems"), schema.get("type", "array")
     is_array = kind == "array" or (isinstance(kind, list) and "array" in kind)
     return not is_array or (isinstance(most, int) and most <= 1)
 
 
 def _unique_arrays(schema: Mapping[str, Any], root: Any) -> list[list[Any]] | None:
-    """All arrays without a repeated item; None where they are too many, or not known."""
+    """Returns all arrays without a repeated item; None if they are too many or not known."""
     known = {"type", "items", "minItems", "maxItems"} | _NOTES
     values = None if set(schema) - known else _values_of(schema.get("items"), root)
     if values is None or schema.get("type") != "array":
@@ -141,8 +143,8 @@ def _unique_arrays(schema: Mapping[str, Any], root: Any) -> list[list[Any]] | No
 
 
 def _values_of(schema: Any, root: Any) -> list[Any] | None:
-    """All values of an item: different texts, whole numbers and truth values; None where they are
-    many, or not known."""
+    """Returns all values of an item (texts, integers and booleans); None if they are too many or
+    not known."""
     if not isinstance(schema, Mapping):
         return None
     keywords = {name: value for name, value in schema.items() if name not in _NOTES}
@@ -173,7 +175,7 @@ def _values_of(schema: Any, root: Any) -> list[Any] | None:
 
 
 def _check_numbers(keyword: str, value: Any) -> None:
-    """Refuse whole numbers that are not float64, anywhere in a constant."""
+    """Raise InvalidRequest for an integer beyond 2^53 anywhere in a constant."""
     pending = [value]
     while pending:
         node = pending.pop()
@@ -186,7 +188,8 @@ def _check_numbers(keyword: str, value: Any) -> None:
 
 
 def _bound(value: int, direction: int) -> int | float:
-    """The bound itself up to 2^53, else the next float64 in this direction, within 64 bits."""
+    """Returns a bound up to 2^53 unchanged, else the next float64 in this direction, within 64
+    bits."""
     if abs(value) <= _EXACT:
         return value
     if value * direction < -_MOST:
@@ -201,7 +204,7 @@ def _bound(value: int, direction: int) -> int | float:
 
 
 def _with_keys(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of an object with keys that llguidance can hold."""
+    """Returns the schema of an object, with its keys as llguidance can enforce them."""
     names = schema.get("propertyNames")
     others = schema.get("additionalProperties", True)
     is_plain = "properties" not in schema and "patternProperties" not in schema
@@ -222,14 +225,14 @@ def _with_keys(schema: dict[str, Any]) -> dict[str, Any]:
     has_others = schema.get("patternProperties") or schema.get("additionalProperties", True)
     if isinstance(least, int) and least > max(1, len(schema.get("required", ()))) and has_others:
         raise InvalidRequest(
-            f"minProperties {least} cannot be held beside patternProperties and "
-            "additionalProperties: keys may come twice; name the properties"
+            f"minProperties {least} cannot be enforced with patternProperties and "
+            "additionalProperties, since keys may appear twice: name the properties"
         )
     return schema
 
 
 def _pattern_of_names(names: Mapping[str, Any]) -> str | None:
-    """The pattern that `propertyNames` asks for; None for other schemas."""
+    """Returns the pattern that a schema of `propertyNames` means; None if it means no pattern."""
     rest = set(names) - {"type", "title", "description", "pattern", "minLength", "maxLength"}
     if rest or not {"pattern", "minLength", "maxLength"} & set(names):
         return None
@@ -259,7 +262,7 @@ def _both(schema: Any, other: Any) -> Any:
 
 
 def _language(pattern: str) -> set[str] | None:
-    """All texts that an expression matches from begin to end; None where they are many, or it is
+    """Returns all texts that a regular expression matches as a whole; None if they are too many or
     not known."""
     if not (pattern.startswith("^") and pattern.endswith("$")):
         return None
@@ -272,7 +275,7 @@ def _language(pattern: str) -> set[str] | None:
 
 
 def _texts(nodes: Sequence[Any]) -> Iterator[str]:
-    """The texts of a parsed expression. Raises ValueError for what is not followed here."""
+    """Yields the texts of a parsed expression. Raises ValueError for unsupported parts."""
     if not nodes:
         yield ""
         return
@@ -307,7 +310,7 @@ def _texts_of(kind: Any, value: Any) -> Iterator[str]:
 
 
 def narrowed_pattern(pattern: str) -> str:
-    """The expression with its classes as above."""
+    """Returns the expression with its character classes rewritten as above."""
     return "".join(
         f"[{part}{_NO_CONTROLS}]" if is_class and _is_read_too_widely(part) else part
         for part, is_class in _parts(pattern)
@@ -315,8 +318,8 @@ def narrowed_pattern(pattern: str) -> str:
 
 
 def _parts(pattern: str) -> Iterator[tuple[str, bool]]:
-    """The expression in pieces, and whether each is a character class: a bracketed one, or one of a
-    letter."""
+    """Yields the expression in pieces, and whether each is a character class: a bracketed one, or
+    an escaped letter."""
     position = 0
     while position < len(pattern):
         begin, is_class = position, False
@@ -338,7 +341,7 @@ def _parts(pattern: str) -> Iterator[tuple[str, bool]]:
 
 
 def _end_of_class(pattern: str, position: int) -> int:
-    """The position after the bracket that closes the one at `position`."""
+    """Returns the position after the bracket that closes the one at `position`."""
     depth = 0
     while position < len(pattern):
         if pattern[position] == "\\":
@@ -356,7 +359,7 @@ def _end_of_class(pattern: str, position: int) -> int:
 
 
 def _is_read_too_widely(character_class: str) -> bool:
-    """Whether it has control characters, but not both the quote and the backslash."""
+    """Whether a class has control characters, but not both the quote and the backslash."""
     if not character_class.startswith("[^"):
         character_class = _PROPERTY.sub("", character_class)
         if character_class in ("", "[]"):

@@ -1,8 +1,8 @@
 """`GrammarMatcher`: an answer's position in its grammar, and the tokens that may follow.
 
-The state is a function of the answer's tokens: `sync` brings a matcher to any answer, by consuming
-new tokens and rolling back removed ones. So preempted requests, beams that replace others, and
-discarded samples need no bookkeeping elsewhere.
+The state depends on the answer's tokens only: `sync` moves a matcher to any answer, by consuming
+new tokens and rolling back removed ones. So preempted requests, replaced beams and discarded
+samples need no bookkeeping elsewhere.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ class CompiledGrammar:
     __slots__ = ("_native", "jump_forward", "table")
 
     def __init__(self, native: Any, table: TokenTable, *, jump_forward: bool) -> None:
-        """native: an `LLMatcher` that has consumed nothing, and never does."""
+        """native: an `LLMatcher` at the start of an answer, which is only copied."""
         self._native = native
         self.table = table
         self.jump_forward = jump_forward
 
     def matcher(self, end_ids: frozenset[int]) -> GrammarMatcher:
-        """The state of a new answer. `end_ids`: tokens that end its request. Microseconds."""
+        """Returns the matcher of a new answer. `end_ids`: tokens that end its request. Takes
+        microseconds."""
         return GrammarMatcher(self, self.fresh(), end_ids)
 
     def fresh(self) -> Any:
@@ -47,9 +48,9 @@ class CompiledGrammar:
 class GrammarMatcher:
     """One answer's state. One thread at a time.
 
-    error           why the answer cannot go on: a limit of the parser; None where it can
-    is_complete     nothing can follow: the answer is finished
-    only_ends       of the last bitmask: nothing can follow but an end token
+    error           why the answer cannot continue, such as a limit of the parser; None if it can
+    is_complete     no token can follow: the answer is finished
+    only_ends       whether the last bitmask allows end tokens only
     """
 
     __slots__ = ("_consumed", "_grammar", "_native", "end_ids", "error", "is_complete", "only_ends")
@@ -69,11 +70,12 @@ class GrammarMatcher:
 
     @property
     def num_words(self) -> int:
-        """int32 words of its row of a bitmask; the vocabulary of the model may need fewer."""
+        """Number of int32 words of its bitmask row. The model's vocabulary may need fewer."""
         return self._grammar.table.num_words
 
     def fork(self) -> Self:
-        """Another answer that has begun with the same tokens. Microseconds."""
+        """Returns the matcher of another answer with the same tokens so far. Takes
+        microseconds."""
         native = self._native if self.error is not None else self._native.deep_copy()
         copy = type(self)(self._grammar, native, self.end_ids)
         copy._consumed = IntBuffer(self._consumed.view())
@@ -81,7 +83,8 @@ class GrammarMatcher:
         return copy
 
     def sync(self, answer: IntArray) -> None:
-        """Stand after these tokens [n]. O(tokens that changed), and a comparison of n tokens."""
+        """Move to the position after the tokens `answer` [n]. O(tokens that changed), plus a
+        comparison of n tokens."""
         before = self._consumed.view()
         same = min(len(before), len(answer))
         differs = np.flatnonzero(before[:same] != answer[:same])
@@ -137,13 +140,13 @@ class GrammarMatcher:
         return any(token in self.end_ids for token in self._consumed.view(first).tolist())
 
     def compute(self, row: IntArray) -> None:
-        """The parser's part of a row, which may be longer; gives up Python's lock."""
+        """Let the parser fill a bitmask row, which may be longer than its part. Releases Python's
+        lock."""
         if self.error is None:
             self._native.unsafe_compute_mask_ptr(row.ctypes.data, 4 * self.num_words)
 
     def finish_row(self, row: IntArray) -> None:
-        """Make a computed row that of the request: which tokens end it is known here, and what
-        cannot be followed has no token."""
+        """Set the request's end tokens in a computed row, and allow no token after an error."""
         native = self._native
         if self.error is None and native.is_error():
             reason = native.get_error().partition("\n")[0]
@@ -161,13 +164,14 @@ class GrammarMatcher:
 
 
 class BitmaskFuture:
-    """What may follow each of some answers, being computed by other threads."""
+    """The bitmasks of the tokens that may follow some answers, while other threads compute
+    them."""
 
     def __init__(
         self, matchers: Sequence[GrammarMatcher], answers: Sequence[IntArray], num_words: int
     ) -> None:
-        """answers: the tokens of each, all known. num_words: of the model's vocabulary, at least;
-        some 20 us a row, 150 us where much is possible."""
+        """answers: the tokens of each answer, without placeholders. num_words: least int32 words
+        per row, for the model's vocabulary. Takes 20 to 150 microseconds per row."""
         self.matchers = tuple(matchers)
         words = max((matcher.num_words for matcher in matchers), default=0)
         words = max(num_words, words)
@@ -178,11 +182,12 @@ class BitmaskFuture:
         )
 
     def get(self) -> Bitmask:
-        """[n, words] int32: bit t % 32 of word t // 32 says whether token t may be sampled."""
+        """Returns [n, words] int32: bit t % 32 of word t // 32 tells whether token t may be
+        sampled. Waits for the threads."""
         slow = self._batch.finish()
         rows = self._rows
         if slow:
-            rows = rows.copy()  # the others may still be written
+            rows = rows.copy()  # threads may still write into the original
             for index in slow:
                 self.matchers[index].error = "the grammar cannot be followed: it takes too long"
         for matcher, row in zip(self.matchers, rows, strict=True):

@@ -1,1 +1,1 @@
-"""A cache's events in vLLM's format over ZeroMQ, for others' routers. msgspec, pyzmq."""
+"""Publishes a cache's events in vLLM's format over ZeroMQ, for routers. Needs msgspec and pyzmq."""

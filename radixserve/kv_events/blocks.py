@@ -1,13 +1,13 @@
-"""`BlockView`: a cache's whole blocks, kept up to date by its events.
+"""`BlockView`: turns a cache's node events into events of whole blocks.
 
-Events name nodes of any length; other routers expect blocks of equal size, counted from the start
-of a prefix. A block belongs to the node that holds its last token:
+A cache's events are about nodes of any length. Routers expect blocks of equal size, counted from
+the start of a prefix. A block belongs to the node with its last token:
 
     node            a b c d e f          parent of
     node                        g h i j k
     blocks of 4     [a b c d]   [e f g h]   (i j k: not whole)
 
-Trees drop tokens from their ends, so a block is gone when its last token is.
+Trees drop tokens from the ends of nodes, so a block is removed together with its last token.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ class _Node:
 
     def __init__(self, namespace: str, first_block: int, above: int, tokens: bytes) -> None:
         self.namespace = namespace
-        self.first_block = first_block  # whole blocks of the nodes above
-        self.above = above  # hash of the last one of them; without any: of the namespace
+        self.first_block = first_block  # number of whole blocks in the nodes above
+        self.above = above  # hash of the last of these blocks; the namespace's hash without any
         self.tokens = bytearray(tokens)  # int32, from the end of that block on
         self.hashes: list[int] = []  # of the whole blocks in `tokens`
 
 
 class BlockView:
-    """Turns events into those of blocks. Holds 4 bytes a cached token and some 100 a block."""
+    """Turns node events into block events. Takes 4 bytes per cached token and about 100 per
+    block."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -47,18 +48,19 @@ class BlockView:
         self._copies: Counter[int] = Counter()
 
     def restart(self, snapshot: EventSnapshot) -> list[KVCacheEvent]:
-        """Replace all that is known."""
+        """Replace the known nodes by a snapshot. Returns the block events of all its blocks, after
+        one that clears the old ones."""
         self._nodes.clear()
         self._namespaces.clear()
         self._copies.clear()
         return [AllBlocksCleared(), *self._apply_all(snapshot.nodes)]
 
     def apply(self, batch: EventBatch) -> list[KVCacheEvent]:
-        """The changes that the next batch makes. O(tokens stored + blocks dropped)."""
+        """Returns the block events of the next batch. O(tokens stored + blocks removed)."""
         return list(self._apply_all(batch.events))
 
     def stored(self) -> list[KVCacheEvent]:
-        """Events of all that is stored, for a consumer that starts from nothing."""
+        """Returns the events of all stored blocks, for a consumer without a state."""
         nodes = sorted(self._nodes.values(), key=lambda node: node.first_block)
         blocks = [self._stored(node, 0) for node in nodes if node.hashes]  # parents first
         return [AllBlocksCleared(), *blocks]
@@ -115,7 +117,7 @@ class BlockView:
         return self._stored(node, first) if len(node.hashes) > first else None
 
     def _stored(self, node: _Node, first: int) -> BlockStored:
-        """Its blocks from number `first` on."""
+        """Returns the event of a node's blocks from index `first` on."""
         hashes, width = node.hashes[first:], self._width
         data = node.tokens[first * width : len(node.hashes) * width]
         is_root = node.first_block + first == 0
@@ -164,5 +166,5 @@ class BlockView:
 
 
 def _digest(*parts: bytes | bytearray) -> int:
-    """64 bits of a hash of all parts."""
+    """Returns a 64-bit hash of all parts."""
     return int.from_bytes(blake2b(b"".join(parts), digest_size=8).digest())

@@ -4,9 +4,9 @@
     ROUTER   a request is the first number wanted; the answer repeats PUB's messages from
              there on, and ends with an empty message with number -1
 
-If the wanted messages are no longer kept, the answer is one batch with everything stored, under the
-last number. Numbers start at the log's epoch: those of a restarted process are greater, so that
-consumers notice, request a replay, and drop their old state.
+If the wanted messages are no longer kept, the answer is one batch with all stored blocks, under the
+last number. Numbers start at the log's epoch. Those of a restarted process are greater: consumers
+notice the gap, request a replay, and drop their old state.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from radixserve.kv_events.blocks import BlockView
 from radixserve.kv_events.schema import KVCacheEvent, KVEventBatch
 
 _END = (-1).to_bytes(8, signed=True)
-_MAX_KEPT = 10_000  # batches to replay, and
-_MAX_KEPT_BYTES = 1 << 26
-_MAX_UNREAD = 1_000  # batches that wait for the thread; then the log collects them
-_MAX_UNSENT = 100_000  # messages for a consumer that is slow; it misses further ones
+_MAX_KEPT = 10_000  # most batches kept for replay
+_MAX_KEPT_BYTES = 1 << 26  # most bytes of them
+_MAX_UNREAD = 1_000  # batches that wait for the thread; further events stay in the log
+_MAX_UNSENT = 100_000  # messages that wait for a slow consumer; it misses further ones
 _log = logging.getLogger("radixserve")
 
 
 class KVEventPublisher:
-    """Owns a log. `publish` hands over what happened since the last call, in the cache's thread;
-    hashing, encoding and sending are done by a thread of the publisher's own.
+    """Publishes the events of a log. `publish` passes the events since the last call, in the
+    cache's thread, to the publisher's own thread, which hashes, encodes and sends them.
 
-    An error there is logged and ends the publishing, nothing else.
+    An error in that thread is logged and ends the publishing only.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class KVEventPublisher:
         topic: str = "",
         block_size: int = 16,
     ) -> None:
-        """Addresses of ZeroMQ. As in vLLM `endpoint` is bound where it has a * or :: or is of
-        ipc: or inproc:, else connected to; `replay_endpoint` is bound. `block_size` in tokens.
-        Raises InvalidRequest where that fails."""
+        """`endpoint`: a ZeroMQ address, which as in vLLM is bound if it has a * or :: or begins
+        with ipc: or inproc:, else connected to. `replay_endpoint`: an address to bind.
+        `block_size`: in tokens. Raises InvalidRequest if an address cannot be opened."""
         self._log = log
         self._topic = topic.encode()
         self._view = BlockView(block_size)
@@ -95,12 +95,12 @@ class KVEventPublisher:
         return socket
 
     def publish(self) -> None:
-        """Hand over what happened. O(1); never waits, never raises."""
+        """Pass the events since the last call to the thread. O(1); never waits, never raises."""
         if self._has_failed:
             self._log.close()
         elif self._inbox.qsize() < _MAX_UNREAD:
             batch = self._log.take()
-            if batch.first != self._next:  # the log could not hold all
+            if batch.first != self._next:  # the log has discarded events
                 self._put(self._log.snapshot())
             elif batch.events:
                 self._put(batch)
@@ -111,11 +111,11 @@ class KVEventPublisher:
         if not self._context.closed:
             self._put(None)
             self._thread.join()
-            self._context.destroy(500)  # milliseconds for what is not sent yet
+            self._context.destroy(500)  # milliseconds to send pending messages
 
     def _put(self, item: EventBatch | EventSnapshot | None) -> None:
         self._inbox.put(item)
-        with contextlib.suppress(zmq.Again):  # as many signals are on their way
+        with contextlib.suppress(zmq.Again):  # enough signals are pending
             self._signal.send(b"", zmq.NOBLOCK)
 
     # -- in its own thread --------------------------------------------------------------------
@@ -138,7 +138,7 @@ class KVEventPublisher:
             self._has_failed = True
 
     def _read_inbox(self) -> bool:
-        """Send what waits as one batch; False when it is time to stop."""
+        """Send the waiting events as one batch. Returns False when the publisher is closed."""
         changes: list[KVCacheEvent] = []
         item: Any = ()
         with contextlib.suppress(queue.Empty):

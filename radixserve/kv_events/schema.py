@@ -17,16 +17,18 @@ class BlockStored(KVCacheEvent):
 
     block_hashes: list[int]  # 64 bits, each of all tokens up to the block's end
     parent_block_hash: int | None  # of the block before the first
-    token_ids: list[int]  # block_size of each
+    token_ids: list[int]  # block_size ids per block
     block_size: int
     lora_id: int | None
     medium: str | None
     lora_name: str | None
-    extra_keys: list[tuple[str, ...] | None] | None = None  # what else is hashed, a block each
+    extra_keys: list[tuple[str, ...] | None] | None = None  # further inputs of each block's hash
     cache_salt: str | None = None  # as SGLang writes it: the namespace
 
 
 class BlockRemoved(KVCacheEvent):
+    """Blocks that are no longer cached, the deepest first."""
+
     block_hashes: list[int]
     medium: str | None
 

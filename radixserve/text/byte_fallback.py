@@ -1,9 +1,9 @@
-"""How a fast tokenizer decodes, and tokens of one byte each (byte fallback).
+"""`ByteFallback`: the tokens of one byte each, and how a fast tokenizer decodes them.
 
-Where a run of such tokens is not valid UTF-8, the tokenizer's decoder replaces every byte of the
-run by U+FFFD, those of whole characters too: later tokens would change the text of earlier ones.
-`valid_ids` replaces each run by the tokens of its text, with U+FFFD only for bytes that are not a
-character, so that text which was decoded once does not change.
+If a run of byte tokens is not valid UTF-8, the tokenizer's decoder replaces every byte of the run
+by U+FFFD, also those of whole characters: later tokens would change the text of earlier ones.
+`valid_ids` replaces each run by the tokens of its text, with U+FFFD for invalid bytes only, so that
+decoded text does not change later.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class ByteFallback:
 
     @classmethod
     def of(cls, tokenizer: Any) -> ByteFallback | None:
-        """From a transformers tokenizer; None where it does not decode bytes of tokens."""
+        """Returns the byte tokens of a transformers tokenizer; None if its decoder has no byte
+        fallback."""
         if not any(step["type"] == "ByteFallback" for step in decoder_steps(tokenizer)):
             return None
         backend = tokenizer.backend_tokenizer
@@ -40,12 +41,12 @@ class ByteFallback:
         return cls(ids, [token_id for token_id, token in added if token.special])
 
     def byte_of(self, token_id: int) -> bytes | None:
-        """The byte of a byte token; None for other tokens."""
+        """Returns the byte of a byte token; None for other tokens."""
         byte = self._byte_of_id.get(token_id)
         return None if byte is None else bytes([byte])
 
     def valid_ids(self, ids: Sequence[int], *, keep_special: bool) -> Sequence[int]:
-        """`ids` with every run of byte tokens replaced by valid UTF-8.
+        """Returns `ids` with every run of byte tokens replaced by valid UTF-8.
 
         Without `keep_special`, special tokens are left out: a run continues after them."""
         if self._byte_of_id.keys().isdisjoint(ids):
@@ -77,8 +78,8 @@ def decodes_by_appending(tokenizer: Any) -> bool:
 
 
 def decoder_steps(tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """The steps of a fast tokenizer's decoder, nested ones included: JSON objects, each with a
-    "type". Empty for other tokenizers."""
+    """Yields the steps of a fast tokenizer's decoder, nested ones included, as JSON objects with a
+    "type". Yields nothing for other tokenizers."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = getattr(backend, "decoder", None)
     pending = [] if decoder is None else [json.loads(decoder.__getstate__())]

@@ -1,4 +1,4 @@
-"""Tokens of a byte-level vocabulary as bytes."""
+"""`ByteLevel`: the bytes of each token of a byte-level vocabulary, and a detokenizer for them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ class ByteLevel:
 
     @classmethod
     def of(cls, tokenizer: Any) -> ByteLevel | None:
-        """None for a tokenizer that decodes in another way."""
+        """Returns the bytes of a transformers tokenizer's tokens; None if it does not decode by
+        joining bytes."""
         kinds = [step["type"] for step in decoder_steps(tokenizer)]
         return cls(tokenizer.backend_tokenizer) if kinds == ["ByteLevel"] else None
 
     def hidden(self, keep_special: bool | Collection[int]) -> Mapping[int, bytes]:
-        """The special tokens to leave out, each mapped to b"".
+        """Returns the special tokens to leave out, each mapped to b"".
 
         `keep_special`: True keeps all of them, False none; otherwise the ids to keep."""
         if isinstance(keep_special, bool):
@@ -38,7 +39,7 @@ class ByteLevel:
         return {token_id: b"" for token_id in self._hidden if token_id not in keep_special}
 
     def bytes_of(self, token_ids: Sequence[int], hidden: Mapping[int, bytes]) -> bytes:
-        """The bytes of the tokens, joined, without those in `hidden`. One look-up per id."""
+        """Returns the joined bytes of the tokens, without those in `hidden`. One look-up per id."""
         shown, parts = self._shown, []
         for token_id in token_ids:
             if (own := hidden.get(token_id)) is None and (own := shown.get(token_id)) is None:
@@ -56,8 +57,9 @@ class ByteLevel:
 
 
 def _byte_of() -> dict[str, int]:
-    """The byte of each character of a byte-level vocabulary, by GPT-2's table: printable characters
-    of Latin 1 are their own bytes, the other bytes are U+0100 and following, in order."""
+    """Returns the byte of each character of a byte-level vocabulary, by GPT-2's table: printable
+    characters of Latin 1 are their own bytes, the other bytes are U+0100 and following, in
+    order."""
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {
@@ -77,9 +79,9 @@ class ByteLevelDetokenizer:
         self._decoder = _Decoder(errors="replace")
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain now and was not before."""
+        """Append tokens. Returns the new text that later tokens cannot change."""
         return self._decoder.decode(self._tokens.bytes_of(token_ids, self._hidden))
 
     def finish(self) -> str:
-        """The rest, incomplete characters as U+FFFD."""
+        """Returns the rest of the text, with incomplete characters as U+FFFD."""
         return self._decoder.decode(b"", final=True)

@@ -1,4 +1,8 @@
-"""A conversation as token ids: generated ids stay, the rest is the template's text, tokenised."""
+"""`ChatFormat`: turns a conversation into token ids, for `ChatSession`.
+
+Answers keep their generated token ids. The text that the chat template puts between them is
+tokenised. Tool calls of an answer are not read here, see server/answer/tool_styles.py.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from radixserve.text.tokenizer import Tokenizer
 
 
 class ChatFormat:
-    """Turns messages into token ids with a chat template; caches those of the last call."""
+    """Turns messages into token ids with a chat template. Caches the pieces of the last call."""
 
     def __init__(
         self,
@@ -27,13 +31,13 @@ class ChatFormat:
     def tokenise(
         self, messages: Sequence[Message], answers: Mapping[int, Answer]
     ) -> tuple[list[int], bool]:
-        """The ids of the conversation up to the generation prompt, and whether the template renders
-        the last answer unchanged. `answers`: by the index of their message.
+        """Returns the ids of the conversation up to the generation prompt, and whether the template
+        renders the last answer unchanged. `answers`: by the index of their message.
 
-        An answer keeps its generated ids, also where the template renders only a part of it. The
-        text between answers is tokenised piece by piece, in the same pieces in every turn. Where
-        the rendered answers cannot be located, the whole text is tokenised again. Raises
-        InvalidRequest where the template refuses the messages.
+        An answer keeps its generated ids, even if the template renders only a part of it. The text
+        between answers is tokenised in the same pieces in every turn. If the rendered answers
+        cannot be located, the whole text is tokenised again. Raises InvalidRequest if the template
+        refuses the messages.
         """
         text, places = self._render(messages), sorted(answers)
         self._tokenizer.check_own_roles(messages, text, self._render)
@@ -79,7 +83,8 @@ class ChatFormat:
         literals: Sequence[str],
         text: str,
     ) -> dict[int, str] | None:
-        """Each answer as the template renders it; None if that does not add up to `text`."""
+        """Returns each answer as the template renders it, by index; None if `text` does not consist
+        of `literals` with these answers between them."""
         if _joined(literals, given) == text:
             return given
         for known in (self._rendered, {}):
@@ -98,7 +103,8 @@ class ChatFormat:
     def _answer_text(
         self, place: int, messages: Sequence[Message], marks: Mapping[int, str], marked: str
     ) -> str | None:
-        """One answer as the template renders it between the marks of all others."""
+        """Returns one answer as the template renders it among the marks of the others; None if it
+        cannot be located."""
         others = {index: mark for index, mark in marks.items() if index != place}
         text = self._render(_replaced(messages, others))
         head, _, tail = marked.partition(marks[place])
@@ -108,7 +114,7 @@ class ChatFormat:
 
 
 def _marks(text: str, count: int) -> list[str]:
-    """Placeholders of answers that do not occur in `text`."""
+    """Returns `count` placeholders for answers, which do not occur in `text`."""
     word = "answer"
     while f"[{word} " in text:
         word += "r"
@@ -123,8 +129,8 @@ def _replaced(messages: Sequence[Message], contents: Mapping[int, str]) -> list[
 
 
 def _split(marked: str, marks: Sequence[str]) -> list[str] | None:
-    """The template's text before, between and after the marks; None if they do not occur once
-    each and in order."""
+    """Returns the template's text before, between and after the marks; None if they do not occur
+    once each and in order."""
     literals = []
     for mark in marks:
         head, separator, marked = marked.partition(mark)
@@ -136,6 +142,6 @@ def _split(marked: str, marks: Sequence[str]) -> list[str] | None:
 
 
 def _joined(literals: Sequence[str], between: Mapping[int, str]) -> str:
-    """The literals with a text between each two, in order of its place."""
+    """Returns the literals joined with the texts of `between`, in order of their index."""
     texts = [*(between[index] for index in sorted(between)), ""]
     return "".join(part for pair in zip(literals, texts, strict=True) for part in pair)

@@ -27,8 +27,12 @@ class ToolsIgnored(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """tools: functions that the model may call. template_kwargs: variables of the template, such as
-    enable_thinking. template: Jinja, None is the tokenizer's own."""
+    """Arguments of a chat template besides the messages.
+
+    tools            functions that the model may call
+    template_kwargs  variables of the template, such as enable_thinking
+    template         Jinja; None: the tokenizer's own
+    """
 
     tools: tuple[dict[str, Any], ...] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -38,7 +42,7 @@ class ChatOptions:
     def read(
         cls, tools: object, template_kwargs: object, template: str | None = None
     ) -> ChatOptions:
-        """Raises InvalidRequest."""
+        """Returns the checked options. Raises InvalidRequest."""
         return cls(read_tools(tools) or None, read_template_kwargs(template_kwargs), template)
 
     @property
@@ -47,8 +51,8 @@ class ChatOptions:
 
 
 def begun_answer(messages: Sequence[Mapping[str, Any]]) -> str | None:
-    """The text of the last message if it is the assistant's: the answer continues it. None for
-    other messages. Raises InvalidRequest for a message without text."""
+    """Returns the text of the last message if it is the assistant's, which the answer continues;
+    None for other messages. Raises InvalidRequest for a message without text."""
     if not messages or messages[-1].get("role") != "assistant":
         return None
     content = messages[-1].get("content")
@@ -63,7 +67,7 @@ def begun_answer(messages: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def read_template_kwargs(variables: object) -> dict[str, Any]:
-    """A checked copy of `chat_template_kwargs`. Raises InvalidRequest."""
+    """Returns a checked copy of `chat_template_kwargs`. Raises InvalidRequest."""
     where = "chat_template_kwargs"
     if variables is None:
         return {}

@@ -1,7 +1,8 @@
-"""Chat templates rendered as transformers renders them, by Jinja alone.
+"""Renders chat templates with Jinja, with the same result as transformers.
 
-Messages that hold other types than JSON's, and a last message to continue, are rendered by
-transformers itself.
+The template comes from the checkpoint, see fast_tokenizer.py and gguf_tokenizer.py, or from the
+caller. transformers itself renders messages with values of other types than JSON's, and
+conversations whose last message is to be continued.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one fiel
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what the assistant says; it renders as its content."""
+    """The tag `{% generation %}`, which marks the assistant's text. It renders its content."""
 
     tags = {"generation"}
 
@@ -36,7 +37,8 @@ class _GenerationTag(Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Without names that begin with an underscore: a template may not reach Python's internals."""
+    """Jinja's namespace, which refuses names that begin with an underscore, so that a template
+    cannot reach Python's internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, args = args[0], args[1:]
@@ -51,7 +53,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Dict:
-    """`dict` without its attributes."""
+    """The `dict` of templates, without the attributes of Python's."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -69,8 +71,8 @@ def render(
     continue_final_message: bool = False,
     **variables: Any,
 ) -> str:
-    """The text of a conversation. Raises ValueError without messages, and whatever the template
-    raises."""
+    """Returns the text of a conversation. Raises ValueError without messages, and whatever the
+    template raises."""
     if not messages:
         raise ValueError("a conversation needs at least one message")
     chat = [
@@ -118,7 +120,7 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is made of JSON's types, exactly."""
+    """Whether `value` consists of exactly JSON's types, without subclasses."""
     kind = type(value)
     if kind in (dict, list, tuple):
         inner = [*value.keys(), *value.values()] if kind is dict else value
@@ -133,7 +135,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes characters of HTML."""
+    """The filter `tojson`. Jinja's own one would escape HTML characters."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

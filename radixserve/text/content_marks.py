@@ -1,4 +1,4 @@
-"""Special tokens written in messages stay text: they are marked before a template renders them.
+"""`ContentMarks`: marks special tokens in messages, so that they stay text in the rendered prompt.
 
 A mark is the noncharacter U+FDD0. `mark` puts it behind the first character of every special
 token's text in a message, where no template that trims, splits or joins content can lose it. In
@@ -22,7 +22,7 @@ REASONING_TAGS = frozenset(("<think>", "</think>", *THINK_TAGS))
 
 
 class SpecialToken(NamedTuple):
-    """A special token's text, and whether it takes the white space beside it."""
+    """A special token's text, and whether it takes the white space before and after it."""
 
     text: str
     lstrip: bool = False
@@ -30,7 +30,7 @@ class SpecialToken(NamedTuple):
 
 
 class ContentMarks:
-    """Marks for the special tokens of one tokenizer. Any number of threads."""
+    """Marks the special tokens of one tokenizer. May be used from any thread."""
 
     def __init__(self, tokens: Sequence[SpecialToken], kept: Collection[str] = ()) -> None:
         """`kept`: texts of special tokens that are not marked."""
@@ -44,7 +44,7 @@ class ContentMarks:
         self._own = re.compile("|".join(map(_expression, longest_first)) or "(?!)")
 
     def mark(self, value: Any) -> Any:
-        """A copy of a message's JSON value with its strings marked, keys included."""
+        """Returns a copy of a message's JSON value with its strings marked, keys included."""
         if isinstance(value, str):
             return self.mark_text(value)
         if type(value) is dict:
@@ -54,8 +54,8 @@ class ContentMarks:
         return value
 
     def mark_text(self, text: str) -> str:
-        """The text, marked. Also the beginning of a special token at its end, which a template
-        may join with other content."""
+        """Returns the text with marks. The beginning of a special token at its end is marked too,
+        since a template may join it with other content."""
         if not self._first.search(text):
             return text
         marked, before = io.StringIO(), 0  # a list of the pieces would take 100 bytes a mark
@@ -68,7 +68,7 @@ class ContentMarks:
         return marked.getvalue()
 
     def _places(self, text: str) -> Iterator[int]:
-        """Where marks stand, in ascending order."""
+        """Yields the positions of marks in `text`, ascending."""
         start = 0
         while head := self._head.search(text, start):
             start = head.start() + 1
@@ -76,7 +76,7 @@ class ContentMarks:
                 yield start
 
     def _places_at_end(self, text: str) -> Iterator[int]:
-        """The same, for what may be the beginning of a special token at the end of the text."""
+        """Yields the positions of marks for beginnings of special tokens at the end of `text`."""
         end = len(text.rstrip())
         for first in self._first.finditer(text, max(0, end - self._longest + 1), end):
             tail = text[first.start() : end]
@@ -84,8 +84,8 @@ class ContentMarks:
                 yield first.end()
 
     def pieces(self, rendered: str) -> Iterator[tuple[str, bool]]:
-        """The rendered text in pieces, marks included, and whether each holds marks: such a piece
-        has no special token of the template's own."""
+        """Yields the rendered text in pieces, marks included, and whether each has marks. A piece
+        with marks has no special token of the template's own."""
         start = plain_start = 0
         for end, next_start in self._cuts(rendered):
             if MARK in rendered[start:end]:
@@ -98,21 +98,22 @@ class ContentMarks:
             yield rendered[plain_start:], False
 
     def _cuts(self, rendered: str) -> Iterator[tuple[int, int]]:
-        """The places of the template's special tokens, and the end of the text."""
+        """Yields (start, end) of each special token of the template, and at last of the text's
+        end."""
         for token in self._own.finditer(rendered):
             yield token.span()
         yield len(rendered), len(rendered)
 
 
 def unmarked(rendered: str) -> str:
-    """The text without its marks."""
+    """Returns the text without its marks."""
     if MARK not in rendered:
         return rendered
     return MARK.join(part.replace(MARK, "") for part in rendered.split(MARK * 2))
 
 
 def split_at_marks(rendered: str) -> list[str]:
-    """The text cut at its marks, so that no part holds a special token's text."""
+    """Returns the text cut at its marks: no part has the whole text of a special token."""
     parts = (part.removeprefix(MARK) for part in _MARKS.split(rendered))
     return [part for part in parts if part]
 
@@ -120,7 +121,8 @@ def split_at_marks(rendered: str) -> list[str]:
 def mark_messages(
     marks: ContentMarks, answer_marks: ContentMarks, messages: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Copies of the messages with their strings marked; `answer_marks` are for the assistant's."""
+    """Returns copies of the messages with their strings marked, those of the assistant by
+    `answer_marks`."""
     return [
         (answer_marks if message.get("role") == "assistant" else marks).mark(dict(message))
         for message in messages

@@ -1,4 +1,4 @@
-"""The exact token ids of answers, and of the conversations that end with them.
+"""`Answer` and `ConversationTable`: keep the exact token ids of answers in conversations.
 
 Clients send a conversation back as text in each turn. If its answers were tokenised again, their
 ids could differ from the generated ones, and the cache would miss everything after them.
@@ -36,14 +36,15 @@ class Answer:
 
     @property
     def said_ids(self) -> tuple[int, ...]:
+        """The generated ids without the end token."""
         return self.token_ids[:-1] if self.has_end else self.token_ids
 
     def exact_ids(self, tokenizer: Tokenizer, context: Sequence[int]) -> tuple[list[int], str]:
-        """The longest run of generated ids whose text after `context` begins the answer, and that
+        """Returns the most generated ids whose text after `context` begins the answer, and that
         text.
 
-        Usually all ids but an end token; fewer where a stop string has cut the text, none where it
-        cut more than 64 tokens. Up to 64 decodings."""
+        These are usually all ids except an end token; fewer if a stop string has cut the text, none
+        if it cut more than 64 tokens. Decodes up to 64 times."""
         start = len(tokenizer.decode(context))
         ids = list(self.token_ids)
         for _ in range(min(len(ids), _LONGEST_CUT)):
@@ -55,24 +56,24 @@ class Answer:
         return [], ""
 
     def ids_as_rendered(self, tokenizer: Tokenizer, rendered: str) -> Sequence[int]:
-        """The ids of the answer as a template renders it, or a part of it: the generated ones as
-        far as they fit."""
+        """Returns the ids of the answer, or of the part of it that a template renders: generated
+        ids as far as their text agrees."""
         ids, text = self.said_ids, unmarked(rendered)
-        spoken = tokenizer.decode(ids)
-        if is_same(spoken, text):
+        decoded = tokenizer.decode(ids)
+        if is_same(decoded, text):
             return ids
         is_whole = is_same(self.text, text)
         wanted = self.text if is_whole else text
-        is_head = is_whole and spoken.startswith(wanted)  # cut by a stop string
-        start = 0 if is_head else spoken.rfind(wanted)
+        is_head = is_whole and decoded.startswith(wanted)  # cut by a stop string
+        start = 0 if is_head else decoded.rfind(wanted)
         first = _num_ids_within(tokenizer, ids, start) if start >= 0 else 0
-        if start < 0 or tokenizer.decode(ids[:first]) != spoken[:start]:
+        if start < 0 or tokenizer.decode(ids[:first]) != decoded[:start]:
             return tokenizer.encode_rendered(rendered)
         end = start + len(wanted)
         last = _num_ids_within(tokenizer, ids, end)
-        while last > first and not spoken[:end].startswith(tokenizer.decode(ids[:last])):
+        while last > first and not decoded[:end].startswith(tokenizer.decode(ids[:last])):
             last -= 1  # inside a character
-        rest = spoken[len(tokenizer.decode(ids[:last])) : end]
+        rest = decoded[len(tokenizer.decode(ids[:last])) : end]
         return [*ids[first:last], *(tokenizer.encode_answer(rest) if rest else [])]
 
 
@@ -80,13 +81,13 @@ class AnsweredChat(NamedTuple):
     """A rendered conversation up to the end of an answer."""
 
     text: str  # as `Tokenizer.render_chat` returns it
-    token_ids: IntArray  # of all of it
-    answer: str  # its last part, as the client got it
+    token_ids: IntArray  # of the whole text
+    answer: str  # the answer, as the client got it
 
 
 class ConversationTable:
-    """A bounded table of rendered conversations; the least recently used is dropped first. Owned by
-    the event loop."""
+    """A bounded table of rendered conversations, for clients that send the whole history as text.
+    The least recently used one is dropped first. Only the event loop uses it."""
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
@@ -98,7 +99,7 @@ class ConversationTable:
         return len(self._recent)
 
     def note(self, namespace: str, known: AnsweredChat) -> None:
-        """Remember an answer; one of the same text replaces it. O(log n) comparisons."""
+        """Remember a conversation; it replaces one of the same text. O(log n) comparisons."""
         if not self._max_entries or len(known.text) > _MAX_CHARACTERS:
             return
         key = (namespace, known.text)
@@ -113,12 +114,12 @@ class ConversationTable:
             self._num_characters -= len(oldest[1])
 
     def find(self, namespace: str, text: str, answers: Collection[str]) -> AnsweredChat | None:
-        """The longest remembered conversation that `text` begins with and whose answer is one of
-        `answers`; None without one.
+        """Returns the longest remembered conversation that `text` begins with and whose answer is
+        one of `answers`; None without one.
 
-        All beginnings of a text come before it in the order of texts, longer ones after shorter
-        ones: each look-up either finds the longest or goes back to what is shared with the text
-        before it. O(branches x log n) comparisons.
+        In sorted order all prefixes of a text come before it, longer ones after shorter ones. Each
+        look-up finds the longest prefix, or continues with what `text` shares with the text before
+        it. O(branches x log n) comparisons.
         """
         while True:
             index = self._by_text.bisect_right((namespace, text)) - 1
@@ -144,17 +145,18 @@ class ConversationTable:
 
 
 def is_same(text: str, rendered: str) -> bool:
-    """Whether a template that trims white space renders the whole text."""
+    """Whether a text and its rendering are equal except for white space at both ends."""
     return text.strip() == rendered.strip()
 
 
 def _num_ids_within(tokenizer: Tokenizer, ids: Sequence[int], length: int) -> int:
-    """The most ids whose text has at most `length` characters. O(log n) decodings."""
+    """Returns how many leading ids have a text of at most `length` characters. O(log n)
+    decodings."""
     counts = range(1, len(ids) + 1)
     return bisect_right(counts, length, key=lambda count: len(tokenizer.decode(ids[:count])))
 
 
 def _common_len(text: str, other: str) -> int:
-    """Characters at the beginning that are equal. O(log n) comparisons of slices."""
+    """Returns the length of the common prefix of two texts. O(log n) comparisons of slices."""
     lengths = range(1, min(len(text), len(other)) + 1)
     return bisect_left(lengths, True, key=lambda length: not text.startswith(other[:length]))

@@ -1,4 +1,7 @@
-"""Prompts for questions about an input: the input's token ids once, and those of each question."""
+"""`Question` and `DecisionPrompts`: turn questions about an input into token ids.
+
+The input is tokenised once; each question and each possible answer is tokenised on its own.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from radixserve.text.template_traits import fit_messages
 from radixserve.text.tokenizer import Tokenizer
 
 MAX_OPTIONS = 255  # of one question
-_PLACE = "quorzel-question"  # stands for the question while the input is rendered
+_PLACE = "quorzel-question"  # placeholder for the question while the input is rendered
 _OPEN_THOUGHT, _NO_THOUGHT = "<think>", "\n\n</think>\n\n"
 _HARMONY_TURN, _HARMONY_FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
 
@@ -87,7 +90,7 @@ class Question:
         return tuple(option.text for option in self.options)
 
     def prompt(self) -> str:
-        """The question as the model reads it, behind the input."""
+        """Returns the question as the model reads it after the input."""
         if self.kind == "predicate":
             asked = "Is this true? Answer with Yes or No, and with nothing else."
             return f"{self.instructions}\n\n{asked}"
@@ -146,9 +149,10 @@ class DecisionPrompts(NamedTuple):
         template_kwargs: Mapping[str, Any] | None = None,
         check_length: Callable[[str], object] = len,
     ) -> DecisionPrompts:
-        """The prompts in the model's chat template: the question ends the last message of the user.
-        Without a template the question follows the input as text. The input is rendered and
-        tokenised once, after `check_length` has seen it. Raises InvalidRequest."""
+        """Returns the prompts in the model's chat template: the question ends the user's last
+        message. Without a template the question follows the input as text. The input is rendered
+        and tokenised once, after `check_length` was called with its text. Raises
+        InvalidRequest."""
         if isinstance(given, str) and not tokenizer.has_chat_template:
             check_length(given)
             head, end, space = tokenizer.encode(given), "\nAnswer:", " "
@@ -174,7 +178,7 @@ def _answer_ids(tokenizer: Tokenizer, text: str) -> IntArray:
 def _rendered(
     tokenizer: Tokenizer, given: object, template_kwargs: Mapping[str, Any] | None
 ) -> tuple[str, str]:
-    """The conversation's text before and behind the place of a question."""
+    """Returns the rendered text before and after the place of a question."""
     place = _PLACE
     while place in str(given):
         place += "-"
@@ -193,7 +197,7 @@ def _rendered(
 
 
 def _with_question(given: object, question: str) -> list[dict[str, Any]]:
-    """The messages with the question at the end of the last one of the user."""
+    """Returns the messages with the question at the end of the user's last message."""
     if isinstance(given, str):
         check_text("input", given)
         return [{"role": "user", "content": f"{given}\n\n{question}"}]

@@ -1,9 +1,8 @@
-"""A checkpoint's tokenizer.json without transformers: the same ids, text and chats, in less time
-than the import of transformers takes.
+"""`FastTokenizer`: reads a checkpoint's tokenizer.json without transformers, with equal results.
 
-`load_fast_tokenizer` takes what transformers would load as it stands in the file, and leaves the
-rest to transformers: classes that build a tokenizer of their own, tokens that are still to be
-added, several templates.
+`load_fast_tokenizer` loads a file that transformers would use unchanged, in less time than the
+import of transformers takes. It leaves other checkpoints to transformers: classes that build their
+own tokenizer, tokens that are still to be added, several chat templates.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ class FastTokenizer:
         tokenize: bool = False,
         **variables: Any,
     ) -> str:
-        """The conversation's text; `variables` are the template's."""
+        """Returns the conversation's text; `variables` are the template's."""
         assert not tokenize, "text only"
         template = chat_template or self.chat_template
         assert template is not None, "there is no template"
@@ -106,7 +105,7 @@ class FastTokenizer:
 
 
 def load_fast_tokenizer(folder: Path) -> FastTokenizer | None:
-    """The tokenizer of a checkpoint folder; None where transformers has to load it."""
+    """Returns the tokenizer of a checkpoint folder; None if transformers has to load it."""
     file = folder / "tokenizer.json"
     if not file.is_file() or any((folder / name).exists() for name in _OTHER_FILES):
         return None
@@ -129,7 +128,7 @@ def load_fast_tokenizer(folder: Path) -> FastTokenizer | None:
 
 
 def add_missing(backend: Backend, special_tokens: Mapping[str, str]) -> None:
-    """Make the named tokens special that are not yet."""
+    """Make those of the named tokens special that are not."""
     from tokenizers import AddedToken
 
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
@@ -169,7 +168,7 @@ def _builds_qwen(name: str, model_type: object) -> bool:
 
 
 def _is_qwen(described: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
-    """Whether the file describes what Qwen2Tokenizer is."""
+    """Whether the file describes the same tokenizer as transformers' Qwen2Tokenizer."""
     model, decoder = described.get("model", {}), described.get("decoder") or {}
     added = sorted(token["id"] for token in described.get("added_tokens", ()))
     first = len(model.get("vocab", ()))
@@ -187,7 +186,7 @@ def _is_qwen(described: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
 
 
 def _without_offsets(described: Any) -> Any:
-    """Without `trim_offsets`, which has no influence on ids."""
+    """Returns a description without `trim_offsets`, which does not change token ids."""
     if isinstance(described, list):
         return [_without_offsets(item) for item in described]
     if not isinstance(described, dict):
@@ -200,10 +199,9 @@ def _without_offsets(described: Any) -> Any:
 def _special_tokens(
     folder: Path, described: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> dict[str, str] | None:
-    """Name -> text of each special token that a template knows by name.
-
-    None where a special token of the settings differs from tokenizer.json, so that transformers
-    would add or change it."""
+    """Returns {name: text} of the special tokens that a template knows by name; None if a special
+    token of the settings differs from tokenizer.json, so that transformers would add or change
+    it."""
     named = {name: settings[name] for name in _NAMED if settings.get(name) is not None}
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     added = {token["content"]: token for token in described.get("added_tokens", ())}

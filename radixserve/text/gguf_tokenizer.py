@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file describes, built from its tokens, merges and pre-tokenizer.
+"""Builds the tokenizer that a GGUF file describes, from its tokens, merges and pre-tokenizer.
 
 `tokenizer.ggml.pre` names how text is split before merges are applied; a wrong split gives tokens
 that the model was never trained on, so an unknown name is refused. The expressions are those of the
@@ -42,9 +42,9 @@ _DEEPSEEK3 = (
 class PreTokenizer(NamedTuple):
     """How text is split before merges are applied."""
 
-    expressions: tuple[str, ...]  # matches of each are cut out of what the one before left
-    takes_whole_words: bool = False  # a piece that is a token is not built from merges
-    adds_bos: bool = False  # unless tokenizer.ggml.add_bos_token is set
+    expressions: tuple[str, ...]  # each splits the pieces that the expression before left
+    takes_whole_words: bool = False  # a piece that is a token is used without merges
+    adds_bos: bool = False  # the default where tokenizer.ggml.add_bos_token is not set
 
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
@@ -83,7 +83,8 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 
 def gguf_tokenizer(file: GgufFile) -> FastTokenizer:
-    """The tokenizer. ModelNotSupported where its kind or pre-tokenizer is unknown."""
+    """Returns the tokenizer of a GGUF file. Raises ModelNotSupported if its kind or pre-tokenizer
+    is unknown."""
     from tokenizers import AddedToken, processors
 
     fields = {
@@ -121,7 +122,7 @@ def gguf_tokenizer(file: GgufFile) -> FastTokenizer:
 
 
 def _byte_level(fields: dict[str, Any], split: PreTokenizer) -> Any:
-    """Merges of the bytes of each piece, as GPT-2's tokenizer."""
+    """Returns a tokenizer that merges the bytes of each piece, as GPT-2's."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {token: token_id for token_id, token in enumerate(fields.get("tokens", ()))}
@@ -141,7 +142,7 @@ def _byte_level(fields: dict[str, Any], split: PreTokenizer) -> Any:
 
 
 def _merges_of(fields: dict[str, Any], tokens: Iterable[str]) -> list[tuple[str, str]]:
-    """The file's merges, in order. A part may begin with a space."""
+    """Returns the file's merges, in order. A part may begin with a space."""
     own = {token: token for token in tokens}  # a merge's parts are not kept a second time
     cuts = ((merge, merge.index(" ", 1)) for merge in fields.pop("merges", ()))
     parts = ((merge[:cut], merge[cut + 1 :]) for merge, cut in cuts)
@@ -149,8 +150,8 @@ def _merges_of(fields: dict[str, Any], tokens: Iterable[str]) -> list[tuple[str,
 
 
 def _sentencepiece(fields: dict[str, Any]) -> Any:
-    """Merges of characters in the order of the tokens' scores, bytes for characters without a
-    token."""
+    """Returns a tokenizer that merges characters in the order of the tokens' scores. Characters
+    without a token become bytes."""
     merges = _merges_of_scores(fields.get("tokens", []), fields.get("scores", ()))
     return _pieces(fields, merges, has_prefix=fields.get("add_space_prefix", True))
 
@@ -158,12 +159,13 @@ def _sentencepiece(fields: dict[str, Any]) -> Any:
 def _pieces(
     fields: dict[str, Any], merges: list[tuple[str, str]], *, has_prefix: bool = False
 ) -> Any:
-    """SentencePiece's tokens, by merges: bytes for characters without a token. has_prefix: text
-    begins with a space of the tokenizer's own."""
+    """Returns a tokenizer of SentencePiece's tokens by merges. Characters without a token become
+    bytes. has_prefix: the tokenizer puts a space before each text."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     tokens, types = fields.get("tokens", []), fields.get("token_type") or ()
-    unknown = next((t for t, kind in zip(tokens, types, strict=False) if kind == _UNKNOWN), None)
+    kinds = zip(tokens, types, strict=False)
+    unknown = next((token for token, kind in kinds if kind == _UNKNOWN), None)
     bpe = Tokenizer(
         models.BPE(
             {token: token_id for token_id, token in enumerate(tokens)},
@@ -183,7 +185,8 @@ def _pieces(
 
 
 def _merges_of_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every pair of tokens that joins into a token; the highest score of a joined token first."""
+    """Returns every pair of tokens that joins into a token, the highest score of the joined token
+    first."""
     known = {token: token_id for token_id, token in enumerate(tokens)}
     order = sorted(range(len(tokens)), key=lambda token_id: -scores[token_id])
     return [
@@ -195,7 +198,12 @@ def _merges_of_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[tu
 
 
 def _special_tokens(fields: dict[str, Any], tokens: list[str]) -> dict[str, str]:
-    """transformers' names of the begin, end, unknown and padding tokens -> their text."""
+    """Returns {name: text} of the begin, end, unknown and padding tokens, by transformers'
+    names."""
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     ids = {ours: fields.get(f"{theirs}_token_id") for theirs, ours in names.items()}
-    return {f"{name}_token": tokens[i] for name, i in ids.items() if isinstance(i, int)}
+    return {
+        f"{name}_token": tokens[token_id]
+        for name, token_id in ids.items()
+        if isinstance(token_id, int)
+    }

@@ -1,4 +1,4 @@
-"""Prompts as text, token ids or chat messages: checked and turned into token ids."""
+"""`PromptReader`: checks prompts (text, token ids or chat messages) and turns them into ids."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from radixserve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Mapping[str, Any]]
 ROLE = re.compile(r"[A-Za-z][\w-]{0,63}")  # of a chat message
-_CONTEXTS_OF_TEXT = 4  # a text that is tokenised has at most
+_CONTEXTS_OF_TEXT = 4  # contexts of the model that a tokenised text may have at most
 _KINDS = "a prompt is text, a list of token ids, or a list of chat messages"
 
 
@@ -40,10 +40,10 @@ class PromptReader:
         truncation_side: TruncationSide = "left",
         options: ChatOptions | None = None,
     ) -> IntArray:
-        """[n] token ids, 1 <= n < max_seq_len: of the prompt, or its last `keep_last` ones;
-        with a truncation_side of "right" its first ones.
+        """Returns [n] token ids, 1 <= n < max_seq_len: those of the prompt, or its last `keep_last`
+        ones; with a truncation_side of "right" its first ones.
 
-        `options`: of chat messages. Raises InvalidRequest, also where they are given for others.
+        `options`: for chat messages only. Raises InvalidRequest.
         """
         if isinstance(prompt, str):
             self.check_length(prompt, is_prompt=keep_last is None)
@@ -57,9 +57,10 @@ class PromptReader:
         return self._checked(ids)
 
     def check_length(self, text: str, *, num_before: int = 0, is_prompt: bool = True) -> None:
-        """Raise InvalidRequest where a text, rendered or not, is certainly too long for a prompt
-        behind `num_before` tokens: before all of it is tokenised, which takes a hundred bytes and
-        more a token. One that is no prompt, or will be cut, may have four contexts."""
+        """Raise PromptTooLong if a text, rendered or not, is certainly too long for a prompt after
+        `num_before` tokens. Checks it without tokenising all of it, which would take 100 bytes and
+        more per token. `is_prompt` False: the text is not a prompt or will be cut; InvalidRequest
+        if it is longer than four contexts."""
         room = self.max_seq_len if is_prompt else _CONTEXTS_OF_TEXT * self.max_seq_len
         num_tokens = self._tokenizer().count_beyond(text, max(1, room - num_before))
         if num_tokens is None:
@@ -79,7 +80,8 @@ class PromptReader:
         )
 
     def read_more(self, tokens: str | Sequence[int] | NDArray[np.integer[Any]]) -> IntArray:
-        """[n] token ids, n >= 0, of text or token ids that follow others. Raises InvalidRequest."""
+        """Returns [n] token ids, n >= 0, of text or token ids that follow other tokens. Raises
+        InvalidRequest."""
         if isinstance(tokens, str):
             self.check_length(tokens)
             return self._checked(np.asarray(self._tokenizer().encode_more(tokens), np.int64))
@@ -129,17 +131,18 @@ def is_token_id(value: object) -> bool:
 
 
 def is_conversation(prompt: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
-    """Whether it is a list of mappings, taken for chat messages; their content is not checked."""
+    """Whether a prompt is a list of mappings, which are read as chat messages. Their content is not
+    checked."""
     if not isinstance(prompt, list | tuple):
         return False
     return bool(prompt) and all(isinstance(part, Mapping) for part in prompt)
 
 
 def as_prompts(given: object) -> tuple[list[Any], bool]:
-    """A list of prompts, not checked yet, and whether several were given rather than one.
+    """Returns a list of prompts, not checked yet, and whether several were given.
 
-    Several: an iterable of prompts, also none; one: text, integers, or a list of mappings. Raises
-    InvalidRequest for anything else.
+    Several prompts are an iterable of prompts, which may be empty. One prompt is text, integers, or
+    a list of mappings. Raises InvalidRequest for anything else.
     """
     if isinstance(given, np.ndarray) and (given.ndim != 1 or given.dtype.kind in "UO"):
         if not given.ndim:
@@ -156,7 +159,7 @@ def as_prompts(given: object) -> tuple[list[Any], bool]:
 
 
 def check_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Chat messages as plain dicts. Raises InvalidRequest."""
+    """Returns chat messages as plain dicts. Raises InvalidRequest."""
     for message in messages:
         if not isinstance(message.get("role"), str) or "content" not in message:
             raise InvalidRequest(
@@ -186,7 +189,8 @@ def _is_text(content: object) -> bool:
 
 
 def _as_array(ids: object) -> NDArray[np.integer[Any]] | None:
-    """[n] token ids, not checked against the vocabulary; None for anything else."""
+    """Returns [n] token ids, not checked against the vocabulary; None if `ids` is not a list or
+    array of integers. Raises InvalidRequest for an array of another kind."""
     if isinstance(ids, np.ndarray):
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
             raise InvalidRequest(f"token ids must be a flat array of integers, got {ids!r}")

@@ -19,7 +19,9 @@ from radixserve.text.content_marks import THINK_TAGS, unmarked
 Message = dict[str, Any]
 Render = Callable[..., str]  # (messages, *, tools=None); raises InvalidRequest
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
-TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"  # of the generic form
+# Tags of the generic form, for templates that do not render tools. The forms of models that have
+# one are in server/answer/tool_styles.py.
+TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 _GENERIC_TOOLS = (
     "You may call functions. Their descriptions, each as JSON in a line:\n<tools>\n{tools}\n"
     "</tools>\nTo call one, write its name and its arguments as JSON between tags, and stop after "
@@ -58,12 +60,13 @@ class TemplateTraits:
 
     @classmethod
     def of(cls, template: str, render: Render) -> TemplateTraits:
-        """The traits of a template, found by about ten renderings of short conversations."""
+        """Returns the traits of a template, tested by about ten renderings of short
+        conversations."""
         first, second, third = _WORDS
         user = _said("user", second)
         shows = partial(_shows, render)
         if not shows([user], (second,)):
-            return cls()  # the conversation itself will show what is wrong
+            return cls()  # rendering the conversation itself will raise the template's error
         middle = [_said("user", third), _said("assistant", "-"), _said("system", first), user]
         has_calls = any(
             shows([user, _called(first, call_id), _result(third, call_id)], (second, first, third))
@@ -92,7 +95,7 @@ def fit_messages(
     traits: TemplateTraits,
     generic_tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[Message]:
-    """The messages rewritten for a template with these traits.
+    """Returns the messages, rewritten for a template with these traits.
 
     - `developer` becomes `system` where the template has no role for it.
     - System messages at the beginning are merged where it takes one; where it takes none, their
@@ -112,7 +115,8 @@ def fit_messages(
             {**message, "role": "system"} if message["role"] == "developer" else message
             for message in said
         ]
-    count = next((index for index, m in enumerate(said) if not _is_system(m)), len(said))
+    others = (index for index, message in enumerate(said) if not _is_system(message))
+    count = next(others, len(said))
     head, rest = said[:count], said[count:]
     if generic_tools is not None:
         lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in generic_tools)
@@ -122,7 +126,7 @@ def fit_messages(
     if len(head) > 1 and not (traits.has_both if len(roles) > 1 else traits.has_many_systems):
         head = [_merged(head, head[0]["role"] if len(roles) == 1 else "system")]
     if not traits.has_later_systems:
-        rest = [{**m, "role": "user"} if _is_system(m) else m for m in rest]
+        rest = [{**message, "role": "user"} if _is_system(message) else message for message in rest]
     if head and not traits.has_system and head[0]["role"] == "system":
         head, rest = [], [_said("user", _merged(head, "user")["content"]), *rest]
         if len(rest) > 1 and rest[1]["role"] == "user":
@@ -171,7 +175,7 @@ def _is_rendered(messages: Sequence[Message], index: int, render: Render) -> boo
 
 
 def _shows(render: Render, messages: Sequence[Message], words: Sequence[str]) -> bool:
-    """Whether the words come in the rendered messages, in this order."""
+    """Whether the rendered messages have these words, in this order."""
     try:
         text = render(messages)
     except InvalidRequest:
@@ -192,7 +196,7 @@ def _shows_tool(render: Render, user: Message, name: str) -> bool:
 def _thought_tags(
     template: str, shows: Callable[..., bool], user: Message
 ) -> tuple[str, str] | None:
-    """Mistral's tags, where the template shows reasoning in the content alone."""
+    """Returns Mistral's tags if the template renders reasoning in the content only, else None."""
     thought, question, answer = _WORDS
     opening, closing = THINK_TAGS
     words = (question, thought, answer)
@@ -231,7 +235,7 @@ def _result(content: str, call_id: str) -> Message:
 
 
 def _merged(messages: Sequence[Message], role: str) -> Message:
-    """One message of several, with an empty line between their texts."""
+    """Returns one message with the texts of several, separated by empty lines."""
     texts = [_text_of(message) for message in messages]
     return {**messages[0], "role": role, "content": "\n\n".join(text for text in texts if text)}
 
@@ -254,7 +258,7 @@ def _without_user_runs(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_calls_as_text(message: Message) -> Message:
-    """A call or a result in the generic form."""
+    """Returns a message with its tool calls, or its tool result, as text in the generic form."""
     if message["role"] == "tool":
         content = f"<tool_response>\n{_text_of(message)}\n</tool_response>"
         return _said("user", content)

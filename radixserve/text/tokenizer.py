@@ -1,4 +1,8 @@
-"""Text to token ids and back: a checkpoint's own tokenizer, and text that grows token by token."""
+"""`Tokenizer`: text and chats to token ids, and token ids to text.
+
+`IncrementalDetokenizer` turns generated tokens into text as they come; byte_level.py has a faster
+one for byte-level vocabularies. `StopStringMatcher` cuts that text at stop strings.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +40,11 @@ from radixserve.text.template_traits import (
 )
 
 _REPLACEMENT = "\ufffd"
-_CONTEXT = 5  # prompt tokens decoded along, so that a first word keeps its leading space
-_BYTES_A_TOKEN = 4  # a text with fewer is tokenised as a whole without being counted first
+_CONTEXT = 5  # prompt tokens decoded with the first tokens, so that a word keeps its leading space
+_BYTES_A_TOKEN = 4  # a text with fewer bytes per allowed token is tokenised without being counted
 _SLICE = 16_384  # characters of a long text that are counted at once
-_CUT = 16  # tokens of a slice that the whole text may not have, because it was cut there
-_MAX_OPEN = 3  # tokens that an unfinished character can have: its last one is missing
+_CUT = 16  # tokens of a slice that may not occur in the whole text, since the slice was cut
+_MAX_OPEN = 3  # most tokens of an incomplete character: its last one is missing
 _END_TOKENS = ("eos_token", "eot_token", "eom_token")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -60,14 +64,15 @@ class Tokenizer:
         self._byte_level = ByteLevel.of(tokenizer)
         self.decodes_by_appending = decodes_by_appending(tokenizer)
         self._parses_special = parses_special
-        self._templates_with_tools: set[str | None] = set()  # which were tried
+        self._templates_with_tools: set[str | None] = set()  # templates tested for tools
         self._traits: dict[str | None, TemplateTraits] = {}  # by template
         self._encode_lock = threading.Lock()
         self._decode_lock = threading.Lock()
 
     @classmethod
     def load(cls, path: Path | None, *, parses_special: bool = False) -> Tokenizer | None:
-        """The tokenizer of a checkpoint folder or GGUF file; None when it has none."""
+        """Returns the tokenizer of a checkpoint folder or GGUF file; None if it has none. Raises
+        InvalidRequest for one that cannot be read, and ModelNotSupported."""
         wrapped = partial(cls, parses_special=parses_special)
         if path is None:
             return None
@@ -108,8 +113,9 @@ class Tokenizer:
         return backend
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, with the special tokens that the tokenizer puts around a prompt; a
-        text that begins with the first of them gets no second one."""
+        """Returns the token ids of a prompt, with the special tokens that the tokenizer adds. If
+        `text` begins with the beginning-of-sequence token, no second one is added. Raises
+        InvalidRequest for invalid Unicode."""
         ids = self._encode(text, add_special_tokens=True)
         bos = self._tokenizer.special_tokens_map.get("bos_token")
         if bos is None or not text.startswith(str(bos)) or ids[:1] != ids[1:2]:
@@ -117,13 +123,14 @@ class Tokenizer:
         return ids[1:] if ids[:1] == self.encode_more(str(bos)) else ids
 
     def encode_more(self, text: str) -> list[int]:
-        """Token ids of `text` that follows other tokens: without the special tokens of a prompt."""
+        """Returns the token ids of `text` that follows other tokens: no special tokens are added.
+        Raises InvalidRequest for invalid Unicode."""
         return self._encode(text, add_special_tokens=False)
 
     def count_beyond(self, text: str, limit: int) -> int | None:
-        """About how many tokens a text, rendered or not, has, where these are more than `limit`;
-        None where it may have fewer. Reads only as much of it as is needed, in slices, so that the
-        memory for a text of any length is bounded."""
+        """Returns an estimate of the number of tokens of `text`, rendered or not, if it has more
+        than `limit`; None if it may have fewer. Reads the text in slices, and only as far as
+        needed: the memory is bounded for a text of any length."""
         if len(text) <= limit or len(text.encode("utf-8", "replace")) <= limit * _BYTES_A_TOKEN:
             return None
         num_tokens = 0
@@ -135,7 +142,7 @@ class Tokenizer:
         return None
 
     def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode_more` of each."""
+        """Returns `encode_more` of each text."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             return [self.encode_more(text) for text in texts]
@@ -148,8 +155,8 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[dict[str, Any]], options: ChatOptions | None = None
     ) -> list[int]:
-        """Token ids of a conversation up to the generation prompt, or to the end of a last message
-        of the assistant, which is continued."""
+        """Returns the token ids of a conversation up to the generation prompt, or to the end of a
+        last message of the assistant, which the answer continues. Raises InvalidRequest."""
         how = options or ChatOptions()
         begun = begun_answer(messages)
         if begun is not None and not begun.strip():
@@ -178,14 +185,14 @@ class Tokenizer:
 
     def check_role(self, role: str) -> None:
         """Raise InvalidRequest for a role of the caller's own that is the name of a special token:
-        a template that writes roles as it gets them would make that token of it."""
+        a template that copies the role would produce that token."""
         if role in KNOWN_ROLES:
             return
         if any(role == token.text.strip("<|>[]/\uff5c") for token in self._special_tokens):
             raise InvalidRequest(f"role {role!r} is the name of a special token")
 
     def traits(self, template: str | None = None) -> TemplateTraits:
-        """Which messages the chat template renders; found out once."""
+        """Returns which messages the chat template renders; tested once per template."""
         known = self._traits.get(template)
         if known is None:
             text = str(template or self._tokenizer.chat_template or "")
@@ -194,8 +201,8 @@ class Tokenizer:
         return known
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of what `render_chat` returned, or of a piece of it: special tokens of the
-        template are special, those of the messages are text."""
+        """Returns the token ids of a text from `render_chat`, or of a piece of it. Special tokens
+        of the template become special tokens, those in messages are text."""
         if MARK not in text:
             return self.encode_more(text)
         ids: list[int] = []
@@ -207,15 +214,16 @@ class Tokenizer:
         return ids
 
     def mark_text(self, text: str) -> str:
-        """A text of the caller's own with its special tokens marked, for `encode_rendered`."""
+        """Returns a caller's text with its special tokens marked, for `encode_rendered`."""
         return text if self._parses_special else self._marks.mark_text(text)
 
     def mark_answer(self, text: str) -> str:
-        """An assistant's text with its special tokens marked, as `render_chat` marks messages."""
+        """Returns an assistant's text with its special tokens marked as `render_chat` marks
+        them."""
         return text if self._parses_special else self._answer_marks.mark_text(text)
 
     def encode_answer(self, text: str) -> list[int]:
-        """Token ids of the beginning of an assistant's message."""
+        """Returns the token ids of the beginning of an assistant's message."""
         return self.encode_rendered(self.mark_answer(text))
 
     def warn_of_ignored_tools(self, options: ChatOptions) -> None:
@@ -230,11 +238,11 @@ class Tokenizer:
         )
         try:
             is_ignored = render(messages, tools=options.tools) == render(messages)
-        except InvalidRequest:  # for other reasons, which the caller's own messages will show
+        except InvalidRequest:  # rendering the caller's messages will raise it again
             return
         if is_ignored:
             warnings.warn(
-                "the chat template has no place for tools: the model is not told of them",
+                "the chat template has no place for tools: the prompt does not describe them",
                 ToolsIgnored,
                 stacklevel=6,
             )
@@ -249,13 +257,13 @@ class Tokenizer:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation up to the generation prompt, for `encode_rendered`;
-        `unmarked` of content_marks.py makes it readable.
+        """Returns the text of a conversation up to the generation prompt, for `encode_rendered`.
+        Special tokens in messages are marked; `unmarked` of content_marks.py removes the marks.
 
-        `template`: Jinja, instead of the tokenizer's own; `variables`: more names that it may use.
-        Without `add_generation_prompt` the text ends with the last message; with
-        `continue_final_message` inside it, open to be continued. Raises InvalidRequest where there
-        is no template and where it refuses the messages.
+        `template`: Jinja, instead of the tokenizer's own, which comes from the checkpoint.
+        `variables`: more names that the template may use. Without `add_generation_prompt` the text
+        ends with the last message; with `continue_final_message` it ends inside the last message.
+        Raises InvalidRequest without a template, and if the template refuses the messages.
         """
         with self._encode_lock:
             if not (template or self._tokenizer.chat_template):
@@ -287,7 +295,11 @@ class Tokenizer:
         if backend is None:
             return [SpecialToken(str(text)) for text in self._tokenizer.all_special_tokens]
         added = backend.get_added_tokens_decoder().values()
-        return [SpecialToken(t.content, t.lstrip, t.rstrip) for t in added if t.special]
+        return [
+            SpecialToken(token.content, token.lstrip, token.rstrip)
+            for token in added
+            if token.special
+        ]
 
     @cached_property
     def _marks(self) -> ContentMarks:
@@ -318,8 +330,8 @@ class Tokenizer:
     def decode(
         self, token_ids: Sequence[int], *, keep_special: bool | Collection[int] = False
     ) -> str:
-        """The text, with U+FFFD for invalid bytes. `keep_special`: whether special tokens are part
-        of the text, or which."""
+        """Returns the text of the tokens, with U+FFFD for invalid bytes. `keep_special`: whether
+        special tokens are part of the text, or the ids of those that are."""
         ids = list(token_ids)
         if not isinstance(keep_special, bool):
             if keep_special:
@@ -337,8 +349,8 @@ class Tokenizer:
             return text
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """The UTF-8 bytes of a token, special ones as their names; None where it is part of a
-        character and the tokenizer does not say which bytes."""
+        """Returns the UTF-8 bytes of a token, the name of a special one; None if the token is part
+        of a character and the tokenizer does not tell its bytes."""
         if self._byte_level is not None:
             return self._byte_level.bytes_of([token_id], {})
         byte = None if self._bytes is None else self._bytes.byte_of(token_id)
@@ -348,8 +360,9 @@ class Tokenizer:
         return None if _REPLACEMENT in text else text.encode()
 
     def text_of(self, token_id: int) -> str:
-        """The text of one token behind others, special ones as their names; U+FFFD for parts of
-        characters. SentencePiece's decoders strip the space of the first token that they get."""
+        """Returns the text of a token that follows others, the name of a special one, U+FFFD for
+        parts of characters. The token is decoded twice, since SentencePiece's decoders strip the
+        space of the first token."""
         text = self.decode([token_id], keep_special=True)
         twice = self.decode([token_id, token_id], keep_special=True)
         is_whole = _REPLACEMENT not in text and twice.startswith(text)
@@ -358,14 +371,14 @@ class Tokenizer:
     def detokenizer(
         self, prompt_ids: Sequence[int], *, keep_special: bool | Collection[int] = False
     ) -> ByteLevelDetokenizer | IncrementalDetokenizer:
-        """A detokenizer of the tokens after a prompt. `keep_special`: whether special tokens are
-        part of the text, or which."""
+        """Returns a detokenizer of the tokens after a prompt. `keep_special`: see `decode`."""
         if self._byte_level is not None:
             return ByteLevelDetokenizer(self._byte_level, keep_special=keep_special)
         return IncrementalDetokenizer(self, prompt_ids, keep_special=keep_special)
 
     def facts(self) -> dict[str, Any]:
-        """The class, special tokens and chat template, named as in tokenizer_config.json."""
+        """Returns the class, special tokens and chat template, named as in
+        tokenizer_config.json."""
         with self._encode_lock:
             tokenizer = self._tokenizer
             special = {name: str(text) for name, text in tokenizer.special_tokens_map.items()}
@@ -375,7 +388,7 @@ class Tokenizer:
                     "tokenizer_class": type(tokenizer).__name__}  # fmt: skip
 
     def fingerprint(self) -> str:
-        """16 hex digits that identify the vocabulary (tokens and ids). O(vocabulary)."""
+        """Returns 16 hex digits that identify the vocabulary (tokens and ids). O(vocabulary)."""
         with self._encode_lock:
             vocabulary: dict[str, int] = self._tokenizer.get_vocab()
         lines = (f"{token_id} {token!r}\n" for token, token_id in sorted(vocabulary.items()))
@@ -388,7 +401,8 @@ class Tokenizer:
             return list(encoded["input_ids"])
 
     def _encode_as_text(self, marked: str, *, is_first: bool) -> list[int]:
-        """Token ids of a piece without special tokens. `is_first`: no text is before it."""
+        """Returns the token ids of a marked piece, special tokens as text. `is_first`: no text is
+        before it."""
         ids = self._text_ids(unmarked(marked), is_first)
         if not self._control_ids.isdisjoint(ids):  # a vocabulary that has the token's text as well
             parts = split_at_marks(marked)
@@ -408,8 +422,8 @@ class Tokenizer:
 
     @cached_property
     def _text_backends(self) -> tuple[Any, Any]:
-        """Copies of the `tokenizers.Tokenizer` to which special tokens are text: for the beginning
-        of a text, and for text behind other. A tenth of a second to a second, once."""
+        """Copies of the `tokenizers.Tokenizer` that read special tokens as text: one for the
+        beginning of a text, one for text that follows other text. Made once, in 0.1 to 1 s."""
         described = self._tokenizer.backend_tokenizer.to_str()
         make = type(self._tokenizer.backend_tokenizer).from_str
         first = make(described)
@@ -457,7 +471,7 @@ class IncrementalDetokenizer:
         *,
         keep_special: bool | Collection[int] = False,
     ) -> None:
-        """`keep_special`: whether special tokens are part of the text, or which."""
+        """`keep_special`: see `Tokenizer.decode`."""
         self._decode = partial(tokenizer.decode, keep_special=keep_special)
         self._takes_all = tokenizer.decodes_by_appending  # else one token after the other
         self._ids = [int(token) for token in prompt_ids[-_CONTEXT:]]
@@ -470,7 +484,7 @@ class IncrementalDetokenizer:
         self._known_len = len(known)  # characters of that text
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain now and was not before."""
+        """Append tokens. Returns the new text that later tokens cannot change."""
         if self._takes_all or len(token_ids) <= 1:
             return self._push(token_ids)
         return "".join(self._push([token_id]) for token_id in token_ids)
@@ -487,14 +501,14 @@ class IncrementalDetokenizer:
         return ""
 
     def finish(self) -> str:
-        """The rest, incomplete characters as U+FFFD."""
+        """Returns the rest of the text, with incomplete characters as U+FFFD."""
         return self._piece(len(self._ids))
 
     def _is_certain(self, cut: int, end: int) -> bool:
         """Whether no token after `end` can change the text up to token `cut`.
 
-        It does where it ends with a whole character, and where more tokens follow than a character
-        can have, unless the cut falls inside a run of invalid bytes.
+        That is certain if the text ends with a whole character, or if more tokens follow than a
+        character can have and the cut is not inside a run of invalid bytes.
         """
         piece = self._piece(cut)
         if piece and not piece.endswith(_REPLACEMENT):
@@ -525,8 +539,9 @@ class StopStringMatcher:
         """`include`: the text ends after the stop string, not before it."""
         self._stops = tuple(stops)
         self._include = include
-        self._hold = max((len(stop) for stop in self._stops), default=1) - 1
-        self._held = ""  # the end of the text, which may be the beginning of a stop string
+        # most characters at the end of the text that may be the beginning of a stop string
+        self._max_partial = max((len(stop) for stop in self._stops), default=1) - 1
+        self._unsent = ""  # the end of the text, which was not returned yet
         self.matched_stop: str | None = None
 
     @property
@@ -534,31 +549,32 @@ class StopStringMatcher:
         return self.matched_stop is not None
 
     def push(self, piece: str, *, may_stop: bool = True) -> str:
-        """The text that is safe to return now; with `may_stop` False no stop string ends in it."""
+        """Append text. Returns the part that cannot belong to a stop string any more, up to the
+        first stop string. `may_stop` False: stop strings that end in `piece` do not count."""
         if self.is_stopped:
             return ""
-        ends_after = len(self._held)  # stop strings that end earlier were not to stop
-        self._held += piece
+        ends_after = len(self._unsent)  # stop strings that end earlier do not count
+        self._unsent += piece
         first = self._first_stop(ends_after) if may_stop else None
         if first is not None:
             cut, self.matched_stop = first
-            return self._release(cut + len(self.matched_stop) if self._include else cut)
-        return self._release(max(0, len(self._held) - self._hold))
+            return self._take(cut + len(self.matched_stop) if self._include else cut)
+        return self._take(max(0, len(self._unsent) - self._max_partial))
 
     def finish(self) -> str:
-        """The rest of the text."""
-        return "" if self.is_stopped else self._release(len(self._held))
+        """Returns the rest of the text."""
+        return "" if self.is_stopped else self._take(len(self._unsent))
 
     def _first_stop(self, ends_after: int) -> tuple[int, str] | None:
-        """(index, stop string) of the first stop string in the held text; None without one."""
+        """Returns (index, stop string) of the first stop string in `_unsent`; None without one."""
         places = (
-            (self._held.find(stop, max(0, ends_after - len(stop) + 1)), stop)
+            (self._unsent.find(stop, max(0, ends_after - len(stop) + 1)), stop)
             for stop in self._stops
         )
         return min(
             (place for place in places if place[0] >= 0), key=lambda place: place[0], default=None
         )
 
-    def _release(self, end: int) -> str:
-        piece, self._held = self._held[:end], self._held[end:]
+    def _take(self, end: int) -> str:
+        piece, self._unsent = self._unsent[:end], self._unsent[end:]
         return piece

@@ -1,4 +1,9 @@
-"""Tools of a chat: checks and normalises them, for the library and the server."""
+"""Checks and normalises the tools of a chat, for the library and the server.
+
+This is the input side: the functions that a model may call. The forms in which models write calls
+are listed in server/answer/tool_styles.py (`STYLES`), their parsers are in
+server/answer/tool_parsers/. A new form is added there.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +23,12 @@ _MEMBERS = ("name", "description", "parameters", "return")  # what a template ma
 def read_tools(
     tools: object, where: str = "tools", *, function_member: str = ".function"
 ) -> tuple[dict[str, Any], ...]:
-    """Checked copies of the tools, each {"type": "function", "function": {"name", ...}}, or its
-    function alone where it was given so: templates get it in the given form.
+    """Returns checked copies of the tools, each {"type": "function", "function": {"name", ...}}, or
+    its function alone if it was given so: templates get it in the given form.
 
-    Members that no template renders, such as
-    "strict", are left out. `where` names the list in errors; `function_member` names a tool's
-    function, "" for protocols whose tools are flat. Raises InvalidRequest, whose `param` is the
-    place, such as "tools[1].function.parameters.required".
+    Members that no template renders, such as "strict", are left out. `where` names the list in
+    errors; `function_member` names a tool's function, "" for protocols whose tools are flat. Raises
+    InvalidRequest, whose `param` is the place, such as "tools[1].function.parameters.required".
     """
     if tools is None:
         return ()
@@ -46,8 +50,8 @@ def read_tools(
 def check_function(
     function: Mapping[str, Any], where: str, *, schema_name: str = "parameters"
 ) -> dict[str, Any]:
-    """A copy of a function's description, of the members that templates render. `schema_name` is
-    what errors call its parameters. Raises InvalidRequest."""
+    """Returns a copy of a function's description, with the members that templates render.
+    `schema_name`: the name of its parameters in errors. Raises InvalidRequest."""
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise _wrong(
@@ -73,7 +77,7 @@ def is_deep(value: Any) -> bool:
 
 
 def _function_of(tool: object, where: str, function_member: str) -> tuple[Mapping[str, Any], str]:
-    """A tool's function, and its place in errors."""
+    """Returns a tool's function, and its place for errors."""
     if not isinstance(tool, Mapping):
         raise _wrong(where, f"must be an object, got {shown(tool)}")
     is_wrapped = "function" in tool or "name" not in tool
@@ -107,7 +111,8 @@ def _check_parameters(schema: object, where: str) -> None:
             place = f"{where}.properties.{name}"
             raise _wrong(place, f"must be a JSON schema, got {shown(subschema)}")
     required = schema.get("required", [])
-    is_names = isinstance(required, list | tuple) and all(isinstance(x, str) for x in required)
+    is_list = isinstance(required, list | tuple)
+    is_names = is_list and all(isinstance(name, str) for name in required)
     if not is_names:
         raise _wrong(f"{where}.required", f"must be a list of names, got {shown(required)}")
     unknown = [name for name in required if name not in properties]

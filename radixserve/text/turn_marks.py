@@ -1,4 +1,4 @@
-"""The tokens at which messages of a chat begin, as the model's chat template writes them.
+"""Finds the tokens at which messages of a chat begin in the model's chat template.
 
 Conversations branch there: a later prompt shares all messages, but not always the generation
 prompt, after which a template may begin a thought that it leaves out of the history.
@@ -14,13 +14,13 @@ from radixserve.arrays import IntArray
 from radixserve.errors import InvalidRequest
 from radixserve.text.tokenizer import Tokenizer
 
-_WORDS = ("quorzel", "vimbrat", "yestrok")  # stand for texts
+_WORDS = ("quorzel", "vimbrat", "yestrok")  # sample texts
 
 
 def turn_marks(tokenizer: Tokenizer | None, end_ids: Collection[int]) -> frozenset[int]:
-    """Ids of special tokens that begin a message or the generation prompt in the model's chat
-    template; empty where it has none, or no special tokens there. `end_ids`: tokens that end a
-    message, which are none of them. Three renderings of short conversations."""
+    """Returns the ids of special tokens that begin a message or the generation prompt in the
+    model's chat template; empty if it has no template or no such tokens. `end_ids`: tokens that end
+    a message, which are left out. Renders three short conversations."""
     if tokenizer is None or not tokenizer.has_chat_template:
         return frozenset()
     first, second, third = _WORDS
@@ -44,8 +44,8 @@ def turn_marks(tokenizer: Tokenizer | None, end_ids: Collection[int]) -> frozens
 
 
 def turn_starts(token_ids: IntArray, marks: Collection[int]) -> tuple[int, ...]:
-    """Positions above 0 of a prompt at which its messages begin, and at last the generation
-    prompt. O(tokens)."""
+    """Returns the positions > 0 of a prompt at which its messages and the generation prompt begin,
+    ascending. O(tokens)."""
     if not marks:
         return ()
     starts: Sequence[int] = np.flatnonzero(np.isin(token_ids, list(marks))).tolist()

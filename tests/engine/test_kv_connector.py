@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from radixserve import InvalidRequest, Runtime, SamplingParams
-from radixserve.engine.kv_connector import HeldRequest
+from radixserve.engine.kv_connector import LoadingRequest
 from radixserve.errors import RequestFailed
 from radixserve.output import Completion
 from tests.store.faulty_store import DAMAGES, Faults
@@ -96,7 +96,7 @@ def test_requests_that_share_a_stored_prefix_load_it_once(tmp_path: Path) -> Non
         assert runtime.cache_stats()["kv_store"]["loaded_tokens"] == 600
 
 
-def test_a_request_in_memory_or_not_stored_is_not_held(tmp_path: Path) -> None:
+def test_a_request_in_memory_or_not_stored_is_not_loaded(tmp_path: Path) -> None:
     with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
         runtime.generate([tokens(0, 100), tokens(0, 100), tokens(1, 100)], PARAMS)
         assert runtime.cache_stats()["kv_store"]["loaded_tokens"] == 0
@@ -137,11 +137,11 @@ def test_a_load_that_waits_for_others_or_takes_long_does_not_pay(tmp_path: Path)
         connector = runtime._core._engine._connector
         connector._token_cost = lambda: (1.0, 1000)  # 1 ms a token
         assert connector._pays(40, ())
-        assert not connector._pays(40, [HeldRequest(None, None, 10_000_000)])
+        assert not connector._pays(40, [LoadingRequest(None, None, 10_000_000)])
         connector._latency_s = 0.2
         assert runtime.generate(tokens(0, 40), PARAMS).usage.loaded_tokens == 0
         for _ in range(200):  # the latency that was measured once is forgotten
-            connector._pays(1, [HeldRequest(None, None, 10_000_000)])
+            connector._pays(1, [LoadingRequest(None, None, 10_000_000)])
         assert runtime.generate(tokens(1, 40), PARAMS).usage.loaded_tokens == 39
         connector._bandwidth = 1.0
         assert not connector._pays(40, ())

@@ -68,7 +68,7 @@ class StoreWorld(World):
         super().__init__(num_pages, page_size)
         self.folder, self.max_bytes, self.faults = folder, max_bytes, faults
         self.prefixes: dict[bytes, Prefix] = {}
-        self.held: dict[str, tuple[Prefix, str]] = {}  # requests by id: tokens and namespace
+        self.loading: dict[str, tuple[Prefix, str]] = {}  # requests by id: tokens and namespace
         self.num_requests = self.num_loaded = 0
         self.connector = self.open_store()
 
@@ -80,7 +80,7 @@ class StoreWorld(World):
 
     def restart(self) -> None:
         """Another process: an empty cache over what is stored."""
-        self.connector.release()
+        self.connector.cancel_loads()
         self.drain()
         self.connector.close()
         self.connector = self.open_store()
@@ -91,14 +91,14 @@ class StoreWorld(World):
         name, params = f"r{self.num_requests}", SamplingParams(namespace=namespace)
         ids = np.array(tokens, np.int32)
         request = Request(name, ids, params, 0, frozenset(), len(tokens) + 9)
-        self.held[name] = tokens, namespace
+        self.loading[name] = tokens, namespace
 
         def finish(num_loaded: int) -> None:
-            del self.held[name]
+            del self.loading[name]
             self.num_loaded += num_loaded
             self.compute(tokens, namespace)
 
-        if not self.connector.hold(request, finish):
+        if not self.connector.queue_load(request, finish):
             finish(0)
 
     def compute(self, tokens: Prefix, namespace: str) -> None:
@@ -124,10 +124,10 @@ class StoreWorld(World):
         super().check()
         if hasattr(self, "connector"):
             self.connector.check()
-            assert len(self.connector) == len(self.held)
+            assert len(self.connector) == len(self.loading)
 
     def close(self) -> None:
-        self.connector.release()
+        self.connector.cancel_loads()
         self.drain()
         self.connector.close()
 
@@ -138,7 +138,7 @@ def store_step(world: StoreWorld, rng: random.Random, max_len: int) -> None:
         ["request", "end", "steps", "copy", "abort", "preempt", "fault", "restart"],
         [10, 7, 10, 4, 1, 1, 1.5, 0.7],
     )[0]
-    if action == "request" and len(world.open) + len(world.held) < 12:
+    if action == "request" and len(world.open) + len(world.loading) < 12:
         tokens, namespace = random_tokens(world, rng, max_len), rng.choice(NAMESPACES)
         if world.prefixes and rng.random() < 0.8:  # often of something that was stored
             head = max(rng.choices(list(world.prefixes.values()), k=4), key=len)
@@ -151,8 +151,8 @@ def store_step(world: StoreWorld, rng: random.Random, max_len: int) -> None:
             world.connector.step(may_wait=rng.random() < 0.8)
     elif action == "copy":
         world.connector.copy_unsaved(is_idle=True)
-    elif action == "abort" and world.held:
-        world.connector.release(rng.choice(list(world.held)))
+    elif action == "abort" and world.loading:
+        world.connector.cancel_loads(rng.choice(list(world.loading)))
     elif action == "preempt" and world.open:
         world.preempt(rng.choice(world.open))
     elif action == "fault":

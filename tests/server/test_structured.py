@@ -52,7 +52,7 @@ def test_strict_refuses_unique_items_that_cannot_be_held(served: LocalServer) ->
         answer = served.client.post("/v1/chat/completions", json=body)
         assert answer.status_code == status, answer.text
         if status == 400:
-            assert "uniqueItems cannot be held" in answer.json()["error"]["message"]
+            assert "uniqueItems cannot be enforced" in answer.json()["error"]["message"]
         elif strict:
             content = answer.json()["choices"][0]["message"]["content"]
             assert sorted(json.loads(content)) == [1, 2]

@@ -26,10 +26,11 @@ from radixserve.cache.sequence import PageAllocator
 def check_blocks(allocator: PageAllocator, pool: BlockPool) -> None:
     """Raise AssertionError at the first broken invariant."""
     users = _sequences(allocator)
-    blocks = {id(b): b for n in pool.namespaces.values() for b in n.blocks.values()}
+    blocks = {id(block): block for block in _findable(pool)}
     for sequence in users:
         blocks |= {id(block): block for block in _locked(sequence)}
-    check_owners(allocator, [(f"block {b.block_id}", [b.page]) for b in blocks.values()])
+    published = [(f"block {block.block_id}", [block.page]) for block in blocks.values()]
+    check_owners(allocator, published)
     count = len(blocks)
     assert pool.num_pages == count, f"{pool.num_pages} blocks counted, {count} found"
     locks = Counter(id(block) for sequence in users for block in _locked(sequence))
@@ -49,8 +50,13 @@ def _sequences(allocator: PageAllocator) -> list[HashSequence]:
     return [seq for seq in allocator.live_sequences if isinstance(seq, HashSequence)]
 
 
+def _findable(pool: BlockPool) -> list[Block]:
+    """Returns the blocks that look-ups can find, of all namespaces."""
+    return [block for namespace in pool.namespaces.values() for block in namespace.blocks.values()]
+
+
 def _locked(sequence: HashSequence) -> list[Block]:
-    """The blocks that a sequence has locked, each as often as it has."""
+    """Returns the blocks that a sequence has locked, each as often as it has."""
     others = (sequence._partial, sequence._source)
     return [*sequence._blocks, *(block for block in others if block is not None)]
 
@@ -97,8 +103,7 @@ def _check_order(pool: BlockPool) -> None:
         assert not block.lock_ref, f"{name} is locked and evictable"
         is_last = block.parent is None or rank.get(id(block.parent), position + 1) > position
         assert is_last, f"{name} outlives its parent"
-    findable = [b for namespace in pool.namespaces.values() for b in namespace.blocks.values()]
-    unused = sum(not block.lock_ref for block in findable)
+    unused = sum(not block.lock_ref for block in _findable(pool))
     assert unused == len(pool.evictable), f"{len(pool.evictable)} blocks evictable, {unused} unused"
 
 
@@ -119,8 +124,8 @@ def _check_sequence(pool: BlockPool, sequence: HashSequence) -> None:
     assert len(blocks) == sequence.committed_len // size, f"{name} has not published all"
     for index, block in enumerate(blocks):
         parent = blocks[index - 1] if index else None
-        assert block.parent is parent, f"{name} holds blocks that are not a chain"
-        assert block.namespace is sequence._namespace, f"{name} holds a block of another namespace"
+        assert block.parent is parent, f"{name} has blocks that are not a chain"
+        assert block.namespace is sequence._namespace, f"{name} has a block of another namespace"
         assert block.tokens == data[index * pool.width : (index + 1) * pool.width], (
             f"{name}: tokens"
         )
@@ -142,8 +147,8 @@ def _check_sequence(pool: BlockPool, sequence: HashSequence) -> None:
 
 def count_shared(allocator: PageAllocator) -> int:
     """Blocks that two or more sequences have locked. O(locked blocks)."""
-    held = (block for sequence in _sequences(allocator) for block in _locked(sequence))
-    return len({id(block) for block in held if block.lock_ref > 1})
+    locked = (block for sequence in _sequences(allocator) for block in _locked(sequence))
+    return len({id(block) for block in locked if block.lock_ref > 1})
 
 
 def preview_blocks(pool: BlockPool, count: int) -> list[dict[str, Any]]:
@@ -159,7 +164,7 @@ def preview_blocks(pool: BlockPool, count: int) -> list[dict[str, Any]]:
 
 
 def _last_uses(pool: BlockPool) -> Iterator[tuple[Block, float]]:
-    """The unused blocks in the order of eviction, with the time of their last use.
+    """Yields the unused blocks in the order of eviction, with the time of their last use.
 
     A release notes the time in its last block only: it is that of the blocks before it, too."""
     latest: dict[int, float] = {}  # by the identity of a block: of those after it
@@ -176,7 +181,7 @@ def dump_blocks(
 ) -> dict[str, Any]:
     """See `PrefixCache.dump`: the findable blocks, each below the one before it."""
     sequences = _sequences(allocator)
-    users = Counter(id(b) for sequence in sequences for b in sequence._blocks)
+    users = Counter(id(block) for sequence in sequences for block in sequence._blocks)
     last_uses = {id(block): last_use for block, last_use in _last_uses(pool)}
     below: dict[int, list[Block]] = {}  # by the identity of their parent or of their namespace
     for namespace in pool.namespaces.values():
@@ -199,7 +204,7 @@ def dump_blocks(
     roots: dict[str, Block | BlockNamespace] = {
         name: space for name, space in pool.namespaces.items() if only in (None, name)
     }
-    tokens = {id(b): pool.block_size for n in pool.namespaces.values() for b in n.blocks.values()}
+    tokens = {id(block): pool.block_size for block in _findable(pool)}
     tokens |= {id(block): pool.block_size for seq in sequences for block in seq._blocks}
     for seq in sequences:  # a page with only its first tokens, shared by forks
         if seq._partial is not None:

@@ -19,7 +19,8 @@ Digest = Callable[[bytes], bytes]
 
 
 def make_digest(hash_algorithm: str) -> Digest:
-    """The hash of that name: sha256 (32 bytes), or xxh3 (16 bytes, needs the package xxhash).
+    """Returns the hash of that name: sha256 (32 bytes), or xxh3 (16 bytes, needs the package
+    xxhash).
 
     Raises InvalidRequest for another name and where xxhash is missing.
     """
@@ -62,7 +63,7 @@ class BlockChain:
         self._digest = digest
 
     def key(self, index: int) -> bytes:
-        """The key of block `index`; hashes from the last known key."""
+        """Returns the key of block `index`; hashes from the last known key."""
         keys, width = self.keys, self.width
         while len(keys) <= index + 1:
             start = (len(keys) - 1) * width
@@ -87,7 +88,7 @@ class ChainMemo:
         return self._digest(b"namespace " + namespace.encode("utf-8", "surrogatepass"))
 
     def get(self, root_key: bytes, data: bytes) -> BlockChain:
-        """The chain of the whole blocks of `data`. O(len(data)) to copy and compare."""
+        """Returns the chain of the whole blocks of `data`. O(len(data)) to copy and compare."""
         rest = len(data) % self._width
         if rest:
             data = data[:-rest]

@@ -42,12 +42,13 @@ class EvictableBlocks:
         return self._num_blocks
 
     def __iter__(self) -> Iterator[Block]:
-        """In the order of eviction. O(entries), at most half of which are obsolete."""
+        """Yields the blocks in the order of eviction. O(entries), at most half of which are
+        obsolete."""
         for number, blocks in self._batches:
             yield from (block for block in reversed(blocks) if _is_in(block, number))
 
     def lock(self, blocks: Sequence[Block]) -> None:
-        """One more lock on each."""
+        """Add a lock to each block."""
         fresh = 0
         for block in blocks:
             count = block.lock_ref
@@ -57,8 +58,8 @@ class EvictableBlocks:
         self._num_blocks -= fresh
 
     def unlock(self, blocks: list[Block]) -> list[Block]:
-        """Undo one `lock` of each, the last one first; the list is this object's from now on.
-        Returns those without a lock that cannot be found."""
+        """Undo one `lock` of each block, the last block first. This object owns the list from now
+        on. Returns the blocks that have no lock left and are not in the table."""
         number = self._number = self._number + 1
         gone: list[Block] = []
         fresh = 0
@@ -96,12 +97,15 @@ class EvictableBlocks:
         return taken
 
     def forget(self, count: int) -> None:
-        """`count` unlocked blocks were removed from the table."""
+        """Note that `count` unlocked blocks were removed from the table."""
         self._num_blocks -= count
 
     def _compact(self) -> None:
         """Drop obsolete entries. O(entries), amortised O(1) per entry."""
-        kept = [(n, [b for b in blocks if _is_in(b, n)]) for n, blocks in self._batches]
+        kept = [
+            (number, [block for block in blocks if _is_in(block, number)])
+            for number, blocks in self._batches
+        ]
         self._batches = deque(batch for batch in kept if batch[1])
         self._num_entries = sum(len(blocks) for _, blocks in self._batches)
 
@@ -125,7 +129,7 @@ class BlockPool:
         self.chains = ChainMemo(digest, self.width)
         self.watch_registry = WatchRegistry()
         self.evicted: OrderedDict[bytes, str] = OrderedDict()  # key -> namespace, oldest first
-        self.num_pages = 0  # of findable blocks, and of those that only sequences still hold
+        self.num_pages = 0  # of findable blocks, and of those that only sequences still use
         self.num_evicted_tokens = 0
         self.num_collisions = 0  # equal keys of different prefixes met
         self.now = 0.0  # seconds, see `PageOwner`
@@ -149,7 +153,7 @@ class BlockPool:
     # -- look-up ------------------------------------------------------------------------------
 
     def chain(self, namespace: str, data: bytes) -> BlockChain:
-        """The whole blocks of `data`, int32 bytes, under that namespace."""
+        """Returns the whole blocks of `data`, int32 bytes, under that namespace."""
         known = self.namespaces.get(namespace)
         root_key = self.chains.root_key(namespace) if known is None else known.root_key
         return self.chains.get(root_key, data)
@@ -161,11 +165,11 @@ class BlockPool:
         matched: list[Block],
         pages: array[int] | None = None,
     ) -> list[Block]:
-        """Append the blocks that follow `matched`, the leading ones of `chain`, and their pages to
-        `pages`. Read-only.
+        """Append to `matched`, the leading blocks of `chain`, the cached blocks that follow, and
+        their pages to `pages`. Returns `matched`. The pool is not changed.
 
-        O(tokens found) in memcmp, and a hash for each run of blocks, unless the chain knows its
-        key: all tokens are compared, so that equal keys of different prefixes do no harm.
+        O(tokens matched) in memcmp, and one hash per run of blocks whose key the chain does not
+        know. All tokens are compared, so equal keys of different prefixes are harmless.
         """
         known = self.namespaces.get(namespace)
         if known is None:
@@ -194,7 +198,7 @@ class BlockPool:
     # -- namespaces ---------------------------------------------------------------------------
 
     def open_namespace(self, name: str) -> BlockNamespace:
-        """The live namespace of that name, made when missing."""
+        """Returns the live namespace of that name; creates it if there is none."""
         namespace = self.namespaces.get(name)
         if namespace is None:
             root_key = self.chains.root_key(name)
@@ -202,14 +206,15 @@ class BlockPool:
         return namespace
 
     def prune(self, namespace: BlockNamespace) -> None:
-        """Forget a namespace without blocks and sequences."""
+        """Delete a namespace if it has neither blocks nor sequences."""
         if not namespace.blocks and not namespace.num_sequences and not namespace.is_dead:
             del self.namespaces[namespace.name]
 
     # -- eviction -----------------------------------------------------------------------------
 
     def evict(self, num_pages: int) -> int:
-        """Forget up to `num_pages` unused blocks, oldest first; returns how many. O(those)."""
+        """Evict up to `num_pages` unlocked blocks, least recently used first. Returns how many.
+        O(evicted blocks)."""
         evicted, watched, events = self.evicted, self._watched, self.events
         shorter: dict[BlockRun, int] = {}  # and their new lengths
         taken = self.evictable.take(min(num_pages, len(self.evictable)))
@@ -241,8 +246,8 @@ class BlockPool:
         return num_pages <= len(self.evictable) and self.evict(num_pages) >= num_pages
 
     def reset(self, name: str | None) -> None:
-        """Forget a namespace, or all. O(blocks and memories of evicted ones); blocks in use are
-        freed when they are unlocked."""
+        """Drop a namespace, or all if None. Blocks in use are freed when they are unlocked.
+        O(blocks and remembered evictions)."""
         for key in [key for key, other in self.evicted.items() if name in (None, other)]:
             del self.evicted[key]
         for gone in list(self.namespaces) if name is None else [name]:
@@ -271,11 +276,12 @@ class BlockPool:
     # -- locks --------------------------------------------------------------------------------
 
     def lock(self, blocks: Sequence[Block]) -> None:
-        """One more lock on each."""
+        """Add a lock to each block."""
         self.evictable.lock(blocks)
 
     def unlock(self, blocks: list[Block]) -> None:
-        """Undo one `lock` of each, the last one first; the list is the pool's from now on."""
+        """Undo one `lock` of each block, the last block first. The pool owns the list from now
+        on."""
         gone = self.evictable.unlock(blocks)
         if gone:
             self._free(array("i", [block.page for block in gone]))
@@ -283,7 +289,8 @@ class BlockPool:
     # -- publishing ---------------------------------------------------------------------------
 
     def adopt(self, namespace: BlockNamespace, page: int) -> Block:
-        """A block, locked once, for a private page with only its first tokens filled."""
+        """Returns a new block without a key, locked once, for a private page with only its first
+        tokens filled."""
         self.num_created += 1
         self.num_pages += 1
         return Block(namespace, page, self.num_created)
@@ -296,7 +303,8 @@ class BlockPool:
         pages: array[int],
         partial: Block | None,
     ) -> list[Block]:
-        """The blocks of `data` (int32 bytes, whole blocks) after `parent`, each locked once.
+        """Returns the blocks of `data` (int32 bytes, whole blocks) after `parent`, each locked
+        once.
 
         A new block takes over its page from the caller; `partial` is the first page's, where the
         caller shares that as a block already. Where another sequence published the same block
@@ -342,7 +350,8 @@ class BlockPool:
         return blocks
 
     def _announce(self, blocks: list[Block], pages: array[int], data: bytes) -> None:
-        """`blocks`, end to end, are findable from now on; `data` are their tokens."""
+        """Add `blocks`, which are in the table now, to their run and tell watches and the event
+        log. They follow each other; `data` are their tokens."""
         parent = blocks[0].parent
         run = None if parent is None else parent.run
         if run is None or run.blocks[-1] is not parent:
@@ -358,14 +367,14 @@ class BlockPool:
 
 
 def stored(block: Block) -> Stored:
-    """A findable block as an event."""
+    """Returns the `Stored` event of a findable block."""
     parent = ROOT if block.parent is None else block.parent.block_id
     return Stored(block.block_id, parent, block.namespace.name, block.tokens)
 
 
 def _common_blocks(tokens: bytearray, start: int, data: bytes, data_start: int, width: int) -> int:
-    """Whole blocks, at least one, that `data` from byte `data_start` has in common with `tokens`
-    from byte `start`: the first is known to be equal."""
+    """Returns how many whole blocks of `data` from byte `data_start` on equal those of `tokens`
+    from byte `start` on. The first block is known to be equal."""
     count = min(len(tokens) - start, len(data) - data_start) // width
     size = count * width
     if count == 1 or tokens[start : start + size] == as_view(data)[data_start : data_start + size]:

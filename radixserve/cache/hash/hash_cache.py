@@ -54,16 +54,16 @@ class HashPrefixWatch(PrefixWatch):
 
     @property
     def locked_len(self) -> int:
-        """Tokens of `cached_len` in blocks that live sequences hold anyway. O(log blocks)."""
-        held = bisect_left(self.blocks, True, key=lambda block: not block.lock_ref)
-        return held * self._pool.block_size
+        """Tokens of `cached_len` in blocks that live sequences have locked. O(log blocks)."""
+        num_locked = bisect_left(self.blocks, True, key=lambda block: not block.lock_ref)
+        return num_locked * self._pool.block_size
 
     def path(self) -> tuple[int, ...]:
         """Ids of the blocks matched, from the first on."""
         return tuple([block.block_id for block in self.blocks])
 
     def refresh(self) -> None:
-        """Look up again, from the last match that is still cached. O(blocks added and removed)."""
+        """Match again from the last block that is still cached. O(blocks added and removed)."""
         blocks, chain = self.blocks, self.chain
         while blocks and not blocks[-1].is_listed:
             blocks.pop()
@@ -154,7 +154,8 @@ class HashBlockCache(PrefixCache):
         allow_full: bool = False,
         compare_namespaces: bool = True,
     ) -> Lookup:
-        """The number of tokens that `acquire` would reuse now, and why not more. Changes nothing.
+        """Returns the number of tokens that `acquire` would reuse now, and why not more. Changes
+        nothing.
 
         reason is "full" (every whole block that may be reused is cached), "evicted" (the next
         block was cached and has been dropped), "namespace" (another one has more of these blocks)
@@ -173,7 +174,7 @@ class HashBlockCache(PrefixCache):
         return Lookup(length, reason, length)
 
     def _reusable(self, ids: IntArray, allow_full: bool) -> bytes:
-        """The whole blocks that may be reused, as int32 bytes."""
+        """Returns the whole blocks of a prompt that may be reused, as int32 bytes."""
         limit = len(ids) if allow_full else max(0, len(ids) - 1)
         return ids[: limit - limit % self.page_size].tobytes()
 
@@ -204,7 +205,7 @@ class HashBlockCache(PrefixCache):
         session: CacheSession | None = None,
         priority: int = 0,
     ) -> HashSequence:
-        """The longest cached prefix of whole blocks, locked until the sequence is released.
+        """Returns the longest cached prefix of whole blocks, locked until the sequence is released.
 
         As `RadixCache.acquire`, but `session` and `priority` are checked and have no effect.
         """
@@ -237,7 +238,8 @@ class HashBlockCache(PrefixCache):
         blocks: list[Block],
         pages: array[int],
     ) -> HashSequence:
-        """A sequence over `blocks`, the match of a prompt of so many tokens. It owns the lists."""
+        """Returns a sequence over `blocks`, the match of a prompt of `num_tokens` tokens. The
+        sequence owns `blocks` and `pages` from now on."""
         allocator, stats = self._allocator, self._allocator.stats
         if self._freezer is not None:
             self._note_growth()
@@ -251,7 +253,7 @@ class HashBlockCache(PrefixCache):
         return HashSequence(allocator, self._pool, space, known, blocks, pages)
 
     def _check_use(self, session: object, priority: int) -> None:
-        """InvalidRequest for arguments of `acquire` that have no effect and are wrong."""
+        """Check the arguments of `acquire` that have no effect here. Raises InvalidRequest."""
         if type(priority) is not int:
             check_int("priority", priority, -(2**31), 2**31 - 1)
         if session is not None:
@@ -260,8 +262,8 @@ class HashBlockCache(PrefixCache):
     def open_session(
         self, name: str, *, lease_s: float | None = None, retain_until: float | None = None
     ) -> HashSession:
-        """A handle for `acquire`, without effect on eviction. `lease_s` and `retain_until`
-        (seconds, >= 0) are checked and ignored."""
+        """Returns a handle for `acquire`, which has no effect on eviction. `lease_s` and
+        `retain_until` (seconds, >= 0) are checked and ignored."""
         check_str("name", name)
         for what, seconds in (("lease_s", lease_s), ("retain_until", retain_until)):
             if seconds is not None:
@@ -288,13 +290,14 @@ class HashBlockCache(PrefixCache):
         return log
 
     def _stored_blocks(self) -> Iterator[Stored]:
-        """All findable blocks, each after the one before it in its prefix."""
-        blocks = [b for n in self._pool.namespaces.values() for b in n.blocks.values()]
+        """Yields all findable blocks, each after the one before it in its prefix."""
+        namespaces = self._pool.namespaces.values()
+        blocks = [block for namespace in namespaces for block in namespace.blocks.values()]
         return map(stored, sorted(blocks, key=lambda block: block.block_id))
 
     def stats(self) -> dict[str, Any]:
-        """The keys of `PrefixCache.stats`. `pages_tree` are the pages of blocks: findable ones
-        (`nodes`), and blocks that only running sequences still hold. This cache has no leases."""
+        """See `PrefixCache.stats`. `pages_tree` counts the pages of blocks: findable ones
+        (`nodes`), and those that only running sequences still use. This cache has no leases."""
         namespaces = self._pool.namespaces
         return {
             **super().stats(),

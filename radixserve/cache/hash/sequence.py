@@ -37,9 +37,9 @@ class HashSequence(CacheSequence):
         source: Block | None = None,
         page: int = -1,
     ) -> None:
-        """`tokens` (int32 bytes) are committed: `blocks`, on `pages`, hold the whole ones, and are
-        locked for this sequence; the tokens after them are to be copied from `source`, locked
-        too, to the private `page`. The sequence owns the arrays from now on."""
+        """All of `tokens` (int32 bytes) are committed. `blocks`, on `pages`, have the whole blocks
+        of them; the tokens after these are to be copied from `source` to the private `page`. The
+        blocks and `source` are locked for this sequence, which owns the arrays from now on."""
         extra = len(tokens) % pool.width // TOKEN_BYTES
         copy = None if source is None else (source.page, page, extra)
         super().__init__(allocator, namespace, tokens, pages, copy)
@@ -63,7 +63,7 @@ class HashSequence(CacheSequence):
         self._num_shared = whole
         if [block.page for block in blocks[first:]] == pages.tolist():
             return
-        own = array("i")  # given back: another sequence was first
+        own = array("i")  # pages to free: another sequence published these blocks first
         for index, page in enumerate(pages, first):
             if blocks[index].page != page:
                 self._pages_change(index)
@@ -77,7 +77,8 @@ class HashSequence(CacheSequence):
             self._allocator.free(own)
 
     def fork(self) -> HashSequence:
-        """A second sequence over everything committed: shares whole blocks, copies the rest.
+        """Returns a second sequence over all committed tokens. It shares whole blocks and copies
+        the rest.
 
         Raises OutOfPages, and changes nothing, when no page for that copy is available.
         O(blocks).
@@ -96,7 +97,8 @@ class HashSequence(CacheSequence):
         )
 
     def _copy_source(self) -> Block:
-        """The block to copy the partial page from: its own, or the source of its pending copy."""
+        """Returns the block to copy the partial page from: its own, or the source of its pending
+        copy."""
         if self._source is not None:
             return self._source
         if self._partial is None:
@@ -119,7 +121,7 @@ class HashSequence(CacheSequence):
             self.cow_copies.append((source.page, page[0], extra))
 
     def _cut_source(self, index: int, length: int) -> Block | None:
-        """The block with that index if others may read the slots after the cut."""
+        """Returns the block with that index if others may read the slots after the cut."""
         if index < len(self._blocks):
             return self._blocks[index]
         shared = self._partial if index == len(self._blocks) else None

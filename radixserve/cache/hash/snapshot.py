@@ -37,7 +37,7 @@ def snapshot_blocks(
         for block in islice(reversed(space.blocks.values()), _SCANNED):
             _show(block.run, shown, view.max_nodes)
     starts: dict[int, int] = {}
-    nodes = [_of_run(run, starts, pool) for run in shown.values()]
+    nodes = [_run_record(run, starts, pool) for run in shown.values()]
     sequences = [seq for seq in allocator.live_sequences if view.shows(seq.namespace)]
     if view.within is not None:
         for run in shown.values():
@@ -75,7 +75,7 @@ def _show(run: BlockRun | None, shown: dict[int, BlockRun], limit: int) -> None:
         shown |= {above.blocks[0].block_id: above for above in reversed(chain)}
 
 
-def _of_run(run: BlockRun, starts: dict[int, int], pool: BlockPool) -> dict[str, Any]:
+def _run_record(run: BlockRun, starts: dict[int, int], pool: BlockPool) -> dict[str, Any]:
     """`starts`: position of each run before it, by the id of its first block."""
     first, last = run.blocks[0], run.blocks[-1]
     parent = first.parent

@@ -29,7 +29,7 @@ def check_tree(allocator: PageAllocator, tree: RadixTree) -> None:
     """Raise AssertionError at the first broken invariant."""
     sequences = _sequences(allocator)
     nodes = _all_nodes(tree, sequences)
-    check_owners(allocator, [(f"node {n.node_id}", n.pages.tolist()) for n in nodes])
+    check_owners(allocator, [(f"node {node.node_id}", node.pages.tolist()) for node in nodes])
     ends = Counter(id(sequence._last_node) for sequence in sequences)
     for node in nodes:
         wanted = ends[id(node)] + sum(child.lock_ref > 0 for child in node.children.values())
@@ -97,7 +97,7 @@ def _check_node(tree: RadixTree, node: Node) -> None:
     assert parent is not None, f"{name} has no parent"
     assert node.num_tokens > 0, f"{name} is empty"
     assert node.start % size == 0, f"{name} starts inside a page"
-    assert len(node.pages) == -(-node.num_tokens // size), f"{name} lacks or hoards pages"
+    assert len(node.pages) == -(-node.num_tokens // size), f"{name} has too few or too many pages"
     assert not node.children or node.end % size == 0, f"{name} has children and a partial page"
     if parent.children.get(node.key) is node:
         assert node.start == parent.end, f"{name} does not begin where its parent ends"
@@ -152,7 +152,7 @@ def _check_order(tree: RadixTree, nodes: list[Node]) -> None:
         above = rank.get(id(node.parent))
         assert mine is None or above is None or mine < above, f"{name} outlives its parent"
     known = {id(node) for node in nodes}
-    assert known >= rank.keys(), "the eviction order holds a node that is gone"
+    assert known >= rank.keys(), "the eviction order has a node that was removed"
     tree.order.check()
 
 
@@ -175,8 +175,12 @@ def _check_session_refs(tree: RadixTree, nodes: list[Node]) -> None:
             assert not is_kept, f"{name} of a namespace that was reset is still reached or leased"
             continue
         below = [child.session_refs for child in node.children.values()]
-        ends = [s for s in sessions.open_sessions if node in s.end_nodes]
-        kept = [s.retain_until is not None for s in ends if s.end_nodes[node] is not None]
+        ends = [session for session in sessions.open_sessions if node in session.end_nodes]
+        kept = [
+            session.retain_until is not None
+            for session in ends
+            if session.end_nodes[node] is not None
+        ]
         num_open = len(ends) + sum(1 for child in below if child and child.num_open)
         num_leased = kept.count(False) + sum(1 for child in below if child and child.num_leased)
         num_retained = kept.count(True)
@@ -193,7 +197,7 @@ def _check_session_refs(tree: RadixTree, nodes: list[Node]) -> None:
         num_kept = max(refs.num_leased, refs.num_retained)
         assert num_kept <= refs.num_open, f"{name} is leased and reached by no session"
         assert refs.used_without_session or not has_used_without_session or node.lock_ref, (
-            f"{name} has public children"
+            f"{name} has children that were used without a session"
         )
 
 
@@ -203,12 +207,13 @@ def _check_sequence(tree: RadixTree, sequence: RadixSequence) -> None:
     num_shared = len(sequence.pages) - sequence.num_private
     source = sequence._source
     assert source is not None or committed - published < size, f"{name} has unpublished pages"
-    assert num_shared >= published // size, f"{name} holds published pages as its own"
-    way = [*path(node_covering(sequence._last_node, published))][::-1]
-    ours = sequence.tokens[:published].tobytes()
-    held = b"".join(node.tokens for node in way)
-    assert held.startswith(ours), f"{name} is not on the path it holds"
-    shared, pages = sequence.pages[:num_shared].tolist(), [p for node in way for p in node.pages]
+    assert num_shared >= published // size, f"{name} counts published pages as private"
+    nodes = [*path(node_covering(sequence._last_node, published))][::-1]
+    published_tokens = sequence.tokens[:published].tobytes()
+    path_tokens = b"".join(node.tokens for node in nodes)
+    assert path_tokens.startswith(published_tokens), f"{name} is not on the path that it locks"
+    shared = sequence.pages[:num_shared].tolist()
+    pages = [page for node in nodes for page in node.pages]
     assert pages[: len(shared)] == shared, f"{name} shares pages that are not on its path"
     protected = {page for node in path(sequence._last_node) for page in node.pages}
     if source is not None:
@@ -244,7 +249,7 @@ def count_pinned(allocator: PageAllocator) -> int:
 
 
 def tree_stats(allocator: PageAllocator, tree: RadixTree) -> dict[str, Any]:
-    """The figures of a tree in `PrefixCache.stats`."""
+    """Returns the figures of a tree in `PrefixCache.stats`."""
     stats: dict[str, Any] = {
         "namespaces": len(tree.namespaces),
         "nodes": tree.num_nodes,

@@ -17,8 +17,8 @@ from radixserve.config import LEAST_CHECKPOINT_INTERVAL, choose_checkpoint_inter
 LEAST_APART = 16  # tokens: a message that ends nearer to the checkpoint before gets none
 _PER_OCTAVE = 4  # checkpoints while the prefix doubles, below the interval
 _PER_PREFIX = 64  # steps of a longer prefix, rounded down to a power of two
-_MAX_SHARE = 8  # ends of messages that get a checkpoint within one step
-_MAX_USES = 2  # more of them are counted as this many
+_MAX_SHARE = 8  # ends of messages that may get a checkpoint within one step of the spacing
+_MAX_USES = 2  # further uses of a checkpoint are not counted
 
 
 class CheckpointSpacing:
@@ -33,7 +33,7 @@ class CheckpointSpacing:
         self.interval = choose_checkpoint_interval(interval, state_tokens)
 
     def step(self, length: int) -> int:
-        """Tokens from one checkpoint to the next after `length` tokens."""
+        """Returns the tokens from one checkpoint to the next after `length` tokens."""
         if self._is_fixed:
             return self.interval
         size = 1 << length.bit_length() >> 1  # the power of two at or below
@@ -41,15 +41,16 @@ class CheckpointSpacing:
         return max(min(self.interval, near), size // _PER_PREFIX)
 
     def lengths(self, start: int, end: int) -> list[int]:
-        """The lengths in (start, end] of checkpoints, ascending; the same however a prompt is
-        divided."""
+        """Returns the lengths in (start, end] at which to take checkpoints, ascending. They do not
+        depend on how a prompt is divided into chunks."""
         lengths = []
         while (start := start + self._to_next(start)) <= end:
             lengths.append(start)
         return lengths
 
     def least_apart(self, length: int) -> int:
-        """Tokens from the checkpoint before to one at the end of a message."""
+        """Returns the least distance in tokens between a checkpoint at the end of a message and the
+        checkpoint before it."""
         return max(LEAST_APART, self.step(length) // _MAX_SHARE)
 
     def _to_next(self, length: int) -> int:
@@ -99,7 +100,8 @@ class CheckpointOrder:
         return self._entries[state_id].kind
 
     def use(self, state_id: int) -> None:
-        """A sequence continues from it. O(log checkpoints + its path to the one before)."""
+        """Note that a sequence continues from a checkpoint. O(log checkpoints + nodes between it
+        and the checkpoint before)."""
         kind, uses, _, _ = self._entries[state_id]
         self._num_used[kind, uses] += 1
         uses = min(uses + 1, _MAX_USES)
@@ -111,7 +113,7 @@ class CheckpointOrder:
         del self._entries[state_id], self._ticks[state_id]
 
     def first(self, kept: Container[int] = ()) -> int | None:
-        """The checkpoint to evict, without those in `kept`; None where there is no other.
+        """Returns the checkpoint to evict, leaving out those in `kept`; None if there is no other.
 
         What a checkpoint saves grows when the one before it goes, so a priority is computed again
         before its checkpoint is chosen. O(log checkpoints), amortised, and O(kept).
@@ -161,7 +163,8 @@ class CheckpointOrder:
         return self._tokens_saved(state_id) * self._rate(kind, uses)
 
     def _rate(self, kind: str, uses: int) -> float:
-        """The probability that a checkpoint of this kind with as many uses is used again."""
+        """Returns the probability that a checkpoint of this kind with as many uses is used
+        again."""
         return (self._num_used[kind, uses] + 1) / (self._num_seen[kind, uses] + 2)
 
     def check(self) -> None:

@@ -18,7 +18,7 @@ _SCAN_UP_TO = 8  # up to this many keys a scan is faster than an index
 
 
 def add_key(node: Node, key: bytes) -> None:
-    """`key` is among `node.children` now."""
+    """Add `key`, which is in `node.children` already, to the index."""
     first_token_index = node.first_token_index
     if first_token_index is None:
         if len(node.children) > _SCAN_UP_TO:
@@ -30,7 +30,7 @@ def add_key(node: Node, key: bytes) -> None:
 
 
 def remove_key(node: Node, key: bytes) -> None:
-    """Remove `key`, which is no longer among `node.children`."""
+    """Remove `key`, which is no longer in `node.children`, from the index."""
     first_token_index = node.first_token_index
     if first_token_index is None:
         return
@@ -42,13 +42,14 @@ def remove_key(node: Node, key: bytes) -> None:
 
 
 def _with_first_token(node: Node, key: bytes) -> Iterable[bytes]:
-    """The children's keys that begin with the same token; without an index all of them."""
+    """Yields the children's keys that begin with the same token; without an index all of them."""
     index = node.first_token_index
     return node.children if index is None else index.get(key[:TOKEN_BYTES], ())
 
 
 def closest_child(node: Node, key: bytes) -> tuple[Node | None, int]:
-    """The child that shares most leading tokens with `key`, and how many (None, 0 if none)."""
+    """Returns the child that shares most leading tokens with `key`, and how many (None, 0 if
+    none)."""
     candidates = _with_first_token(node, key)
     if isinstance(candidates, SortedList):
         index = candidates.bisect_left(key)
@@ -62,7 +63,7 @@ def closest_child(node: Node, key: bytes) -> tuple[Node | None, int]:
 
 
 def child_covering(node: Node, prefix: bytes) -> Node | None:
-    """A child whose first page begins with all of `prefix` (shorter than a page)."""
+    """Returns a child whose first page begins with all of `prefix` (shorter than a page)."""
     child, agreed = closest_child(node, prefix)
     return child if agreed * TOKEN_BYTES == len(prefix) else None
 
@@ -77,7 +78,8 @@ def has_longer(node: Node, key: bytes) -> bool:
 
 
 def covered_children(node: Node, key: bytes) -> list[Node]:
-    """The children whose tokens are a proper prefix of `key`: leaves shorter than a page."""
+    """Returns the children whose tokens are a proper prefix of `key`: leaves shorter than a
+    page."""
     candidates = _with_first_token(node, key)
     if isinstance(candidates, SortedList):
         ends = range(TOKEN_BYTES, len(key), TOKEN_BYTES)
@@ -88,7 +90,8 @@ def covered_children(node: Node, key: bytes) -> list[Node]:
 
 
 def siblings_with_head(node: Node, length: int) -> list[Node]:
-    """`node`, and siblings whose first pages agree with its own up to position `length`."""
+    """Returns `node` and its siblings whose first pages agree with its own up to position
+    `length`."""
     parent = node.parent
     assert parent is not None
     size = (length - node.start) * TOKEN_BYTES
@@ -111,7 +114,7 @@ def check_index(node: Node) -> None:
 
 
 def common_head(left: bytes, right: bytes) -> int:
-    """Leading tokens that two keys (at most a page each) have in common."""
+    """Returns the number of leading tokens that two keys (at most a page each) have in common."""
     size = min(len(left), len(right))
     differs = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[:size], "little")
     if not differs:

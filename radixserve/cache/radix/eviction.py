@@ -1,8 +1,10 @@
 """Eviction policies: `EvictionOrder`, LRU, LFU, priority, FIFO, SLRU, ARC and expected return.
 
-A policy orders the unlocked nodes. It sets a node's `policy_key`: a tick, a count, a priority, a
-stamp or a segment. Along a path keys never rise towards the leaves, which makes every victim a
-leaf. `EvictedHistory` remembers where tokens were evicted. `sessions` wraps any policy.
+A policy orders the unlocked nodes; a node with `lock_ref` > 0 is in no order, see
+`RadixTree.lock`. The policy sets a node's `policy_key`: a tick, a count, a priority, a stamp or a
+segment. Along a path keys never rise towards the leaves, so every victim is a leaf.
+`EvictedHistory` remembers where tokens were evicted. sessions.py wraps any policy: it evicts pages
+of closed sessions before the policy's victims, leased and retained pages after them.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class EvictedHistory:
         self._older: dict[EvictionPoint, bytes] = {}
 
     def remember(self, point: EvictionPoint, page: bytes) -> None:
-        """`page`: the int32 bytes of the first tokens evicted there, at most a page."""
+        """Remember an eviction. `page`: int32 bytes of the first tokens evicted there, at most a
+        page."""
         recent = self._recent
         recent[point] = page
         if len(recent) > self._max_recent:
@@ -50,7 +53,7 @@ class EvictedHistory:
                 del points[point]
 
     def find(self, point: EvictionPoint) -> bytes:
-        """The first page evicted at that point, or b""."""
+        """Returns the first page evicted at that point, or b""."""
         return self._recent.get(point) or self._older.get(point, b"")
 
 
@@ -87,18 +90,18 @@ class EvictionOrder(ABC):
 
     @abstractmethod
     def add(self, node: Node) -> None:
-        """`node` was unlocked just now."""
+        """Add `node`, which was unlocked just now."""
 
     @abstractmethod
     def discard(self, node: Node) -> None:
-        """`node` was locked or removed; it may be absent."""
+        """Remove `node`, which was locked or removed, if it is in the order."""
 
     @abstractmethod
     def victim(self) -> Node | None:
-        """The leaf to evict next; it stays in the order until it is discarded."""
+        """Returns the leaf to evict next; it stays in the order until it is discarded."""
 
     def pop(self, num_pages: int) -> Node | None:
-        """The victim; it is discarded if it has at most so many pages."""
+        """Returns the victim; it is discarded if it has at most so many pages."""
         node = self.victim()
         if node is not None and len(node.pages) <= num_pages:
             self.discard(node)
@@ -106,12 +109,12 @@ class EvictionOrder(ABC):
 
     @abstractmethod
     def preview(self) -> Iterator[tuple[Node, str]]:
-        """All nodes in the order in which `victim` would name them if nothing else happened, each
-        with the reason. Changes nothing but what time has changed already (leases that ended)."""
+        """Yields all nodes in the order in which `victim` would return them if nothing else
+        happened, each with the reason. Ends leases whose time is over; changes nothing else."""
 
     @abstractmethod
     def queues(self) -> list[Iterable[Node]]:
-        """All nodes, each queue in its order, for audits."""
+        """Returns all nodes as queues, each in its order, for audits."""
 
     def on_path_used(self, node: Node, use: PathUse) -> None:  # noqa: B027  (only some policies care)
         """Called before the path ending in `node` is unlocked by a sequence."""
@@ -128,11 +131,11 @@ class EvictionOrder(ABC):
         """See `ExpectedReturn`."""
 
     def on_resized(self, node: Node) -> None:  # noqa: B027
-        """An unlocked node was cut short, by an eviction or a split."""
+        """Note that an unlocked node has fewer tokens now, after an eviction or a split."""
 
     def on_evicted(self, node: Node, point: EvictionPoint, num_pages: int) -> None:  # noqa: B027
-        """Eviction takes the last `num_pages` of `node`; they begin at `point`. If these are all of
-        its pages, the node was discarded before."""
+        """Note that the last `num_pages` of `node` are being evicted; they begin at `point`. If
+        these are all of its pages, the node was discarded before."""
 
     def check(self) -> None:  # noqa: B027
         """AssertionError at the first broken invariant of the policy's own records."""
@@ -281,9 +284,10 @@ class Priority(RankedEviction):
 
 
 class FIFO(RankedEviction):
-    """Oldest first, by when something was last published in a node or below; reuse counts nothing.
+    """Oldest publication first: the time at which tokens were last published in a node or below it.
+    Reuse does not count.
 
-    O(depth) a sequence that published something.
+    O(depth) per sequence that published tokens.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -478,7 +482,7 @@ class ARC(_Segmented):
             again = ancestor.policy_key = again or ancestor.policy_key
 
     def _take_evicted(self, point: EvictionPoint) -> bool:
-        """Whether that point is remembered; forgets it, and adapts the share."""
+        """Forget an evicted point and adapt `once_share`. Returns whether it was remembered."""
         once, again = self._evicted_once, self._evicted_again
         in_once, in_again = max(1, once.num_pages), max(1, again.num_pages)
         pages = once.forget(point)
@@ -506,7 +510,8 @@ class _EvictedPoints:
         self.num_pages = 0
 
     def remember(self, node_id: int | str, point: EvictionPoint, num_pages: int) -> None:
-        """`num_pages` of the node `node_id` are lost from `point` on, and its tail before."""
+        """Remember that `num_pages` of the node `node_id` were evicted from `point` on, and its
+        tail before."""
         tail = self._tails.get(node_id)
         if tail is not None:
             num_pages += self.forget(tail)
@@ -519,7 +524,7 @@ class _EvictedPoints:
             self.forget(next(iter(self._pages)))
 
     def forget(self, point: EvictionPoint) -> int:
-        """The pages lost from there on; 0 if that is not remembered."""
+        """Forget a point. Returns the pages evicted from there on, 0 if it is not remembered."""
         pages = self._pages.pop(point, 0)
         self.num_pages -= pages
         if pages and self._tails.get(point[0]) == point:
@@ -544,9 +549,9 @@ class ExpectedReturn(EvictionOrder):
         regular   the one that returns last first: sessions that come round in turn do not push
                   each other out, as they do under LRU
 
-    A node's estimate covers everything below it, its earliest return and the latest time to be
-    late, so no node is evicted before one below it. If a return is expected: O(log nodes), when the
-    order is asked for.
+    A node's estimate joins those of all nodes below it: their earliest `return_at` and their latest
+    `late_at`. So no node is evicted before one below it. A node with an expected return costs
+    O(log nodes), when the order is next read.
     """
 
     tracks_returns = True
@@ -609,8 +614,8 @@ class ExpectedReturn(EvictionOrder):
     # -- returns ------------------------------------------------------------------------------
 
     def note_release(self, node: Node, expected: ReturnEstimate | None) -> None:
-        """The locked path to `node` is about to be released; `expected`: when it is used again,
-        None: unknown. O(depth)."""
+        """Set the estimates of the locked path to `node`, which is about to be released.
+        `expected`: when it is used again; None: unknown. O(depth)."""
         below, child = expected, None
         for ancestor in path(node):
             num_others = len(ancestor.children) - (child is not None)
@@ -620,8 +625,8 @@ class ExpectedReturn(EvictionOrder):
             child = ancestor
 
     def expect(self, node: Node, expected: ReturnEstimate) -> None:
-        """The path to `node` is expected back then. Locked nodes hear of it when they are released.
-        O(depth)."""
+        """Join `expected` into the estimates of the path to `node`. It changes the order of a
+        locked node once that is released. O(depth)."""
         for ancestor in path(node):
             is_here = ancestor in self._keys or self._recency.has(ancestor)
             if is_here:
@@ -640,7 +645,7 @@ class ExpectedReturn(EvictionOrder):
                 )
 
     def _move_late(self) -> None:
-        """Paths that are overdue now join those in order of recency. O(log nodes) each."""
+        """Move nodes whose return is overdue to the recency queue. O(log nodes) each."""
         self._sort()
         if not self._by_late_at:
             return
@@ -651,7 +656,7 @@ class ExpectedReturn(EvictionOrder):
             self._recency.add(node)
 
     def _sort(self) -> None:
-        """O(log nodes) for each node added since."""
+        """Sort the nodes added since the last call into the regular queue. O(log nodes) each."""
         for node in self._unsorted:
             return_at, late_at, tick = self._keys[node]
             self._regular[-return_at, tick] = self._by_late_at[late_at, tick] = node
@@ -668,7 +673,7 @@ class ExpectedReturn(EvictionOrder):
 def join_returns(
     first: ReturnEstimate | None, second: ReturnEstimate | None
 ) -> ReturnEstimate | None:
-    """The estimate of a node that both use."""
+    """Returns the estimate of a node that sequences with both estimates use."""
     if first is None or second is None:
         return first or second
     return ReturnEstimate(
@@ -692,7 +697,7 @@ POLICIES: dict[str, type[EvictionOrder]] = {  # one for each name of config.EVIC
 
 
 def make_order(policy: str, num_pages: int, clock: Callable[[], float]) -> EvictionOrder:
-    """The order of that name; `clock`: the cache's, in seconds."""
+    """Returns the eviction order of that policy. `clock`: the cache's, in seconds."""
     order = POLICIES[policy](num_pages)
     if isinstance(order, ExpectedReturn):
         order.clock = clock

@@ -1,4 +1,4 @@
-"""Nodes that hints apply to: those reached by sessions, and those reached by one prefix alone."""
+"""Finds the nodes that a hint applies to: those that sessions reach, and those of one prefix."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from radixserve.cache.radix.node import Node, path
 from radixserve.cache.radix.sessions import RadixSession
 
 
-def held_nodes(sessions: Iterable[RadixSession]) -> set[Node]:
-    """The nodes on the way to where sequences of these sessions ended."""
-    held: set[Node] = set()
+def session_nodes(sessions: Iterable[RadixSession]) -> set[Node]:
+    """Returns the nodes on the paths from the root to the end nodes of these sessions."""
+    reached: set[Node] = set()
     for session in sessions:
         for end in session.end_nodes:
             for node in path(end):
-                if node in held:
+                if node in reached:
                     break
-                held.add(node)
-    return held
+                reached.add(node)
+    return reached
 
 
 def num_demoted(nodes: Iterable[Node]) -> int:
-    """Tokens of the demoted `nodes`: evicted first, once they are unlocked."""
+    """Returns the number of tokens in those of `nodes` that are demoted."""
     return sum(
         node.num_tokens
         for node in nodes
@@ -36,12 +36,12 @@ def num_demoted(nodes: Iterable[Node]) -> int:
 
 
 def paths_of(session: RadixSession) -> list[tuple[str, IntArray]]:
-    """The namespace and the tokens of each of the session's end nodes, from the root."""
+    """Returns the namespace and the tokens of each of the session's end nodes, from the root."""
     return [prefix_of(end) for end in session.end_nodes if not end.namespace.is_dead]
 
 
 def prefix_of(node: Node) -> tuple[str, IntArray]:
-    """The namespace of a node, and the tokens from the root to its end."""
+    """Returns the namespace of a node, and the tokens from the root to its end."""
     return node.namespace.name, np.frombuffer(b"".join([*_edges(node)][::-1]), np.int32)
 
 
@@ -50,8 +50,8 @@ def _edges(node: Node) -> Iterable[bytes]:
 
 
 def demotable(match: Match, num_tokens: int) -> list[Node]:
-    """The nodes needed only by a prefix of `num_tokens` tokens and its continuations, each before
-    its parent. Empty where other prefixes continue from the node in which the match ends."""
+    """Returns the nodes that only a prefix of `num_tokens` tokens and its continuations use, each
+    before its parent. Empty if other prefixes continue from the node in which the match ends."""
     length, node, _, _ = match
     if node.parent is None:
         return []

@@ -1,6 +1,6 @@
-"""Look-ups in a namespace's tree: the longest match, the reason why it is not longer, the watch.
+"""Prefix matching in the tree of a namespace.
 
-`match_prefix` walks the tree, `explain` gives the reason why the walk stopped, and a
+`match_prefix` finds the longest cached prefix of a prompt. `explain` tells why it is not longer.
 `RadixPrefixWatch` keeps the match of a waiting request's prompt up to date.
 """
 
@@ -37,10 +37,11 @@ def match_prefix(
     page_size: int,
     page: bytes = b"",
 ) -> Match:
-    """Longest common prefix of the first `limit` tokens of `data` (int32) with anything in
-    `namespace`. Read-only. `page`: the first of them, at most a page, where that is at hand.
+    """Returns the longest common prefix of the first `limit` tokens of `data` (int32) with the
+    sequences in `namespace`. Changes nothing: nodes are not split. `page`: the first page of these
+    tokens as bytes, if the caller has it.
 
-    O(tokens matched) in memcmp, plus O(log children) a node at page sizes above 1.
+    O(tokens matched) in memcmp, plus O(log children) per node at page sizes above 1.
     """
     node, pos = namespace.root, 0
     page = page or data[: page_size if page_size < limit else limit].tobytes()
@@ -70,7 +71,8 @@ def match_prefix(
 def common_tokens(
     edge: bytearray, data: bytearray | memoryview, pos: int, end: int, offset: int = 0
 ) -> int:
-    """Leading tokens that `edge` from token `offset` on shares with `data`, int32 in [pos, end)."""
+    """Returns how many leading tokens of `edge`, from token `offset` on, agree with the tokens
+    [pos, end) of `data`. Both are int32 bytes."""
     count = min(len(edge) // TOKEN_BYTES - offset, end - pos)
     if not count:
         return 0
@@ -93,7 +95,8 @@ def explain(
     limit: int,
     compare_namespaces: bool,
 ) -> Lookup:
-    """Why `match` is not longer. `data`: the whole prompt; `limit`: tokens looked for."""
+    """Returns a match as a `Lookup`, with the reason why it is not longer. `data`: the whole
+    prompt; `limit`: the tokens that were looked for."""
     length, node, resume, page = match
     if length >= limit:
         return Lookup(length, "full", length)
@@ -122,8 +125,8 @@ def explain(
 
 
 def never_saw(tree: RadixTree, namespace: NamespaceTree, first_page: bytes) -> bool:
-    """Whether no cached or remembered sequence, of any namespace, begins with the first token of
-    that page, which is not the key of a child. May return False without such a sequence. O(1)."""
+    """Whether it is certain that no cached or evicted sequence of any namespace begins with the
+    first token of `first_page`, which is not the key of a child. False if it is not known. O(1)."""
     root = namespace.root
     return (
         (tree.page_size == 1 or closest_child(root, first_page)[0] is None)
@@ -165,7 +168,8 @@ class RadixPrefixWatch(PrefixWatch):
         return tuple([int(node.node_id) for node in path(last_node)][::-1])
 
     def refresh(self) -> None:
-        """Look up again and watch where the match ends now. O(tokens matched) in memcmp."""
+        """Match the prompt again, and watch the node where the match ends now. O(tokens matched) in
+        memcmp."""
         tree, name = self._tree, self.namespace
         namespace = tree.namespaces.get(name)
         if namespace is None:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class SessionRefs:
-    """Sessions that use a node. None: used only by sequences without a session."""
+    """The sessions that reach a node. `Node.session_refs` is None if only sequences without a
+    session used the node."""
 
     __slots__ = ("num_leased", "num_open", "num_retained", "sessions", "used_without_session")
 
@@ -99,13 +100,13 @@ class Node:
         return self.start + len(self.tokens) // TOKEN_BYTES
 
     def token_at(self, position: int) -> int:
-        """The token id at an absolute position inside the edge."""
+        """Returns the token id at an absolute position inside the edge."""
         offset = (position - self.start) * TOKEN_BYTES
         return int(np.frombuffer(self.tokens, np.int32, 1, offset)[0])
 
 
 def path(node: Node) -> Iterator[Node]:
-    """`node` and its ancestors, without the root."""
+    """Yields `node` and its ancestors, without the root."""
     ancestor = node
     while ancestor.parent is not None:
         yield ancestor
@@ -113,7 +114,7 @@ def path(node: Node) -> Iterator[Node]:
 
 
 def path_pages(node: Node, count: int) -> array[int]:
-    """The first `count` page ids on the path from the root to `node`. O(count)."""
+    """Returns the first `count` page ids on the path from the root to `node`. O(count)."""
     parent = node.parent
     if parent is None or parent.parent is None:
         return node.pages[:count]

@@ -1,7 +1,14 @@
-"""`RadixCache`, the interface of the tree: look up, acquire, evict, reset, explain, audit.
+"""`RadixCache`, the public interface of the tree: look up, acquire, evict, reset, explain, audit.
 
-Single-threaded: one owner makes every call. Independent of tensors: the owner of the K/V memory
-performs the page copies that sequences ask for.
+Single-threaded: one owner makes every call. The cache handles page ids, not tensors.
+
+The tree splits nodes between pages only. Where a prompt leaves a cached prefix inside a page,
+`acquire` allocates a page and lists a copy of the page's first tokens in
+`CacheSequence.cow_copies`. The model runner makes the copy before the next step, see
+`KVPool.copy_page_prefixes` in runner/kv_pool.py.
+
+Look-ups find committed tokens only. The scheduler lets a request wait for tokens that another
+request is still computing, see `InBatchSharing` in scheduler/admission.py.
 """
 
 from __future__ import annotations
@@ -29,10 +36,10 @@ from radixserve.cache.radix.checkpoint_order import CheckpointSpacing
 from radixserve.cache.radix.eviction import make_order
 from radixserve.cache.radix.hinted_nodes import (
     demotable,
-    held_nodes,
     num_demoted,
     paths_of,
     prefix_of,
+    session_nodes,
 )
 from radixserve.cache.radix.lookup import (
     NEVER_SEEN,
@@ -82,8 +89,8 @@ from radixserve.errors import InvalidRequest, OutOfPages
 from radixserve.output import Lookup, MissReason
 from radixserve.schedule import WindowLayers, WindowUpdates
 
-TAIL_TOKENS = 8  # before the end of a prompt: a checkpoint that other endings can continue from
-LEAST_BATCH = 3  # sequences that are committed in one loop; fewer are faster one by one
+TAIL_TOKENS = 8  # a checkpoint is taken so many tokens before a prompt's end, for other endings
+LEAST_BATCH = 3  # fewer sequences are committed faster one by one than in one loop
 LEASE_S = 300.0  # seconds that an open session's pages are preferred after their last use
 
 
@@ -97,19 +104,24 @@ class RadixCache(PrefixCache):
         seq.commit(seq.length)                       # publish it
         seq.release()
 
-    `eviction` is one of config.EVICTION_POLICIES; sessions take precedence over it: see
-    `open_session`; their leases fill at most `max_lease_share` of the pool, on `clock` (seconds).
-    With `reuse=False` sequences share and keep nothing, except that forks still share pages.
-    A reset is O(1) for each namespace, plus the end nodes of open sessions. `num_states`: of a
-    model with recurrent layers; a sequence begins at the deepest checkpoint of its path then, see
-    `StatefulSequence`. Checkpoints are taken every `checkpoint_interval` tokens (None: see
-    `CheckpointSpacing`; `state_tokens` is the number of tokens whose K/V takes the memory of a
-    state), before a prompt's end, where prompts branch, at the end of sequences, and where
-    `want_checkpoint` asks for them. `windows`: of a model with layers
-    that see a window of positions only and have a memory of their own, see `window_pool`. Not
-    together with states. `freeze_garbage` keeps the nodes of a large tree out of Python's full
-    garbage collections, which stop the process for half a second with a million nodes; it freezes
-    all objects of the process, see `garbage`, until `close`.
+    eviction             the eviction policy, one of config.EVICTION_POLICIES. Sessions take
+                         precedence over it, see `open_session`
+    reuse                False: sequences share and keep nothing, except that forks share pages
+    num_states           number of recurrent states, for a model with recurrent layers. A sequence
+                         then begins at the deepest checkpoint of its path, see `StatefulSequence`
+    checkpoint_interval  tokens between two checkpoints; None: see `CheckpointSpacing`. Checkpoints
+                         are also taken before a prompt's end, where prompts branch, at the end of
+                         sequences, and where `want_checkpoint` asks for them
+    state_tokens         number of tokens whose K/V takes the memory of one state
+    windows              layers that see a window of positions only and have a memory of their own,
+                         see windows.py. Cannot be combined with num_states
+    max_lease_share      share of the pool that leases of sessions may fill
+    clock                returns seconds; leases end by it
+    freeze_garbage       keep the nodes of a large tree out of Python's full garbage collections,
+                         which stop the process for half a second with a million nodes. Freezes all
+                         objects of the process until `close`, see garbage.py
+
+    A reset is O(1) per namespace, plus the end nodes of open sessions. Raises InvalidRequest.
     """
 
     def __init__(
@@ -192,9 +204,9 @@ class RadixCache(PrefixCache):
         allow_full: bool = False,
         compare_namespaces: bool = True,
     ) -> Lookup:
-        """The number of tokens that `acquire` would reuse now, and why not more. Changes nothing.
+        """Returns how many tokens `acquire` would reuse now, and why not more. Changes nothing.
 
-        O(tokens matched) in memcmp; a miss also asks other namespaces (at most 64).
+        O(tokens matched) in memcmp; a miss is also matched in other namespaces (at most 64).
         """
         ids, tree = as_token_ids(tokens), self._tree
         limit = len(ids)
@@ -216,14 +228,14 @@ class RadixCache(PrefixCache):
         if self._may_lack_state:
             length, node = self._resumable_prefix(node, match_len)
             if length < match_len:
-                answer = self._lacks_state(answer, length)
+                answer = self._with_missing_state(answer, length)
         length = self._cached_len(length, node)
         return answer if length == answer.cached_len else answer._replace(cached_len=length)
 
     def cached_pages(self, tokens: TokenIds, namespace: str = "") -> tuple[int, IntArray]:
-        """The length of the longest cached prefix, and the pages that hold it: its token i is in
-        slot i % P of page i // P. Changes and locks nothing: the pages hold it until the cache is
-        changed. O(tokens matched).
+        """Returns the length of the longest cached prefix, and its page ids [n] int32: token i is
+        in slot i % page_size of pages[i // page_size]. Locks nothing: the result is valid until
+        the cache changes. O(tokens matched).
         """
         tree = self._tree
         space = tree.namespaces.get(namespace)
@@ -233,9 +245,9 @@ class RadixCache(PrefixCache):
         length, node, _, _ = match_prefix(space, data, len(data), tree.page_size)
         return length, np.array(path_pages(node, -(-length // tree.page_size)), np.int32)
 
-    def _lacks_state(self, answer: Lookup, length: int) -> Lookup:
-        """The answer where more is cached than the `length` tokens that a sequence can continue
-        from: the reason is what is missing after them."""
+    def _with_missing_state(self, answer: Lookup, length: int) -> Lookup:
+        """Returns the look-up of a match of which a sequence can resume only `length` tokens, since
+        a recurrent state or window pages are missing after them."""
         reason: MissReason = "no_checkpoint" if self._windows is None else "window_evicted"
         return Lookup(length, reason, answer.position)
 
@@ -255,10 +267,11 @@ class RadixCache(PrefixCache):
         """Lock the longest cached prefix of `tokens` until the returned sequence is released.
 
         At least the last token is left to compute unless `allow_full`. The sequence's length is
-        `cached_len`; `extend` allocates pages for the rest. A prefix that ends inside a page
-        allocates one page for a copy of that page's prefix; when none is available, the prefix ends
-        at the page boundary. `session`: from `open_session`. `priority`: for the "priority"
-        eviction policy, which keeps pages of high priority longer.
+        `cached_len`; `extend` allocates pages for the rest. If the prefix ends inside a page, one
+        page is allocated for a copy of that page's first tokens, see `cow_copies`; when no page is
+        available, the prefix ends at the page boundary. `session`: from `open_session`. `priority`:
+        for the "priority" eviction policy, which keeps pages of high priority longer. Raises
+        InvalidRequest.
         """
         data, tree = token_view(tokens), self._tree
         count = len(data)
@@ -290,7 +303,7 @@ class RadixCache(PrefixCache):
             match_len, node, _, _ = match
             length, _ = self._resumable_prefix(node, match_len)
             if length < match_len:
-                lookup = self._lacks_state(lookup, length)
+                lookup = self._with_missing_state(lookup, length)
         sequence = self._acquire_match(match, data, limit, radix_session, priority)
         if sequence.cached_len != lookup.cached_len:
             lookup = lookup._replace(cached_len=sequence.cached_len)
@@ -306,7 +319,7 @@ class RadixCache(PrefixCache):
         return self._cached_len(length, node)
 
     def _open_namespace(self, name: str) -> NamespaceTree:
-        """The namespace of a new sequence; a dead one without reuse."""
+        """Returns the namespace of a new sequence; without reuse one that no look-up finds."""
         check_str("namespace", name)
         if self._reuse:
             return self._tree.open_namespace(name)
@@ -320,8 +333,8 @@ class RadixCache(PrefixCache):
         radix_session: RadixSession | None,
         priority: int,
     ) -> RadixSequence:
-        """A sequence over the part of a prompt's match that it can continue from. `data`: the whole
-        prompt; `limit`: tokens that were looked for."""
+        """Returns a sequence over the part of a prompt's match that it can resume. `data`: the
+        whole prompt; `limit`: the tokens that were looked for."""
         tree, allocator = self._tree, self._allocator
         checkpoints, windows = self._checkpoints, self._windows
         size, count, copy = tree.page_size, len(data), None
@@ -338,7 +351,7 @@ class RadixCache(PrefixCache):
                 shared if not length % size else path_pages(node, length // size + 1), length
             )
         if length % size:
-            node, length, copy = self._copy_page_prefix(length, node)
+            node, length, copy = self._plan_page_copy(length, node)
             if copy is None:
                 del shared[length // size :]
         allocator.note_time()
@@ -370,15 +383,15 @@ class RadixCache(PrefixCache):
         return sequence
 
     def _cached_len(self, length: int, node: Node) -> int:
-        """The length of the sequence that `_acquire_match` would return over a resumable prefix of
-        `length` tokens, the last of them in `node`."""
-        if not length % self._tree.page_size or self._can_copy_page_prefix(length, node):
+        """Returns the length of the sequence that `_acquire_match` would make over a resumable
+        prefix of `length` tokens, the last of them in `node`."""
+        if not length % self._tree.page_size or self._has_page_for_copy(length, node):
             return length
-        return self._without_page_prefix(length, node)
+        return self._whole_page_prefix(length, node)
 
     def _resumable_prefix(self, node: Node, length: int, multiple_of: int = 1) -> tuple[int, Node]:
-        """The longest prefix of a match of `length` tokens, the last of them in `node`, that a
-        sequence can continue from, and the node with its last token. Shorter than the match where
+        """Returns the longest prefix of a match that a sequence can resume, and the node with its
+        last token. It is shorter than the match of `length` tokens, the last of them in `node`, if
         recurrent states or window pages are missing. A match of whole pages stays one."""
         if self._checkpoints is not None:
             usable, _, node = self._checkpoints.deepest(node, length, multiple_of)
@@ -397,23 +410,25 @@ class RadixCache(PrefixCache):
         for sequence, token_id in rest:
             sequence.commit_next(token_id)
 
-    def _copy_page_prefix(self, length: int, node: Node) -> tuple[Node, int, PageCopy | None]:
-        """Take a page for the partial last page of a locked prefix, or shorten the prefix."""
+    def _plan_page_copy(self, length: int, node: Node) -> tuple[Node, int, PageCopy | None]:
+        """Allocate a page for a copy of the partial last page of a locked prefix. Returns the last
+        node, the length and the copy. Without a free page the prefix is shortened to whole pages,
+        and the copy is None. The runner copies, see the module."""
         whole, extra = divmod(length, self.page_size)
         try:
             page = self._allocator.allocate(1, may_shrink_locks=False)[0]
         except OutOfPages:
-            length = self._without_page_prefix(length, node)
+            length = self._whole_page_prefix(length, node)
             return self._tree.move_lock(node, node_covering(node, length)), length, None
         return node, length, (node.pages[whole - node.start // self.page_size], page, extra)
 
-    def _without_page_prefix(self, length: int, node: Node) -> int:
-        """Tokens of the prefix that can be reused in whole pages."""
+    def _whole_page_prefix(self, length: int, node: Node) -> int:
+        """Returns how many tokens of the prefix can be reused in whole pages."""
         size = self.page_size
         return self._resumable_prefix(node, length - length % size, multiple_of=size)[0]
 
-    def _can_copy_page_prefix(self, length: int, node: Node) -> bool:
-        """Whether a page for the copy is available once the path to `node` is locked."""
+    def _has_page_for_copy(self, length: int, node: Node) -> bool:
+        """Whether a page for `_plan_page_copy` is available once the path to `node` is locked."""
         windows = self._windows
         if windows is not None:
             pages = path_pages(node, length // self.page_size + 1)
@@ -507,14 +522,14 @@ class RadixCache(PrefixCache):
 
     def demote_session(self, session: CacheSession) -> int:
         """See `PrefixCache.demote_session`. O(nodes that it reaches)."""
-        nodes = held_nodes([check_session(session, self._tree.session_eviction)])
+        nodes = session_nodes([check_session(session, self._tree.session_eviction)])
         session.close()
         return num_demoted(nodes)
 
     def held_tokens(self, sessions: Iterable[CacheSession]) -> int:
         """See `PrefixCache.held_tokens`. O(nodes that they reach)."""
         order = self._tree.session_eviction
-        nodes = held_nodes(check_session(session, order) for session in sessions)
+        nodes = session_nodes(check_session(session, order) for session in sessions)
         return sum(len(node.pages) for node in nodes) * self.page_size
 
     def session_prefixes(self, session: CacheSession) -> list[tuple[str, IntArray]]:

@@ -9,6 +9,10 @@ shorter than a page), so siblings may share a page prefix but never a whole page
 
     root ── [0 ........ 32) ─┬─ [32 ..... 48) ── [48 .. 53)      P = 16; the last page holds 5
                              └─ [32 .. 41)                       tokens, the sibling's 9
+
+Pages are never split or copied here: where two prompts diverge inside a page, each has a page of
+its own for it, see radix_cache.py. A node with `lock_ref` > 0 cannot be evicted: a sequence ends in
+it, or it has a locked child.
 """
 
 from __future__ import annotations
@@ -44,8 +48,8 @@ class RadixTree:
     def __init__(self, pool: PagePool, page_size: int, order: EvictionOrder) -> None:
         self.page_size = page_size
         self.namespaces: dict[str, NamespaceTree] = {}
-        self.order = order  # of the unlocked nodes
-        self.session_eviction: SessionAwareEviction | None = None  # `order` with sessions
+        self.order = order  # eviction order of the unlocked nodes
+        self.session_eviction: SessionAwareEviction | None = None  # `order`, once sessions are used
         self.evicted_history = EvictedHistory()
         self.watch_registry = WatchRegistry()
         self._watched = self.watch_registry.watched
@@ -69,7 +73,7 @@ class RadixTree:
     # -- look-up ------------------------------------------------------------------------------
 
     def open_namespace(self, name: str) -> NamespaceTree:
-        """The live namespace of that name, made when missing."""
+        """Returns the live namespace of that name; creates it if there is none."""
         namespace = self.namespaces.get(name)
         if namespace is None:
             namespace = self.namespaces[name] = NamespaceTree(name)
@@ -77,7 +81,7 @@ class RadixTree:
         return namespace
 
     def watch_key(self, name: str) -> WatchKey:
-        """The place that watches use for the namespace of that name."""
+        """Returns the key under which watches wait for changes of that namespace."""
         return (name,), b""
 
     # -- locks --------------------------------------------------------------------------------
@@ -124,7 +128,7 @@ class RadixTree:
             node = parent
 
     def move_lock(self, old: Node, new: Node) -> Node:
-        """A lock on `old` becomes one on `new`, which is returned."""
+        """Turn a lock on `old` into a lock on `new`. Returns `new`."""
         if new is not old:
             self.lock(new)
             self.unlock(old)
@@ -146,11 +150,11 @@ class RadixTree:
         key: bytes,
         tokens: bytearray,
         pages: array[int],
-        held: Node,
+        locked: Node,
         used_without_session: bool,
     ) -> Node:
-        """Add a leaf that takes over `tokens`, whose first page is `key`, and `pages`. The caller's
-        lock on `held`, which is `parent` or on its path, moves to the leaf.
+        """Add a leaf that takes over `tokens`, whose first page is `key`, and `pages`. Returns the
+        leaf. The caller's lock on `locked`, which is `parent` or on its path, moves to the leaf.
         `used_without_session`: the caller has no session."""
         namespace, size = parent.namespace, len(pages)
         self.num_created = node_id = self.num_created + 1
@@ -164,14 +168,14 @@ class RadixTree:
         self._link(parent, leaf)
         if self._watched:
             self.watch_registry.notify(parent.node_id, key[:TOKEN_BYTES])
-        if held is parent:  # its lock keeps it locked, as that of a locked child
+        if locked is parent:  # its count does not change: the leaf is a locked child from now on
             leaf.lock_ref = 1
             self.num_locked += size
             namespace.num_locked += size
         else:
             if namespace.is_dead:
                 self.num_dead += size
-            self.move_lock(held, leaf)
+            self.move_lock(locked, leaf)
         if used_without_session and self.session_eviction is not None:
             self.session_eviction.mark_used_without_session(parent)
         if self.events is not None and not namespace.is_dead:
@@ -179,10 +183,11 @@ class RadixTree:
         return leaf
 
     def split(self, node: Node, num_tokens: int) -> Node:
-        """Cut `node` after its first `num_tokens`, whole pages; returns the upper part.
+        """Split `node` after its first `num_tokens`, which are whole pages. Returns the new upper
+        part.
 
-        `node` stays the lower part with its sessions and its place in the order. An unlocked
-        upper part is in no order yet: the caller locks it before anything else.
+        `node` becomes the lower part and keeps its sessions and its place in the order. An unlocked
+        upper part is in no order yet: the caller locks it before any other call.
         """
         parent, cut, pages = node.parent, num_tokens * TOKEN_BYTES, num_tokens // self.page_size
         assert parent is not None
@@ -242,7 +247,7 @@ class RadixTree:
             self.events.add(Appended(int(leaf.node_id), tokens))
 
     def count_grown(self, leaves: Sequence[Node]) -> None:
-        """Each of these locked leaves has got a page more."""
+        """Count one more page in each of these locked leaves."""
         self.num_pages += len(leaves)
         self.num_locked += len(leaves)
         for leaf in leaves:
@@ -255,8 +260,8 @@ class RadixTree:
                     self.session_eviction.count_pages(leaf, 1)
 
     def cut(self, leaf: Node, keep: int) -> array[int]:
-        """Cut an unlocked or locked leaf after `keep` pages, at least one; the caller owns the
-        pages after them now."""
+        """Cut a leaf, locked or not, after its first `keep` >= 1 pages. Returns the pages after
+        them, which the caller owns from now on."""
         assert not leaf.children
         if self.events is not None and not leaf.namespace.is_dead:
             num_cut = leaf.num_tokens - keep * self.page_size
@@ -280,10 +285,11 @@ class RadixTree:
         return parent, self.remove(leaf)
 
     def remove(self, node: Node) -> array[int]:
-        """Remove a node that is not in the order of eviction; the caller now owns its pages.
+        """Remove a node that is not in the order of eviction. Returns its pages, which the caller
+        owns from now on.
 
-        Children that are left, in a dead namespace, are the caller's concern. Leaves nothing that
-        a stale reference could mistake for a live node.
+        In a dead namespace it may have children, which the caller frees. Its links are cleared, so
+        that stale references do not take it for a live node.
         """
         parent, pages, namespace = node.parent, node.pages, node.namespace
         assert parent is not None
@@ -382,8 +388,8 @@ class RadixTree:
         return num_pages - wanted
 
     def make_room(self, num_pages: int) -> bool:
-        """Free that many pages: of dead namespaces first, then in the order of eviction. False, and
-        nothing is freed, where fewer can be."""
+        """Free `num_pages` pages: of dead namespaces first, then in the order of eviction. Returns
+        False, and frees nothing, if fewer can be freed."""
         if num_pages > self.num_pages - self.num_locked:
             return False
         while self.pending_free and num_pages > 0:
@@ -398,9 +404,9 @@ class RadixTree:
         return True
 
     def reset(self, name: str | None) -> None:
-        """Forget a namespace, or all: O(1) for each, plus what is remembered of evictions and the
-        end nodes of open sessions. Pages count as free at once; nodes are taken apart when their
-        pages are needed."""
+        """Drop a namespace, or all if None. Its pages count as free at once; its nodes are removed
+        when their pages are needed. O(1) per namespace, plus the history of evictions and the end
+        nodes of open sessions."""
         for gone in list(self.namespaces) if name is None else [name]:
             self.evicted_history.forget(gone)
             namespace = self.namespaces.pop(gone, None)
@@ -419,7 +425,7 @@ class RadixTree:
     # -- events -------------------------------------------------------------------------------
 
     def stored_nodes(self) -> Iterator[Stored]:
-        """All nodes of live namespaces, parents first."""
+        """Yields the `Stored` event of each node of live namespaces, parents first."""
         for space in self.namespaces.values():
             queue = deque(space.root.children.values())
             while queue:
@@ -428,7 +434,7 @@ class RadixTree:
                 queue.extend(node.children.values())
 
     def leaves(self, namespace: str | None) -> list[Node]:
-        """The leaves of a namespace, or of all, the last used first. O(nodes)."""
+        """Returns the leaves of a namespace, or of all if None, the last used first. O(nodes)."""
         spaces = self.namespaces.values() if namespace is None else [self.namespaces.get(namespace)]
         leaves, stack = [], [space.root for space in spaces if space is not None]
         while stack:
@@ -458,7 +464,7 @@ class RadixTree:
 
 
 def _stored(node: Node) -> Stored:
-    """A node as an event."""
+    """Returns the `Stored` event of a node."""
     parent = node.parent
     assert parent is not None
     above = ROOT if parent.parent is None else int(parent.node_id)

@@ -5,7 +5,7 @@
 
 `_last_node` is locked: it or its ancestors hold the tokens [0, published). The last shared page may
 be partial: then this sequence put it there and is the only one to write after its end.
-`published` lags `committed` by less than a page, where the tree held those tokens already.
+`published` lags `committed` by less than a page, where the tree had those tokens already.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RadixSequence(CacheSequence):
         self._session = session
         self._priority = priority
         self._has_published = False  # tokens that the tree did not hold
-        self._source: CacheSequence | None = None  # holds the pages that are still to be copied
+        self._source: CacheSequence | None = None  # locks the pages that are still to be copied
 
     def copy_from(self, source: CacheSequence) -> int:
         size, start, end = self._tree.page_size, self.committed_len, source.length
@@ -85,7 +85,7 @@ class RadixSequence(CacheSequence):
 
     @property
     def last_node(self) -> Node:
-        """The node whose path holds the published tokens; locked."""
+        """The node at which the published tokens end. This sequence has locked it."""
         return self._last_node
 
     def fork(self) -> RadixSequence:
@@ -115,7 +115,8 @@ class RadixSequence(CacheSequence):
     # -- publishing ---------------------------------------------------------------------------
 
     def _publish(self) -> None:
-        """Make the tree hold [0, committed), walking on from `_last_node`."""
+        """Publish [0, committed_len) in the tree, starting from `_last_node`: a private leaf grows
+        in place; else the tree is followed and gets a new leaf, see `_walk`."""
         start, end, leaf, tree = self._published, self.committed_len, self._last_node, self._tree
         if end <= start:
             return
@@ -128,7 +129,7 @@ class RadixSequence(CacheSequence):
             and not leaf.children
             and (owns_tail or (base == start and leaf.lock_ref == 1 and self._may_grow(leaf)))
         ):
-            # A leaf with whole pages: after its end nothing can collide with what is appended.
+            # The leaf has a whole page, so its key stays and no sibling collides with the tokens.
             self._extend_leaf(leaf, start)
             return
         node = leaf if leaf.start < base else node_covering(leaf, base)
@@ -147,8 +148,8 @@ class RadixSequence(CacheSequence):
         self._walk(node, base)
 
     def _walk(self, node: Node, pos: int) -> None:
-        """Follow the tree from `pos` (a page boundary inside or at the end of `node`), adopting its
-        pages, and insert what it lacks."""
+        """Follow the tree from `pos`, a page boundary inside or at the end of `node`. Pages with
+        the same tokens replace this sequence's own; the tokens after them are inserted."""
         size, tokens, end = self._tree.page_size, self._tokens, self.committed_len
         while True:
             offset = pos - node.start
@@ -174,17 +175,19 @@ class RadixSequence(CacheSequence):
             node = child
 
     def _adopt_prefix(self, node: Node) -> None:
-        """`node` covers all that is committed; a partial last page stays our own."""
+        """End the walk at `node`, which has all committed tokens; a partial last page stays
+        private."""
         self._published = self.committed_len
         self._last_node = self._tree.move_lock(self._last_node, node)
 
     def _branch(self, node: Node, pos: int, *, is_prefix: bool) -> None:
-        """`node` continues differently after `pos`, or ends within the page that begins there."""
+        """Insert our tokens from `pos` on, a page boundary in `node`. The node's tokens differ in
+        the page that begins there, or end within it."""
         tree = self._tree
         is_free = node.lock_ref == (1 if node is self._last_node else 0)
         if is_prefix and is_free and self._may_grow(node):
             self._last_node = tree.move_lock(self._last_node, node)
-            tree.pool.free(tree.cut(node, len(node.pages) - 1))  # our page holds more
+            tree.pool.free(tree.cut(node, len(node.pages) - 1))  # our page has more tokens
             self._extend_leaf(node, pos)
             return
         upper = tree.split(node, pos - node.start)
@@ -194,7 +197,8 @@ class RadixSequence(CacheSequence):
         self._attach(upper, pos, key)
 
     def _add_child(self, node: Node, pos: int, key: bytes) -> None:
-        """No child of `node`, which ends at `pos`, begins with the page `key`."""
+        """Insert our tokens from `pos` on, where `node` ends and no child begins with the page
+        `key`."""
         size = self._tree.page_size
         if size > 1 and node.children:
             if len(key) < size * TOKEN_BYTES:
@@ -217,8 +221,8 @@ class RadixSequence(CacheSequence):
         return refs.used_without_session == used_without_session and not refs.sessions
 
     def _drop_prefixes(self, node: Node, key: bytes) -> None:
-        """Remove leaves that no other sequence uses and whose tokens are a proper prefix of
-        `key`: they are covered now."""
+        """Remove leaves that no other sequence uses and whose tokens are a proper prefix of `key`:
+        our page has the same tokens and more."""
         tree = self._tree
         for leaf in covered_children(node, key):
             if leaf.lock_ref == 0:
@@ -255,7 +259,8 @@ class RadixSequence(CacheSequence):
         return self._num_shared * self._tree.page_size > self._published
 
     def _tree_page(self, index: int) -> int:
-        """The tree's page with that index on our path (it may be longer filled than our own)."""
+        """Returns the tree's page with that index on our path. It may have more tokens than this
+        sequence."""
         if index < self._num_shared:
             return self._pages[index]
         size = self._tree.page_size
@@ -301,7 +306,7 @@ class RadixSequence(CacheSequence):
 
     def _split_at_end(self) -> None:
         """Split `_last_node` at this sequence's end if it extends further, so that only the used
-        part gets the refs of this sequence's session (or becomes public)."""
+        part gets the refs of this sequence's session, or counts as used without a session."""
         size, node, refs = self._tree.page_size, self._last_node, self._last_node.session_refs
         end = -(-self._published // size) * size
         if node.end <= end or end <= node.start or node.namespace.is_dead:
@@ -316,14 +321,14 @@ class RadixSequence(CacheSequence):
             self._last_node = self._tree.move_lock(node, upper)
 
     def shrink_lock(self) -> None:
-        """Unlock the part of `_last_node` after this sequence's tokens (memory pressure)."""
+        """Unlock the part of `_last_node` after this sequence's tokens, when pages are short."""
         if self._owns_tail() or self._source is not None:
             return  # our own leaf: no tokens after ours; or the pages after it are not filled yet
         tree, keep = self._tree, self._published
         size = tree.page_size
         end = -(-keep // size) * size
         if end > keep and not self.cow_copies:
-            keep = end = keep - keep % size  # a private page holds that page's prefix
+            keep = end = keep - keep % size  # a private page has that page's first tokens
         node = node_covering(self._last_node, keep)
         if node.end > end:
             node = tree.split(node, end - node.start)
@@ -331,11 +336,12 @@ class RadixSequence(CacheSequence):
         self._last_node = tree.move_lock(self._last_node, node)
         key = self._bytes(keep, self.committed_len)
         if key and key not in node.children:
-            self._attach(node, keep, key)  # publish the private page that holds that prefix
+            self._attach(node, keep, key)  # publish that private page
 
 
 def node_covering(node: Node, length: int) -> Node:
-    """The node on the path to `node` that holds the token before `length`; the root for 0."""
+    """Returns the node on the path to `node` with the token at position `length` - 1; the root for
+    length 0."""
     while node.parent is not None and node.start >= length:
         node = node.parent
     return node

@@ -12,9 +12,9 @@ ancestors are never in a class that is evicted earlier:
 
 Each end node has its own lease, which begins when a sequence ends there. A lease ends at its
 deadline. While all leased nodes together fill more than a share of the pool, the leases that began
-first end early; a path longer than that share gets none. A retaining session's leases end when it
-says; its opener bounds them. Leased and retained pages remain evictable, so that
-neither ever blocks an allocation.
+first end early; a path longer than that share gets none. A retaining session's leases end at its
+`retain_until`; the caller that opens it bounds their pages. Leased and retained pages remain
+evictable, so they never block an allocation.
 """
 
 from __future__ import annotations
@@ -101,21 +101,21 @@ class Leases:
         del self.by_deadline[deadline], self._begun[deadline]
 
     def unchoose(self, node: Node) -> bool:
-        """Whether `node` was among the chosen ones; it is not any more."""
+        """Take `node` from the chosen nodes. Returns whether it was one."""
         is_chosen = node in self.chosen
         if is_chosen:
             del self.chosen[node]
         return is_chosen
 
     def first_expired(self, now: float) -> SessionEnd | None:
-        """The lease with the earliest deadline, if it is not after `now`."""
+        """Returns the lease with the earliest deadline, if it is not after `now`."""
         if not self.by_deadline or self.by_deadline.keys()[0][0] > now:
             return None
         first: SessionEnd = self.by_deadline.peekitem(0)[1]
         return first
 
     def oldest(self) -> SessionEnd | None:
-        """The lease that began first."""
+        """Returns the lease that began first."""
         for deadline in self._begun:
             oldest: SessionEnd = self.by_deadline[deadline]
             return oldest
@@ -138,7 +138,8 @@ class Leases:
 
 
 class SessionAwareEviction(EvictionOrder):
-    """Sessions above a policy. Owns every `SessionRefs`; a cache without sessions has none."""
+    """Wraps an eviction policy so that sessions take precedence over it. Owns every `SessionRefs`;
+    a cache without sessions has none."""
 
     def __init__(self, policy: EvictionOrder, max_leased: int, clock: Callable[[], float]) -> None:
         self._policy = policy
@@ -261,9 +262,10 @@ class SessionAwareEviction(EvictionOrder):
         return session
 
     def add_end(self, session: RadixSession, node: Node) -> None:
-        """A sequence of `session` that ends in `node` is about to be released; its path is locked.
+        """Make `node` an end node of `session`: a sequence of it that ends there is about to be
+        released. Its path is locked.
 
-        The session's end nodes above move here, and a lease begins anew. O(depth).
+        End nodes of the session above `node` move to it, and a new lease begins. O(depth).
         """
         if not session.is_open or node.namespace.is_dead or node.parent is None:
             return
@@ -286,8 +288,8 @@ class SessionAwareEviction(EvictionOrder):
             self._remove_end(session, node)
 
     def mark_used_without_session(self, node: Node) -> None:
-        """A sequence without a session used the path to `node`, which is locked. O(nodes that only
-        sessions used before)."""
+        """Note that a sequence without a session used the path to `node`, which is locked. O(nodes
+        that only sessions used before)."""
         for ancestor in path(node):
             refs = ancestor.session_refs
             if refs is None or refs.used_without_session:
@@ -304,7 +306,8 @@ class SessionAwareEviction(EvictionOrder):
             self._reclassify(node)
 
     def on_split(self, upper: Node, lower: Node) -> None:
-        """`upper` is the new upper part of the node `lower`, which has session refs."""
+        """Give `upper`, the new upper part of `lower`, the session refs that follow from those of
+        `lower`."""
         below = _refs(lower)
         above = upper.session_refs = SessionRefs(used_without_session=below.used_without_session)
         above.num_open = int(below.num_open > 0)
@@ -312,7 +315,7 @@ class SessionAwareEviction(EvictionOrder):
         above.num_retained = int(below.num_retained > 0)
 
     def on_removed(self, node: Node) -> None:
-        """`node` is removed, its pages already are: sessions that ended there end in its parent.
+        """Move the sessions that end in `node` to its parent: `node` and its pages are removed.
 
         O(sessions that end in `node`).
         """
@@ -329,14 +332,14 @@ class SessionAwareEviction(EvictionOrder):
         node.session_refs = None
 
     def on_reset(self, namespace: NamespaceTree) -> None:
-        """`namespace` is about to be forgotten: no session ends there any more, and no lease keeps
-        its pages. O(end nodes of open sessions)."""
+        """Remove the end nodes and leases in `namespace`, which is about to be dropped. O(end nodes
+        of open sessions)."""
         for session in self.open_sessions:
             for node in [node for node in session.end_nodes if node.namespace is namespace]:
                 self._remove_end(session, node)
 
     def count_pages(self, node: Node, pages: int) -> None:
-        """`node`, which has session refs, has that many pages more."""
+        """Count `pages` more pages in `node`, which has session refs."""
         refs = _refs(node)
         if refs.num_leased:
             self._leased.num_pages += pages
@@ -344,8 +347,8 @@ class SessionAwareEviction(EvictionOrder):
             self._retained.num_pages += pages
 
     def leases(self) -> list[dict[str, Any]]:
-        """The leases now, first to end first: session, tokens from the root, seconds left; those
-        of retaining sessions left out."""
+        """Returns the leases, the first to end first, as {"session", "tokens", "seconds_left"};
+        tokens count from the root. Leases of retaining sessions are left out."""
         self.end_leases()
         now = self._clock()
         return [
@@ -354,7 +357,7 @@ class SessionAwareEviction(EvictionOrder):
         ]
 
     def state(self, node: Node) -> str:
-        """An unlocked node is "closed", "retained", "leased" or "cached"."""
+        """Returns the state of an unlocked node: "closed", "retained", "leased" or "cached"."""
         if node in self._closed:
             return "closed"
         refs = node.session_refs
@@ -390,7 +393,7 @@ class SessionAwareEviction(EvictionOrder):
         for node in self._closed:
             refs, name = node.session_refs, f"node {node.node_id}"
             used_without_session = refs is None or refs.used_without_session
-            assert not used_without_session, f"{name} is public and counts as closed"
+            assert not used_without_session, f"{name} is used without session and closed"
             assert not refs or not refs.num_open, f"{name} is reached and counts as closed"
 
     # -- references ---------------------------------------------------------------------------
@@ -463,7 +466,8 @@ class SessionAwareEviction(EvictionOrder):
                 return
 
     def _reclassify(self, node: Node) -> None:
-        """`node` lost its last open session, became public or was demoted: move it to its class."""
+        """Move `node` to its class: it lost its last open session, was used without a session, or
+        was demoted."""
         refs = _refs(node)
         if refs.num_open:
             return
@@ -521,7 +525,7 @@ def _kind(session: RadixSession) -> tuple[bool, bool]:
 
 
 def _refs(node: Node) -> SessionRefs:
-    """The node's refs, created as public if missing."""
+    """Returns the node's refs; creates them as used without a session if it has none."""
     if node.session_refs is None:
         node.session_refs = SessionRefs(used_without_session=True)
     return node.session_refs

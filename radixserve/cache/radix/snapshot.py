@@ -49,12 +49,12 @@ class _TreeSnapshot:
         self._tree = tree
         self._view = view
         self._pages = PageMap(allocator.pool, view)
-        self._holders = [  # of locks: sequences, and pins, which only keep what is cached
+        self._locking_sequences = [  # pins, which serve no request, included
             seq
             for seq in allocator.live_sequences
             if isinstance(seq, RadixSequence) and view.shows(seq.namespace)
         ]
-        self._sequences = [seq for seq in self._holders if not seq.is_pin]
+        self._sequences = [seq for seq in self._locking_sequences if not seq.is_pin]
         self._users: dict[int, int] = {}  # sequences by the identity of a locked node
         self._locked = self._find_locked()
         self._shown: dict[int, Node] = {}  # by identity, parents first
@@ -62,13 +62,13 @@ class _TreeSnapshot:
         self._spaces = list(islice(spaces, _MAX_NAMESPACES))
 
     def _find_locked(self) -> list[Node]:
-        """The locked nodes, parents first; counts the sequences that use each.
+        """Returns the locked nodes, parents first; counts the sequences that use each.
 
         O(locked nodes), however many sequences share them.
         """
         users = self._users
         locked: dict[int, Node] = {}
-        for sequence in self._holders:
+        for sequence in self._locking_sequences:
             last = sequence.last_node
             users[id(last)] = users.get(id(last), 0) + (not sequence.is_pin)
             for node in path(last):
@@ -85,7 +85,8 @@ class _TreeSnapshot:
     # -- which nodes --------------------------------------------------------------------------
 
     def choose(self) -> None:
-        """Wanted ones first, then those in use, then breadth first what is new and hot."""
+        """Choose the nodes to show: those on the wanted path and below opened nodes, then locked
+        nodes, then the newest and most recently used ones, breadth first."""
         self._show(self._on_wanted_path())
         roots = [space.root for space in self._spaces]
         self._descend(roots, only_opened=True)
@@ -115,7 +116,7 @@ class _TreeSnapshot:
             queue.extend(children)
 
     def _hottest(self, node: Node, count: int) -> list[Node]:
-        """The newest and hottest children, newest first. O(_SCANNED)."""
+        """Returns the newest and hottest children, newest first. O(_SCANNED)."""
         newest = list(islice(reversed(node.children.values()), _SCANNED))
         if len(newest) <= count:
             return newest
@@ -130,13 +131,13 @@ class _TreeSnapshot:
                 return
             shown[id(node)] = node
 
-    # -- what of them -------------------------------------------------------------------------
+    # -- the report ---------------------------------------------------------------------------
 
     def report(self) -> dict[str, Any]:
         tree, view, sessions = self._tree, self._view, self._tree.session_eviction
         if sessions is not None:
             sessions.end_leases()
-        nodes = [self._of_node(node, sessions) for node in self._shown.values()]
+        nodes = [self._node_record(node, sessions) for node in self._shown.values()]
         self._mark_pages(sessions)
         private = sum(seq.num_private for seq in self._sequences)
         sizes = [(len(node.pages), node.num_tokens) for node in self._shown.values()]
@@ -158,7 +159,7 @@ class _TreeSnapshot:
             "victims": [] if view.within is not None else [*self._victims()],
         }
 
-    def _of_node(self, node: Node, sessions: SessionAwareEviction | None) -> dict[str, Any]:
+    def _node_record(self, node: Node, sessions: SessionAwareEviction | None) -> dict[str, Any]:
         parent, refs = node.parent, node.session_refs
         assert parent is not None
         users, state, idle_s = self._users.get(id(node), 0), "cached", None
@@ -188,7 +189,7 @@ class _TreeSnapshot:
 
     def _mark_pages(self, sessions: SessionAwareEviction | None) -> None:
         pages = self._pages
-        if self._view.within is not None:  # of all namespaces every page of a tree is marked so
+        if self._view.within is not None:  # else every page is marked TREE already
             for node in self._shown.values():
                 pages.mark(node.pages, TREE)
         else:
@@ -240,5 +241,5 @@ class _TreeSnapshot:
 
 
 def _age(node: Node) -> int:
-    """Sorts the newest node first."""
+    """Returns a sort key that puts the newest node first."""
     return -node.node_id if isinstance(node.node_id, int) else 0

@@ -48,23 +48,23 @@ class StatePool:
         return len(self._free)
 
     def allocate(self) -> int:
-        """A free state; there must be one."""
+        """Returns a free state id. There must be one."""
         return self._free.pop()
 
     def free(self, state_id: int) -> None:
         self._free.append(state_id)
 
     def copy(self, source: int, destination: int) -> None:
-        """To be made before the next step."""
+        """Queue a copy of a state, to be made before the next step."""
         self._copies.append((source, destination))
 
     def take_copies(self) -> list[StateCopy]:
-        """The copies to be made before the next step, one after the other in this order."""
+        """Returns the copies to be made before the next step, one after the other in this order."""
         copies, self._copies = self._copies, []
         return copies
 
     def free_ids(self) -> list[int]:
-        """A copy of the free list, for audits."""
+        """Returns a copy of the free list, for audits."""
         return list(self._free)
 
 
@@ -86,11 +86,11 @@ class Checkpoint(NamedTuple):
 
 
 class StateCheckpoints:
-    """Owns the states of the tree; those that are expected to save the fewest tokens are evicted
-    first, see `CheckpointOrder`.
+    """The checkpoints of a tree and the pool of their states.
 
-    A pinned checkpoint is not evicted: a sequence is about to copy it. It outlives its node until
-    the last pin is removed.
+    The checkpoint that is expected to save the fewest tokens is evicted first, see
+    `CheckpointOrder`. A sequence pins the checkpoint that it is about to copy: a pinned checkpoint
+    is not evicted, and outlives its node until the last pin is removed.
     """
 
     def __init__(self, num_states: int, spacing: CheckpointSpacing) -> None:
@@ -100,11 +100,11 @@ class StateCheckpoints:
         self.by_node: dict[Node, dict[int, int]] = {}  # length -> state id
         self._places: dict[int, tuple[Node, int]] = {}  # by state id
         self._order = CheckpointOrder(self._tokens_saved)
-        self._pins: dict[int, int] = {}  # state id -> sequences
-        self._without_node: set[int] = set()  # pinned ones
-        self._lent: dict[int, Callable[[], None]] = {}  # see `lend`; the oldest first
-        self._collector: bytearray | None = None
-        self._collected: dict[int, int] = {}
+        self._pins: dict[int, int] = {}  # state id -> number of pins
+        self._without_node: set[int] = set()  # states of pinned checkpoints whose node is gone
+        self._lent: dict[int, Callable[[], None]] = {}  # state id -> on_loss; the oldest first
+        self._collector: bytearray | None = None  # tokens of `collect`
+        self._collected: dict[int, int] = {}  # length -> state id
 
     def stats(self) -> dict[str, int]:
         """States, by owner, and checkpoints evicted since the start. O(1)."""
@@ -118,8 +118,9 @@ class StateCheckpoints:
         }
 
     def deepest(self, node: Node, length: int, multiple_of: int = 1) -> Checkpoint:
-        """The deepest one at `length` or before it on the path to `node`; state NO_STATE at length
-        0 where there is none. O(nodes of the path + checkpoints of the last ones)."""
+        """Returns the deepest checkpoint at `length` or before it on the path to `node`; NO_STATE
+        at length 0 if there is none. `multiple_of`: of which its length must be a multiple.
+        O(nodes of the path + checkpoints of the last ones)."""
         if (parent := node.parent) is not None:
             best = self._among(siblings_with_head(node, length), length, multiple_of)
             if best is not None:
@@ -135,7 +136,8 @@ class StateCheckpoints:
         return Checkpoint(0, NO_STATE, root)
 
     def _among(self, nodes: list[Node], length: int, multiple_of: int) -> Checkpoint | None:
-        """The deepest one of these nodes at `length` or before it."""
+        """Returns the deepest checkpoint of these nodes at `length` or before it, None without
+        one."""
         checkpoints = [
             Checkpoint(kept_len, state_id, node)
             for node in nodes
@@ -151,12 +153,13 @@ class StateCheckpoints:
 
     @property
     def can_lend(self) -> bool:
-        """Whether one can be allocated that is not lent."""
-        num_held = len(self._places) + len(self._without_node)
-        return self.pool.num_free > 0 or num_held > len(self._pins)
+        """Whether a state can be allocated without taking a lent one."""
+        num_checkpoints = len(self._places) + len(self._without_node)
+        return self.pool.num_free > 0 or num_checkpoints > len(self._pins)
 
     def allocate(self) -> int:
-        """A state, evicting a checkpoint when none is free; OutOfPages when all are in use."""
+        """Returns a state; evicts a checkpoint if none is free. Raises OutOfPages if all are in
+        use."""
         if not self.has_room:
             raise OutOfPages(f"all {self.pool.num_states} recurrent states are used by sequences")
         if not self.pool.num_free:
@@ -164,8 +167,8 @@ class StateCheckpoints:
         return self.pool.allocate()
 
     def allocate_for(self, kind: str, tokens_saved: int) -> int | None:
-        """A state for a checkpoint that saves so many tokens; evicts one with a smaller expected
-        saving if none is free. None if there is none."""
+        """Returns a state for a checkpoint that saves `tokens_saved` tokens. If none is free,
+        evicts a checkpoint with a smaller expected saving; None without one."""
         if not self.pool.num_free:
             victim = self._order.first(self._pins)
             if victim is None or not self._order.outlives(victim, kind, tokens_saved):
@@ -183,8 +186,8 @@ class StateCheckpoints:
         del self._lent[state_id]
 
     def add(self, node: Node, length: int, state_id: int, kind: str) -> None:
-        """The state after `length` tokens, the last of them in `node`; freed where the node has
-        one already."""
+        """Add the state after `length` tokens, the last of them in `node`, as a checkpoint. Frees
+        it if the node has a checkpoint of that length already."""
         kept = self.by_node.setdefault(node, {})
         if length in kept:
             self.pool.free(state_id)
@@ -194,12 +197,13 @@ class StateCheckpoints:
             self._order.add(state_id, kind)
 
     def _tokens_saved(self, state_id: int) -> int:
-        """Tokens from the checkpoint before it on its path. O(nodes between them)."""
+        """Returns the tokens between a checkpoint and the one before it on its path. O(nodes
+        between them)."""
         node, length = self._places[state_id]
         return length - self.deepest(node, length - 1).length
 
     def pin(self, state_id: int) -> None:
-        """Use a checkpoint, which is kept until `unpin`."""
+        """Keep a checkpoint until `unpin`, and count a use of it."""
         self._pins[state_id] = self._pins.get(state_id, 0) + 1
         if state_id in self._places:
             self._order.use(state_id)
@@ -230,14 +234,14 @@ class StateCheckpoints:
         self._collector = tokens
 
     def collected(self) -> dict[int, int]:
-        """The kept states by length; the caller owns them from now on."""
+        """Returns the states kept since `collect`, by length. The caller owns them from now on."""
         collected, self._collected, self._collector = self._collected, {}, None
         return collected
 
     # -- for the tree -------------------------------------------------------------------------
 
     def split(self, upper: Node, lower: Node) -> None:
-        """`upper` is the new upper part of `lower`."""
+        """Move the checkpoints of `lower` that belong to `upper`, its new upper part."""
         kept = self.by_node.get(lower)
         if kept is None:
             return
@@ -250,7 +254,7 @@ class StateCheckpoints:
             del self.by_node[lower]
 
     def drop_after(self, node: Node, end: int) -> None:
-        """`node` is about to lose its tokens from position `end` on."""
+        """Drop the checkpoints of `node` after position `end`: it is about to lose these tokens."""
         kept = self.by_node.get(node)
         if kept is None:
             return
@@ -260,7 +264,8 @@ class StateCheckpoints:
             del self.by_node[node]
 
     def move(self, old: Node, new: Node) -> None:
-        """`new` holds all tokens of its sibling `old`."""
+        """Move the checkpoints of `old`, which is removed, to its sibling `new`, which has all of
+        its tokens."""
         for length, state_id in self.by_node.pop(old, {}).items():
             del self._places[state_id]
             kind = self._order.kind(state_id)
@@ -320,7 +325,7 @@ class StateCheckpoints:
         assert len(self._order) == len(kept), "a checkpoint has no place in the order"
         self._order.check()
         owned = [*self.pool.free_ids(), *kept, *states, *self._without_node]
-        assert sorted(owned) == list(range(self.pool.num_states)), "a state has not one owner"
+        assert sorted(owned) == list(range(self.pool.num_states)), "a state needs exactly one owner"
         assert self._lent.keys() <= set(states), "a state is lent without an owner"
         counted = {state_id: pinned.count(state_id) for state_id in pinned}
         assert counted == self._pins, f"{self._pins} pins counted, {counted} found"
@@ -355,7 +360,7 @@ class CheckpointTree(RadixTree):
             cover = child_covering(parent, node.key)
         if cover is None:
             checkpoints.drop_after(node, node.start)
-        else:  # a sibling holds all of this leaf
+        else:  # a sibling has all tokens of this leaf
             checkpoints.move(node, cover)
         return pages
 
@@ -374,13 +379,13 @@ class StatefulSequence(RadixSequence):
         "_wanted",
     )
 
-    _begin_state: int  # checkpoint to copy before the next token, pinned
-    _state: int  # of this sequence alone
-    _former: int  # after _former_len tokens, one before the last step ahead; may be taken
+    _begin_state: int  # state of the pinned checkpoint to copy before the next token
+    _state: int  # state after `length` tokens, which this sequence alone uses
+    _former: int  # state after _former_len tokens, before a step ahead; lent, so it may be taken
     _former_len: int
-    _taken: dict[int, int]  # length -> state: checkpoints that are still to be published
-    _kinds: dict[int, str]  # length -> kind, of these
-    _wanted: dict[int, str]  # length -> kind, of those to take beside the spacing's
+    _taken: dict[int, int]  # length -> state of the checkpoints that are still to be published
+    _kinds: dict[int, str]  # length -> kind of these checkpoints
+    _wanted: dict[int, str]  # length -> kind of checkpoints to take besides the spacing's
     _last_kept: int  # length of the deepest checkpoint on its path
 
     def begin_at(self, checkpoint: Checkpoint, wanted: dict[int, str]) -> None:
@@ -403,7 +408,7 @@ class StatefulSequence(RadixSequence):
         return self._state
 
     def owned_states(self) -> tuple[list[int], list[int]]:
-        """Its own states, and those that it has pinned, for audits."""
+        """Returns the states that it owns, and those that it has pinned, for audits."""
         own = [self._state, self._former, *self._taken.values()]
         pinned = [self._begin_state] if self._begin_state != NO_STATE else []
         return [state_id for state_id in own if state_id != NO_STATE], pinned
@@ -427,7 +432,8 @@ class StatefulSequence(RadixSequence):
 
     def want_checkpoint(self, length: int, kind: str = BRANCH) -> None:
         if kind == PROMPT:  # it is known where the generation prompt begins
-            self._wanted = {n: other for n, other in self._wanted.items() if other != TAIL}
+            others = self._wanted.items()
+            self._wanted = {other_len: other for other_len, other in others if other != TAIL}
         if self._wanted.get(length, MESSAGE) == MESSAGE:
             self._wanted[length] = kind
 
@@ -474,7 +480,7 @@ class StatefulSequence(RadixSequence):
             checkpoints.unpin(begin_state)
 
     def copy_from(self, source: CacheSequence) -> int:
-        """Nothing: the state belongs to the other namespace."""
+        """Copies nothing and returns 0: the recurrent state belongs to the other namespace."""
         del source
         return 0
 

@@ -1,10 +1,11 @@
 """Window pages: the K and V of layers that see a window of positions only, in a pool of their own.
 
 Such layers (sliding windows, attention chunks) keep their K and V in a memory of their own. A page
-of the cache holds the K and V of all other layers. It has a window page until that is dropped: a
-query needs the window pages of the last positions before it only. When window pages are short, the
-least recently used ones that no live sequence can still see are dropped. Those where sequences
-began, ended or left the cached tokens count as used; all others are dropped long before.
+of the cache has the K and V of all other layers. Each page gets a window page when it is allocated
+and may lose it later, since a query reads only the window pages of the positions in its window.
+When window pages are short, the least recently used ones are dropped that no live sequence can see.
+Window pages where sequences began, ended or left the cached tokens count as used; all others are
+dropped long before.
 
     page         0   1   2   3   4   5   6        of a sequence; windows of two pages
     window page  -   8   9   -   -   4   7        it continues after page 6, others after 2 or 6
@@ -32,9 +33,9 @@ from radixserve.errors import OutOfPages
 from radixserve.schedule import WindowLayers, WindowUpdates
 
 _NO_PAGES: IntArray = np.empty(0, np.int32)
-NO_PAGE = -1  # instead of a window page
-NEVER_USED = 4  # times as many ticks as there are window pages: the age of one that is new
-RECLAIM_SHARE = 16  # at least one in so many is dropped at a time: a search costs O(window pages)
+NO_PAGE = -1  # in place of a window page's id
+NEVER_USED = 4  # age that a new window page begins with, in ticks per window page of the pool
+RECLAIM_SHARE = 16  # at least 1 / 16 is dropped at a time, since a search costs O(window pages)
 
 
 class WindowPool:
@@ -47,7 +48,7 @@ class WindowPool:
         self.window_size = check_int("windows.window_size", layers.window_size, 1)
         self.num_evicted = 0  # window pages, since the start
         self.live_sequences: set[CacheSequence] = set()  # the window pages that they see stay
-        self._held = _NO_PAGES  # pages whose window pages stay, too: see `use`
+        self._protected = _NO_PAGES  # further pages whose window pages stay: see `use`
         self._table = np.full(num_pages, NO_PAGE, np.int32)  # page -> window page
         self._owners = np.full(self.num_pages, -1, np.int32)  # window page -> page
         self._last_use = np.zeros(self.num_pages, np.int64)  # of a window page, in `_ticks`
@@ -60,13 +61,13 @@ class WindowPool:
     def num_free(self) -> int:
         return self._pool.num_free
 
-    def num_obtainable(self, wanted: int, beside: Sequence[int] = ()) -> int:
-        """How many of `wanted` window pages `attach` can give now, without those of the pages
-        `beside`. O(1) where they are free."""
+    def num_obtainable(self, wanted: int, excluded: Sequence[int] = ()) -> int:
+        """Returns how many of `wanted` window pages `attach` can give now without dropping those of
+        the pages `excluded`. O(1) if so many are free."""
         missing = wanted - self._pool.num_free
         if missing <= 0:
             return wanted
-        return wanted - missing + min(missing, len(self._droppable(beside)))
+        return wanted - missing + min(missing, len(self._droppable(excluded)))
 
     def attach(self, pages: Sequence[int], after: int = NO_PAGE) -> None:
         """Give each page a window page, dropping others where none is free. The caller has checked
@@ -103,8 +104,8 @@ class WindowPool:
         self._changed.extend(index.tolist())
 
     def move(self, sources: array[int], pages: array[int]) -> None:
-        """`pages` hold the same tokens as `sources`, one by one: those without a window page get
-        that of their source."""
+        """Give each of `pages` without a window page that of its source. Page i of both has the
+        same tokens."""
         source, target = np.array(sources, np.int32), np.array(pages, np.int32)
         moved = (self._table[target] < 0) & (self._table[source] >= 0)
         if moved.any():
@@ -125,26 +126,26 @@ class WindowPool:
             self._copies.append((read, written, num_tokens))
 
     def touch(self, pages: IntArray) -> None:
-        """The window pages of these pages are the most recently used ones."""
+        """Mark the window pages of these pages as the most recently used ones."""
         windows = self._table[pages]
         windows = windows[windows >= 0]
         self._last_use[windows] = np.arange(self._ticks, self._ticks + len(windows))
         self._ticks += len(windows)
 
     def use(self, pages: Sequence[int], length: int) -> None:
-        """A sequence is about to continue after `length` tokens, on `pages`. The window pages that
-        it sees become the most recently used ones, and none of them is dropped until `end_use`."""
-        self._held = np.array(pages[self.first_seen_page(length) :], np.int32)
-        self.touch(self._held)
+        """Protect the window pages that a sequence on `pages` sees when it continues after `length`
+        tokens: they become the most recently used ones, and none is dropped until `end_use`."""
+        self._protected = np.array(pages[self.first_seen_page(length) :], np.int32)
+        self.touch(self._protected)
 
     def end_use(self) -> None:
-        """The sequence of the last `use` is live now, or it failed."""
-        self._held = _NO_PAGES
+        """End the protection of the last `use`: its sequence is live now, or was not made."""
+        self._protected = _NO_PAGES
 
     # -- what a query can see -----------------------------------------------------------------
 
     def first_seen_page(self, length: int) -> int:
-        """Index of the first page that a query after `length` tokens sees."""
+        """Returns the index of the first page that a query after `length` tokens sees."""
         return max(0, length + 1 - self.window_size) // self.page_size
 
     def has_all(self, pages: IntArray | Sequence[int]) -> bool:
@@ -152,7 +153,7 @@ class WindowPool:
         return bool((self._table[np.array(pages, np.int32)] >= 0).all())
 
     def usable_length(self, runs: Iterable[tuple[int, array[int]]], length: int) -> int:
-        """The longest prefix, of at most `length` tokens, that a sequence can continue from.
+        """Returns the longest prefix of at most `length` tokens that a sequence can resume.
 
         `runs`: the pages of these tokens from the last ones up to the first, each run with the
         index of its first page. O(pages visited): those of one window where none is missing.
@@ -173,18 +174,19 @@ class WindowPool:
     # -- for the runner -----------------------------------------------------------------------
 
     def take_updates(self) -> WindowUpdates:
-        """Updates since the last call."""
+        """Returns the updates since the last call, for the runner to apply before the next step."""
         pages = np.unique(np.array(self._changed, np.int32))
         copies, self._copies, self._changed = self._copies, [], array("i")
         return WindowUpdates(np.stack((pages, self._table[pages]), 1), copies)
 
     # -- dropping -----------------------------------------------------------------------------
 
-    def _droppable(self, beside: Sequence[int] = ()) -> IntArray:
-        """Window pages that no live sequence can see, without those of the pages `beside`."""
-        is_kept = self._owners < 0  # or free
+    def _droppable(self, excluded: Sequence[int] = ()) -> IntArray:
+        """Returns the window pages that no live sequence can see, without those of the pages
+        `excluded`."""
+        is_kept = self._owners < 0  # free window pages cannot be dropped
         seen = [sequence.seen_pages(self.window_size) for sequence in self.live_sequences]
-        for pages in (*seen, self._held, np.array(beside, np.int32)):
+        for pages in (*seen, self._protected, np.array(excluded, np.int32)):
             windows = self._table[pages]
             is_kept[windows[windows >= 0]] = True
         return np.flatnonzero(~is_kept).astype(np.int32)
@@ -200,7 +202,7 @@ class WindowPool:
     # -- audit --------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, int]:
-        """Window pages, and those dropped since the start. O(1)."""
+        """Returns the numbers of window pages, and of those dropped since the start. O(1)."""
         return {
             "window_pages_total": self.num_pages,
             "window_pages_free": self._pool.num_free,
@@ -212,7 +214,7 @@ class WindowPool:
         """AssertionError unless each window page has one owner. `free_pages`: of the pool."""
         owned = np.flatnonzero(self._owners >= 0)
         assert sorted([*self._pool.free_ids(), *owned.tolist()]) == list(range(self.num_pages)), (
-            "a window page has not one owner"
+            "a window page needs exactly one owner"
         )
         assert (self._table[self._owners[owned]] == owned).all(), "a window page of another page"
         assert np.count_nonzero(self._table >= 0) == len(owned), "pages share a window page"
@@ -235,7 +237,7 @@ class WindowedPagePool(PagePool):
 
 
 class WindowedAllocator(PageAllocator):
-    """A `PageAllocator` whose pages have window pages when they are new."""
+    """A `PageAllocator` that gives each new page a window page."""
 
     def __init__(
         self,
@@ -311,7 +313,8 @@ class WindowedSequence(RadixSequence):
         return forked
 
     def copy_from(self, source: CacheSequence) -> int:
-        """Early pages, which no new token sees, get no window page."""
+        """See `CacheSequence.copy_from`. Pages outside the window of the next token get no window
+        page."""
         allocator, num_pages = self._allocator, len(self._pages)
         num_early = max(0, self._windows.first_seen_page(source.length) - num_pages)
         early = PageAllocator.allocate(allocator, num_early)
@@ -327,8 +330,8 @@ class WindowedSequence(RadixSequence):
         return copied
 
     def truncate(self, length: int) -> None:
-        """Roll back to `length`, or before it where K and V of layers with windows were dropped:
-        see `length` afterwards."""
+        """Roll back to `length` tokens, or to fewer if their window pages were dropped; the
+        sequence's `length` is then shorter than asked."""
         self._check_open()
         windows, length = self._windows, check_int("length", length, 0)
         if length < self.committed_len:
@@ -346,8 +349,8 @@ class WindowedSequence(RadixSequence):
             self._windows.copy(last, self._pages[whole], extra)
 
     def want_checkpoint(self, length: int, kind: str = BRANCH) -> None:
-        """Other sequences continue there: once that is computed, the window pages before it count
-        as used, as do those where a sequence ends."""
+        """See `CacheSequence.want_checkpoint`. Once the first `length` tokens are computed, the
+        window pages before that position count as used, like those where a sequence ends."""
         del kind
         self._wanted.add(length)
 
@@ -364,7 +367,7 @@ class WindowedSequence(RadixSequence):
         windows.touch(np.array(pages, np.int32))
 
     def _replace_pages(self, first: int, pages: array[int]) -> None:
-        """The tree's pages get our window pages where they lack one."""
+        """See `CacheSequence._replace_pages`. The tree's pages without a window page get ours."""
         self._windows.move(self._pages[first : first + len(pages)], pages)
         super()._replace_pages(first, pages)
 
@@ -375,8 +378,8 @@ class WindowedSequence(RadixSequence):
 
 
 def usable_match(windows: WindowPool, node: Node, length: int) -> tuple[int, Node]:
-    """The longest prefix of a match of `length` tokens, whose last one is in `node`, that a
-    sequence can continue from; and the node with its last token."""
+    """Returns the longest prefix of a match that a sequence can resume, and the node with its last
+    token. The match has `length` tokens, the last of them in `node`."""
     if node.parent is None:
         return length, node
     candidates = []
