@@ -1,7 +1,8 @@
 """Stored K and V on any device: in a model's dtype, in bfloat16, or in integers of 8 bits.
 
-A token's head in 8 bits is D integers of -127 to 127 and behind them their scale, a bfloat16, as
-two more int8. It depends on the head's own numbers alone. cpu/stored_kv.h stores the same bits.
+A token's head in 8 bits is multiplied with a Hadamard matrix, which spreads a large number over
+the head, and stored as D integers of -127 to 127 and behind them their scale, a bfloat16, as two
+more int8. It depends on the head's own numbers alone. cpu/stored_kv.h stores the same bits.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 SCALE_BYTES = 2
+INT8_FORM = "hadamard"  # of the numbers in 8 bits; K and V that another version stored may differ
 LEAST = 1e-30  # a head without a larger number is stored as zeros
 
 
@@ -23,11 +25,23 @@ def stored_head_dim(width: int, dtype: torch.dtype) -> int:
     return width - SCALE_BYTES if dtype == torch.int8 else width
 
 
+def multiply_hadamard(x: Tensor) -> Tensor:
+    """float32 x [..., D], each block of it multiplied with a Hadamard matrix, which is its own
+    inverse. A block is as large as the largest power of two that divides D."""
+    size = x.shape[-1] & -x.shape[-1]
+    distance = 1
+    while distance < size:
+        low, high = x.unflatten(-1, (-1, 2, distance)).unbind(-2)
+        x = torch.stack((low + high, low - high), -2).flatten(-3)
+        distance *= 2
+    return x * (1 / size) ** 0.5
+
+
 def to_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x [..., D] as it is stored, [..., stored_width(D, dtype)]."""
     if dtype != torch.int8:
         return x.to(dtype)
-    wide = x.float()
+    wide = multiply_hadamard(x.float())
     largest = wide.abs().amax(-1, keepdim=True)
     scale = torch.where(largest >= LEAST, largest / 127, 0.0)
     # Rounded up, so that no number is cut off.
@@ -45,4 +59,5 @@ def from_stored(rows: Tensor, dtype: torch.dtype) -> Tensor:
     if rows.dtype != torch.int8:
         return rows.to(dtype)
     numbers, scale = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:].contiguous()
-    return (numbers.float() * scale.view(torch.bfloat16).float()).to(dtype)
+    wide = numbers.float() * scale.view(torch.bfloat16).float()
+    return multiply_hadamard(wide).to(dtype)

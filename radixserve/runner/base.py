@@ -29,6 +29,7 @@ from radixserve.runner.kv_pool import KVPool
 from radixserve.schedule import ModelRunnerOutput, SchedulerOutput, WindowLayers
 from radixserve.store.run_file import KVLayout
 from radixserve_kernels.cpu_library import code_fingerprint
+from radixserve_kernels.stored_kv import INT8_FORM
 
 logger = logging.getLogger("radixserve")
 
@@ -175,6 +176,8 @@ class SingleDeviceRunner(ModelRunner):
             "kernels": code_fingerprint() if self.backend_name == "cpu" else "",
             "torch": torch.__version__,
         }
+        if info.stored_kv_dtype == torch.int8:
+            settings["kv_form"] = INT8_FORM
         return StorablePool(self.pool, self.pool.layout, settings)
 
     def _describe(self, graph_sizes: tuple[int, ...] = (), piecewise_tokens: int = 0) -> None:

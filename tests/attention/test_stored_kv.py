@@ -15,7 +15,13 @@ from radixserve.attention.cpu import CpuBackend
 from radixserve.attention.reference import ReferenceBackend
 from radixserve.runner.input_batch import build_forward_batch
 from radixserve_kernels.cpu_ops import unsupported_reason
-from radixserve_kernels.stored_kv import from_stored, stored_head_dim, stored_width, to_stored
+from radixserve_kernels.stored_kv import (
+    from_stored,
+    multiply_hadamard,
+    stored_head_dim,
+    stored_width,
+    to_stored,
+)
 from tests.attention.cases import CPU, LENGTHS, SHARED, Case, SharedCase, run
 from tests.attention.test_features import LONG, SCORES, SPANS, make_features
 from tests.cpu_kernels import cpu_level
@@ -132,9 +138,10 @@ def test_values_of_scales_far_apart() -> None:
 
 
 def error_of(x: Tensor) -> Tensor:
-    """Of each head, of the distance of two integers."""
-    rounded = from_stored(to_stored(x, torch.int8), torch.float32)
-    return (rounded - x).abs().amax(-1) / (x.abs().amax(-1) / 127)
+    """Of each head multiplied with the matrix, of the distance of two integers."""
+    rounded = multiply_hadamard(from_stored(to_stored(x, torch.int8), torch.float32))
+    wide = multiply_hadamard(x)
+    return (rounded - wide).abs().amax(-1) / (wide.abs().amax(-1) / 127)
 
 
 def test_what_is_stored() -> None:
@@ -146,6 +153,28 @@ def test_what_is_stored() -> None:
     alone = torch.stack([to_stored(token, torch.int8) for token in x])
     assert torch.equal(alone, to_stored(x, torch.int8))
     assert torch.equal(to_stored(x, torch.bfloat16), x.bfloat16())
+
+
+@pytest.mark.parametrize("dim", [24, 64, 80, 128])
+def test_matrix(dim: int) -> None:
+    """Orthogonal, its own inverse, and the same sums as a product with it."""
+    torch.manual_seed(0)
+    x = torch.randn(7, 2, dim)
+    turned = multiply_hadamard(x)
+    matrix = multiply_hadamard(torch.eye(dim))
+    torch.testing.assert_close(turned, x @ matrix)
+    torch.testing.assert_close(multiply_hadamard(turned), x)
+    torch.testing.assert_close(matrix @ matrix, torch.eye(dim))
+
+
+def test_outlier_is_spread_over_its_head() -> None:
+    """One number of 100 beside 63 of about 1: a scale of its size alone would lose the others."""
+    torch.manual_seed(0)
+    x = torch.randn(200, 1, 64)
+    x[..., 5] = 100
+    alone = (x / (100 / 127)).round() * (100 / 127)
+    error = (from_stored(to_stored(x, torch.int8), torch.float32) - x).square().mean().sqrt()
+    assert error < 0.3 * (alone - x).square().mean().sqrt()
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])

@@ -12,6 +12,8 @@ void Attention<T, A>::run(const TeamThread &thread, const T *q, int64_t q_stride
     Attention own = *this;
     own.q = q, own.q_stride = q_stride, own.out = out, own.out_stride = out_stride, own.features = features;
     const PagedKv<T> kv(plan, heads, features, memory, page_ids);
+    own.is_rotated = kv.type == INT8_KV;
+    own.rotates_queries = own.is_rotated && !has_integer_scores(kv);
     const bool is_shared = work() > 2 * MIN_PHASE_NS;  // else thread 0 does it alone
     size_t first = 0;
     for (size_t level = 0; level < plan.level_ends.size(); level++) {
@@ -213,10 +215,19 @@ void Attention<T, A>::load_state(const TaskState<T> &state, int64_t head_of_task
     const int64_t *tokens = tokens_of(state.task);
     const int64_t first = (state.task.first_head + head_of_task) * state.group, dim = heads.dim;
     const HeadState<T> of_head = state.head(head_of_task);
+    static thread_local Scratch scratch;
+    float *rotated = rotates_queries ? scratch.get<float>(dim) : nullptr;
     for (int64_t row = 0; row < state.rows; row++) {
         const int64_t token = tokens[row / state.group], head = first + row % state.group;
         Operand<T> *query = of_head.queries + row * state.depth;
-        convert(q + token * q_stride + head * dim, dim, query);
+        const T *from = q + token * q_stride + head * dim;
+        if (rotates_queries) {
+            convert_wide(from, dim, rotated);
+            multiply_hadamard(rotated, dim);
+            round_to(rotated, dim, query);
+        } else {
+            convert(from, dim, query);
+        }
         if (state.depth > dim) memset((void *)(query + dim), 0, (state.depth - dim) * sizeof(*query));
         if (state.begins) {
             of_head.part.from_row(row, state.width).clear(state.width);
@@ -245,6 +256,7 @@ void Attention<T, A>::store_state(const TaskState<T> &state, int64_t head_of_tas
             merge_partition(from, merged, state.width);
             from = merged;
         }
+        if (is_rotated) multiply_hadamard(from.acc, dim);
         A *to = out + token * out_stride + head * dim;
         float sum = reduce_add(load(from.sums));
         if (features.sinks) sum += __builtin_exp2f(features.sinks[head] * LOG2_E - *from.row_max);

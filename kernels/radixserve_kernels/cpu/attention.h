@@ -30,6 +30,8 @@ template <class T, class A> class Attention {
     A *out = nullptr;
     int64_t q_stride = 0, out_stride = 0;
     ThreadScratch *scratches = nullptr;  // of each thread
+    bool is_rotated = false;        // whether K and V are multiplied with a Hadamard matrix: see stored_kv.h
+    bool rotates_queries = false;   // whether `load_state` does so with queries: see attention_int8.h
     bool splits = false;            // whether the plan's splits are done as such
     float *split_buffer = nullptr;  // of all splits, one after the other
     float *partial_state = nullptr;  // [tokens][heads][partial_size] between levels

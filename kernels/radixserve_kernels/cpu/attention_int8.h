@@ -1,6 +1,6 @@
 // Attention to keys and values in 8 bits by products of integers, where the processor has VNNI.
 //
-// A query is rounded to 16 bits, in two parts of 8: q = scale * (256 * high + low). Its products with a key's integers are
+// A query is multiplied with the matrix of hadamard.h and rounded to 16 bits, in two parts of 8: q = scale * (256 * high + low). Its products with a key's integers are
 // summed in 32 bits, which no order changes, so that a score has the same bits whether keys lie in their pages or are
 // packed. Values are widened in registers and weighted as others are.
 #pragma once
@@ -33,11 +33,16 @@ struct IntegerQueries {
         parts = scratch.query_parts.get<int8_t>(total * dim * 2);
         starts = scratch.query_starts.get<int32_t>(total * 2);
         scales = scratch.query_scales.get<float>(total);
-        for (int64_t row = 0; row < total; row++) round(state.all.queries + row * state.depth, row);
+        float *rotated = scratch.rotated_query.get<float>(dim);
+        for (int64_t row = 0; row < total; row++) {
+            convert_wide(state.all.queries + row * state.depth, dim, rotated);
+            multiply_hadamard(rotated, dim);
+            round(rotated, row);
+        }
     }
 
   private:
-    template <class Number> void round(const Number *query, int64_t row) {
+    void round(const float *query, int64_t row) {
         vec most = {}, odd = {};
         for (int64_t d = 0; d < dim; d += LANES) {
             const vec some = load(query + d);

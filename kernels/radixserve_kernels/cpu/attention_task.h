@@ -26,7 +26,7 @@ struct ThreadScratch {
     Scratch queries, keys, values, scores, weights, acc, row_max, sums, zeros, pairs, untransposed;
     Scratch merged, merged_max, merged_sums, first_seen;
     Scratch key_rows, value_rows, key_scales, value_scales;  // of a block, widened: see stored_kv.h
-    Scratch query_parts, query_starts, query_scales, key_numbers;  // see attention_int8.h
+    Scratch rotated_query, query_parts, query_starts, query_scales, key_numbers;  // see attention_int8.h
 };
 
 // The softmax state of some keys, of the rows of a task.

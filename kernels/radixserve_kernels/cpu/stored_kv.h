@@ -1,11 +1,12 @@
 // K and V as a pool stores them: in the number type of the queries, in bfloat16, or in integers of 8 bits.
 //
-// A token's head in 8 bits is [dim] integers of -127 to 127 and their scale, a bfloat16. It depends on the head's own
-// numbers alone. Readers multiply the integers, which both number types represent exactly; a key's scale multiplies its
-// score, a value's scale its weight.
+// A token's head in 8 bits is multiplied with a Hadamard matrix (hadamard.h) and stored as [dim] integers of -127 to 127
+// and their scale, a bfloat16. It depends on the head's own numbers alone. Readers multiply the integers, which both
+// number types represent exactly, with queries that are multiplied with the same matrix; a key's scale multiplies its
+// score, a value's scale its weight. The matrix turns the sum of weighted values back.
 #pragma once
 
-#include "vectors.h"
+#include "hadamard.h"
 
 // SAME_KV: the number type T of the library.
 enum KvType { SAME_KV, BFLOAT16_KV, INT8_KV };
@@ -55,8 +56,10 @@ inline vec load(const int8_t *from) {
 #endif
 }
 
-// A head in 8 bits. The scale is rounded up, so that no number is cut off; it is NaN where a number is not finite.
-inline void store_int8(const float *x, int64_t dim, char *to) {
+// A head in 8 bits; x is overwritten. The scale is rounded up, so that no number is cut off; it is NaN where a number is
+// not finite.
+inline void store_int8(float *x, int64_t dim, char *to) {
+    multiply_hadamard(x, dim);
     vec most = {}, odd = {};
     int64_t i = 0;
     float largest = 0, rest = 0;
@@ -96,8 +99,8 @@ inline void store_int8(const float *x, int64_t dim, char *to) {
     memcpy(to + dim, &stored, SCALE_BYTES);
 }
 
-// Stores the heads of a token, x [num_heads][dim].
-template <class T> void store_heads(KvType type, const float *x, int64_t num_heads, int64_t dim, char *to) {
+// Stores the heads of a token, x [num_heads][dim], which may be overwritten.
+template <class T> void store_heads(KvType type, float *x, int64_t num_heads, int64_t dim, char *to) {
     if (type == SAME_KV) return round_to(x, num_heads * dim, (T *)to);
     if (type == BFLOAT16_KV) return round_to(x, num_heads * dim, (bf16 *)to);
     for (int64_t head = 0; head < num_heads; head++, x += dim, to += dim + SCALE_BYTES) store_int8(x, dim, to);

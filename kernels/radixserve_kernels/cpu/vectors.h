@@ -151,6 +151,10 @@ inline void convert(const bf16 *from, int64_t count, float *to) {
     for (; i < count; i++) to[i] = to_f32(from[i]);
 }
 
+// `count` numbers to float32.
+inline void convert_wide(const float *from, int64_t count, float *to) { memcpy(to, from, count * sizeof(float)); }
+inline void convert_wide(const bf16 *from, int64_t count, float *to) { convert(from, count, to); }
+
 // `count` numbers to a type, which may be in place.
 inline void round_to(const float *from, int64_t count, float *to) { memcpy(to, from, count * sizeof(float)); }
 inline void round_to(const float *from, int64_t count, bf16 *to) {
