@@ -19,6 +19,9 @@ so that none is in a cache. Weights and attention take turns in each round; the 
 counts, and beside it the ratio of both, with the median of the rounds' ratios. Of each call, what
 it takes for one token of one row is taken off.
 
+With one thread a loop that only reads the same rows in the same order tells what memory gives at
+best ("reads"): of no prefetches and those 8 and 16 rows ahead, the fastest of each round counts.
+
 int8 is the dtype of K and V in a bfloat16 model. --clock cpu, on a machine with other work:
 seconds of the process's CPU time, divided by the threads.
 """
@@ -34,6 +37,7 @@ from statistics import median
 import numpy as np
 import torch
 from harness.arguments import Names, parse
+from harness.read_rows import AHEAD, RowReader
 from harness.report import Cell, print_table
 
 from radixserve.arrays import IntArray
@@ -47,7 +51,10 @@ from radixserve_kernels.stored_kv import stored_width, to_stored
 LEAST_BYTES = 192e6  # that are read before any of them is read again
 VOCAB, FEATURES = 49_152, 576
 RUN = 16
-COLUMNS = ("dtype", "rows", "tokens", "order", "GB/s", "weights, GB/s", "ratio (median)")
+COLUMNS = (
+    *("dtype", "rows", "tokens", "order", "GB/s"),
+    *("weights, GB/s", "ratio (median)", "reads, GB/s", "ratio (median)"),
+)
 ORDERS = ("sequence", "runs", "scattered", "interleaved")
 DTYPES = {  # of the model, of K and V
     "float32": (torch.float32, torch.float32),
@@ -92,6 +99,13 @@ class Layers:
         self._plan(pages)
         return self._layer_bytes / (self._seconds(self._q) - own) / 1e9
 
+    def read_rate(self, reader: RowReader, pages: IntArray, ahead: int) -> float:
+        """GB a second where K and V are read and nothing is computed, by one thread."""
+        began = CLOCK()
+        for k, v in self._backend.slots:
+            reader.read(k, v, pages, ahead)
+        return len(self._backend.slots) * self._layer_bytes / (CLOCK() - began) / 1e9
+
     def _plan(self, pages: IntArray) -> None:
         new, last = np.zeros(1, np.int32), pages.shape[1] - 1
         batch = [ScheduledRequest("", new, last, row, None, new) for row in pages]
@@ -122,21 +136,37 @@ class Weights:
 
 
 def measure(
-    name: str, case: tuple[int, ...], args: argparse.Namespace, weights: Weights
+    name: str,
+    case: tuple[int, ...],
+    args: argparse.Namespace,
+    weights: Weights,
+    reader: RowReader | None,
 ) -> list[list[Cell]]:
     num_rows, num_tokens = case
     layers = Layers(name, numbers_of(args.heads), num_rows, num_tokens)
     attention: dict[str, list[float]] = {order: [] for order in args.orders}
     of_weights: dict[str, list[float]] = {order: [] for order in args.orders}
+    of_reads: dict[str, list[float]] = {order: [] for order in args.orders}
+    pages = {order: slots(order, num_rows, num_tokens) for order in args.orders}
     for _, order in product(range(args.rounds), args.orders):
-        attention[order].append(layers.rate(slots(order, num_rows, num_tokens)))
+        attention[order].append(layers.rate(pages[order]))
         of_weights[order].append(weights.rate())
+        if reader is not None:
+            rates = [layers.read_rate(reader, pages[order], ahead) for ahead in AHEAD]
+            of_reads[order].append(max(rates))
     rows: list[list[Cell]] = []
     for order, rates in attention.items():
-        best, floor = max(rates), max(of_weights[order])
-        middle = median(rate / own for rate, own in zip(rates, of_weights[order], strict=True))
-        rows.append([name, *case, order, best, floor, f"{best / floor:.2f} ({middle:.2f})"])
+        own: list[Cell] = [name, *case, order, max(rates)]
+        for others in (of_weights[order], of_reads[order]):
+            own += beside(rates, others) if others else [None, None]
+        rows.append(own)
     return rows
+
+
+def beside(rates: list[float], others: list[float]) -> list[Cell]:
+    """The best of the others, and the ratio of the best, with the median of the rounds' ratios."""
+    middle = median(rate / other for rate, other in zip(rates, others, strict=True))
+    return [max(others), f"{max(rates) / max(others):.2f} ({middle:.2f})"]
 
 
 def numbers_of(text: str) -> tuple[int, ...]:
@@ -161,10 +191,11 @@ def main() -> None:
     if args.clock == "cpu":
         CLOCK = lambda: time.process_time() / args.threads  # noqa: E731
     table: list[list[Cell]] = []
+    reader = RowReader() if args.threads == 1 else None
     for name in args.dtypes:
         weights = Weights(DTYPES[name][0])
         for case in args.cases:
-            table += measure(name, numbers_of(case), args, weights)
+            table += measure(name, numbers_of(case), args, weights, reader)
             print(f"{name}, {case}", file=sys.stderr, flush=True)
     print_table(args, COLUMNS, table, ("torch",))
 

@@ -14,8 +14,8 @@ weights      widened: float32, activations too, so that nothing else is rounded.
              stored, where each engine rounds activations to 8 bits as well
 --libraries  the folder of llama.cpp's shared libraries, which needs a GGUF file:
              `npm install @node-llama-cpp/linux-x64` has them in bins/linux-x64
---forms      ways to store 8 bits, rounded by PyTorch under widened weights: a scale for each head or
-             for each 32 numbers, heads multiplied with a Hadamard matrix, keys before rotary
+--forms      ways to store 8 bits, rounded by PyTorch under widened weights: a scale for each head
+             or for 32 numbers, heads multiplied with a Hadamard matrix, keys before rotary
 """
 
 from __future__ import annotations
