@@ -18,6 +18,15 @@ inline int64_t direct_keys(int64_t size) {
     return keys < 16 ? 16 : min(keys, DIRECT_KEYS);
 }
 
+// How many of `count` keys of a block are read at once. Keys that lie a multiple of SET_BYTES apart, as those of many
+// sequences that decode together may, share sets of the first cache level, where few of them fit. Measured.
+constexpr int64_t SET_BYTES = 4096;
+inline int64_t fitting_keys(const int64_t *offsets, int64_t count) {
+    if (count <= 16) return count;
+    const int64_t distance = offsets[1] - offsets[0];
+    return distance % SET_BYTES || offsets[2] - offsets[1] != distance ? count : 16;
+}
+
 // Whether bfloat16 is multiplied by AMX: see attention_amx.h.
 template <class T> inline bool is_by_tiles() { return has_amx && sizeof(Operand<T>) == 2; }
 
@@ -260,6 +269,7 @@ void attend_direct(const PagedKv<T> &kv, const TaskState<T> &state, const Task *
     int64_t offsets_of[2][KEYS], *offsets = offsets_of[0], *later = offsets_of[1];  // of a block and of the next one
     int64_t from = state.begin, num_later = 0;
     int64_t count = from < state.end ? kv.key_offsets(task, from, state.block_end(from, most), offsets) : 0;
+    count = fitting_keys(offsets, count);
     for (; from < state.end; from += count, count = num_later, std::swap(offsets, later)) {
         state.begin_block(from);
         if (widened_keys) {
@@ -268,7 +278,7 @@ void attend_direct(const PagedKv<T> &kv, const TaskState<T> &state, const Task *
             point_at(keys, kv.k, offsets, count, zeros);
             point_at(values, kv.v, offsets, count, zeros);
         }
-        num_later = kv.next_offsets(state, from + count, most, next, later);
+        num_later = fitting_keys(later, kv.next_offsets(state, from + count, most, next, later));
         RowPrefetcher prefetcher(kv.v, offsets, count, num_bytes);
         qk_block(state, keys, count, dim, scores, prefetcher);
         prefetcher = RowPrefetcher(kv.k, later, num_later, num_bytes);

@@ -115,7 +115,7 @@ inline void integer_scores(const IntegerQueries &queries, int64_t row, const cha
     begin_sums(queries, row, rows, sums);
     const __m512i offset = _mm512_set1_epi8(-128);
     for (int64_t d = 0; d < queries.dim; d += 16) {
-        prefetcher.fetch(N * 5);  // lines that are read, and those that a row begins or ends within
+        prefetcher.fetch<true>(N * 5);  // lines that are read, and those that a row begins or ends within
         uvec words[N][4];
 #pragma GCC unroll 2
         for (int n = 0; n < N; n++) {
@@ -147,7 +147,7 @@ inline void integer_values(const Operand<float> *weights, int64_t stride, const 
         vec some[V];
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) some[v] = load((const int8_t *)values[k] + at + v * LANES);
-        prefetcher.fetch((V * LANES + 63) / 64);
+        prefetcher.fetch<true>((V * LANES + 63) / 64);
 #pragma GCC unroll 4
         for (int h = 0; h < H; h++) {
             const vec weight = broadcast(weights[h * stride + k]);
@@ -177,7 +177,7 @@ inline void integer_values(const bf16 *weights, int64_t stride, const char *cons
             const uvec odd = (uvec)load((const int8_t *)values[k + 1] + at + v * LANES);
             some[v] = (__m512i)(odd | (even >> 16));  // a small integer has no lower half
         }
-        prefetcher.fetch((2 * V * LANES + 63) / 64 + 1);
+        prefetcher.fetch<true>((2 * V * LANES + 63) / 64 + 1);
 #pragma GCC unroll 4
         for (int h = 0; h < H; h++) {
             int32_t both;
@@ -201,6 +201,19 @@ inline void integer_value_rows(const Number *weights, int64_t stride, const char
         integer_values<H, 4>(weights, stride, values, count, at + d, out + d, width, prefetcher);
     for (; d < dim; d += LANES)
         integer_values<H, 1>(weights, stride, values, count, at + d, out + d, width, prefetcher);
+}
+
+// Scales of `count` keys or values, up to a multiple of 8, which lie at rows[...] + at.
+inline void load_scales(const char *const *rows, int64_t at, int64_t count, float *to) {
+    for (int64_t j = 0; j < count; j += 8) {
+        __m128i some = _mm_setzero_si128();
+        auto scale = [&](int i) { uint16_t x; memcpy(&x, rows[j + i] + at, 2); return int(x); };
+        some = _mm_insert_epi16(some, scale(0), 0), some = _mm_insert_epi16(some, scale(1), 1);
+        some = _mm_insert_epi16(some, scale(2), 2), some = _mm_insert_epi16(some, scale(3), 3);
+        some = _mm_insert_epi16(some, scale(4), 4), some = _mm_insert_epi16(some, scale(5), 5);
+        some = _mm_insert_epi16(some, scale(6), 6), some = _mm_insert_epi16(some, scale(7), 7);
+        _mm256_storeu_ps(to + j, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(some), 16)));
+    }
 }
 
 // As attend_direct.
@@ -240,10 +253,8 @@ void attend_int8(const PagedKv<T> &kv, const TaskState<T> &state, const Task *ne
             const HeadState<T> of_head = state.head(head);
             const int64_t at = head * kv.head_bytes;
             const BlockScales of_block = scales.of_head(head);
-            for (int64_t j = 0; j < count; j++) {
-                of_block.keys[j] = load_scale(keys[j] + at + dim);
-                of_block.values[j] = load_scale(values[j] + at + dim);
-            }
+            load_scales(keys, at + dim, count, of_block.keys);
+            load_scales(values, at + dim, count, of_block.values);
             for (int64_t row = 0; row < rows; row++) {
                 const SoftmaxState part = of_head.part.from_row(row, state.width);
                 Operand<T> *row_weights = weights + row * KEYS;
