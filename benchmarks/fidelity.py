@@ -1,13 +1,12 @@
-"""How far weights of 8 and 4 bits, activations in 8, or K and V in 8 move a model's distributions.
+"""How far weights of 8 and 4 bits and activations in 8 move a model's distributions.
 
-    python benchmarks/fidelity.py [--model smollm2] [--num-tokens 20000] [--text FILE] [--kv]
+    python benchmarks/fidelity.py [--model smollm2] [--num-tokens 20000] [--text FILE]
 
 Text is cut into windows. As in llama.cpp's llama-perplexity the first half of each is context only;
 every distribution after it is compared with that of the same weights widened to float32: mean and
 99th percentile of the KL divergence in nats, the share of tokens whose most likely successor is the
 same, and the perplexities. By default text is that of modules of Python's standard library. Needs
-no network; the model is read once for each form. --kv: weights and activations are float32 always,
-and K and V stored in 32 or 8 bits are compared with those in bfloat16.
+no network; the model is read once for each form. kv_fidelity.py does the same for K and V.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ from radixserve.text.tokenizer import Tokenizer
 
 COLUMNS = ("", "KL mean", "KL at 99 %", "same best token %", "perplexity")
 REFERENCE = "widened to float32"
-KV_REFERENCE = "K and V in bfloat16"
-KV_FORMS = (("K and V in float32", None), ("K and V in int8", torch.int8))
 FORMS = (  # name, dtype of activations, K and V, weight_dtype
     ("as stored, activations float32", torch.float32, "auto"),
     ("as stored, activations bfloat16", torch.bfloat16, "auto"),
@@ -43,24 +40,18 @@ FORMS = (  # name, dtype of activations, K and V, weight_dtype
 
 
 def main() -> None:
-    args = parse(
-        __doc__, model="smollm2", num_tokens=20_000, window=512, text=Path, kv=False, json=False
-    )
+    args = parse(__doc__, model="smollm2", num_tokens=20_000, window=512, text=Path, json=False)
     source = find_model(args.model)
     windows = list(read_windows(source, args.text, args.num_tokens, args.window))
     reference = load_cpu_decoder(source, torch.float32, None)
-    name, kv_dtype = (KV_REFERENCE, torch.bfloat16) if args.kv else (REFERENCE, None)
-    if args.kv:
-        models = {name: (reference, kv_dtype) for name, kv_dtype in KV_FORMS}
-    else:
-        models = {name: (load_cpu_decoder(source, *own), None) for name, *own in FORMS}
-    tallies = {form: Tally() for form in (name, *models)}
+    models = {name: load_cpu_decoder(source, *form) for name, *form in FORMS}
+    tallies = {form: Tally() for form in (REFERENCE, *models)}
     for number, tokens in enumerate(windows):
         half = tokens[len(tokens) // 2 :]
-        expected = all_logprobs(reference, tokens, kv_dtype)[-len(half) :]
-        tallies[name].add(expected, expected, half)
-        for form, (model, own) in models.items():
-            tallies[form].add(expected, all_logprobs(model, tokens, own)[-len(half) :], half)
+        expected = all_logprobs(reference, tokens)[-len(half) :]
+        tallies[REFERENCE].add(expected, expected, half)
+        for form, model in models.items():
+            tallies[form].add(expected, all_logprobs(model, tokens)[-len(half) :], half)
         print(f"window {number + 1} of {len(windows)}", file=sys.stderr, flush=True)
     print_table(args, COLUMNS, [[name, *tally.cells()] for name, tally in tallies.items()])
 
@@ -98,11 +89,9 @@ class Tally:
         return figures.split()
 
 
-def all_logprobs(
-    model: CpuDecoder, tokens: list[int], kv_dtype: torch.dtype | None = None
-) -> Tensor:
-    """[n, V] after every token; kv_dtype: of stored K and V, by default that of the model."""
-    rows = CpuModel(model, 1, len(tokens), kv_dtype)
+def all_logprobs(model: CpuDecoder, tokens: list[int]) -> Tensor:
+    """[n, V] after every token."""
+    rows = CpuModel(model, 1, len(tokens))
     logits = rows.forward(range(1), np.array(tokens, np.int32), 0, len(tokens))
     return logits.log_softmax(-1)
 
