@@ -19,7 +19,7 @@ from torch import Tensor
 from radixserve.attention.base import AttentionBackend, ForwardBatch, LayerKV
 from radixserve.errors import ModelNotSupported
 from radixserve.models.base import LayeredModel, ModelInfo, StateShape
-from radixserve.models.decoder_shape import check_decoder, decoder_shape, not_on_device
+from radixserve.models.decoder_shape import check_decoder, compiled_parts, decoder_shape
 from radixserve.models.decoder_tensors import DecoderTensors, LayerTensors, read_decoder
 from radixserve.models.device_layer import DeviceLayer, pack_layer
 from radixserve.models.parallel import TPGroup, check_split, shard_head, shard_layer, shard_shape
@@ -333,8 +333,9 @@ def load_decoder(
     check_decoder(source.config)
     if group is not None and group.size == 1:
         group = None
-    if reason := not_on_device(decoder_shape(source.config), group is not None):
-        raise ModelNotSupported(f"the native decoder has {reason}")
+    if parts := compiled_parts(decoder_shape(source.config), has_ranks=group is not None):
+        where = "the cpu attention backend" + ("" if group is None else ", in one process")
+        raise ModelNotSupported(f"{parts} run natively on {where} only")
     if group is None:
         pack = partial(pack_layer, linear=partial(Linear, is_exact=is_exact, compiles=compiles))
         tensors = read_decoder(source, dtype, device, pack)

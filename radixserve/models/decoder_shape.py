@@ -92,13 +92,12 @@ def not_native_reason(config: Any) -> str:
     return ""
 
 
-def not_on_device(shape: DecoderShape, has_ranks: bool) -> str:
-    """What a model needs and only the compiled kernels of the CPU, in one process, have; "" if
-    nothing. has_ranks: several compute each layer."""
+def compiled_parts(shape: DecoderShape, *, has_ranks: bool) -> str:
+    """What of a model only the compiled kernels of the CPU have, in one process; "" if they have
+    nothing alone. has_ranks: several ranks compute each layer."""
     if not shape.has_one_shape:
-        where = "several ranks" if has_ranks else "a device"
-        return f"no layers of several shapes on {where}"
-    return "no recurrent layers on several ranks" if has_ranks and any(shape.mixers) else ""
+        return "layers of several shapes"
+    return "recurrent layers" if has_ranks and any(shape.mixers) else ""
 
 
 def _activations(family: Family) -> dict[str, str]:

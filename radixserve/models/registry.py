@@ -14,9 +14,9 @@ from radixserve.models.cpu_decoder import load_cpu_decoder
 from radixserve.models.decoder import load_decoder
 from radixserve.models.decoder_shape import (
     check_decoder,
+    compiled_parts,
     decoder_shape,
     not_native_reason,
-    not_on_device,
 )
 from radixserve.models.parallel import TPGroup
 from radixserve.models.source import ModelSource
@@ -78,17 +78,17 @@ def _runs_natively(
 ) -> bool:
     """Whether a native family has all that it needs there. ModelNotSupported where it must."""
     shape = decoder_shape(source.config)
-    missing = not_on_device(shape, ranks is not None)
-    if not missing:
+    parts = compiled_parts(shape, has_ranks=ranks is not None)
+    if not parts:
         return True
     asked = config.attention_backend
     name = choose_backend(asked, dtype, device, shape.head_dim, shape.feature_names)
     if name == "cpu" and ranks is None:
         return True
     if config.model_impl == "native" or ranks is not None:
-        where = "" if ranks is not None else f" and the {name} attention backend"
+        where = "several ranks" if ranks is not None else f"the {name} attention backend"
         raise ModelNotSupported(
-            f"the native decoder has {missing}{where}, only on the cpu attention backend; "
+            f"the native decoder has no {parts} on {where}, only on the cpu attention backend; "
             'model_impl="transformers" runs them in transformers\' code'
         )
     return False
