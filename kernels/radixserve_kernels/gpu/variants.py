@@ -219,10 +219,16 @@ def _state_space(
     groups: int, num_heads: int, state_size: int, head_dim: int, norm_size: int
 ) -> StateSpace:
     channels, values = 2 * groups * state_size + num_heads * head_dim, num_heads * head_dim
-    norm = _float(values) if norm_size else None
-    own = (_float(num_heads) for _ in range(3))
-    sizes = groups, num_heads, state_size, head_dim
-    return StateSpace(*sizes, _float(4, channels), _float(channels), *own, norm, norm_size)
+    return StateSpace(
+        *(groups, num_heads, state_size, head_dim),
+        conv=_float(4, channels),
+        conv_bias=_float(channels),
+        decay=_float(num_heads),
+        dt_bias=_float(num_heads),
+        skip=_float(num_heads),
+        norm=_float(values) if norm_size else None,
+        norm_size=norm_size,
+    )
 
 
 def _logit_variants() -> Iterator[Variant]:
