@@ -205,6 +205,7 @@ def recur_kernel(
     size = num_heads * matrix
     is_read = mask & (key < tl.where(read >= 0, k_dim, 0))[:, None]
     state = tl.load(cells + read * size, mask=is_read, other=0.0)
+    tl.debug_barrier()  # no thread writes the state while another one has to read it
     q_at = head // (num_heads // num_key_heads) * k_dim + key
     k_at = q_at + num_key_heads * k_dim
     v_at = 2 * num_key_heads * k_dim + head * v_dim + value
