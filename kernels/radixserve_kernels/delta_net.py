@@ -48,7 +48,7 @@ def run_delta_net(
 
     rows [T, C + Hv * V + 2 Hv]: what its fused product gave; inputs [kernel - 1, C] and matrices
     [Hv, K, V]: the states before. Returns [T, Hv * V] and the states. The reference of
-    cpu/recurrent.h, token by token.
+    cpu/recurrent.h and gpu/recurrent.py, token by token.
     """
     keys, values = net.num_k_heads * net.k_dim, net.num_v_heads * net.v_dim
     channels, z, b, a = rows.float().split(

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from radixserve_kernels.decoder_layer import Mlp
-from radixserve_kernels.gpu_ops import act_and_mul, clamped_swiglu, grouped_linear, sort_by_expert
+from radixserve_kernels.gpu_ops import (
+    act_and_mul,
+    clamped_swiglu,
+    grouped_linear,
+    sort_by_expert,
+    squared_relu,
+)
 from radixserve_kernels.linear import Linear
 
 
@@ -67,7 +73,7 @@ class GroupedExperts:
     """E experts of M features ready to compute, on any device."""
 
     router: Linear  # H -> E, and the shared expert's gate
-    gate_up: Tensor  # [E, 2 M, H], gate first
+    gate_up: Tensor  # [E, 2 M, H], gate first; [E, M, H] without gates
     gate_up_bias: Tensor | None  # [E, 2 M]
     down: Tensor  # [E, H, M]
     down_bias: Tensor | None  # [E, H]
@@ -84,10 +90,13 @@ class GroupedExperts:
         if routing.swiglu_limit:
             inner = clamped_swiglu(inner, routing.swiglu_alpha, routing.swiglu_limit)
         else:
-            inner = act_and_mul(inner)
+            inner = self._activated(inner)
         out = grouped_linear(inner, self.down, self.down_bias, order, indptr)
         out = out.view(len(x), routing.top_k, x.shape[1])
         if self.shared is not None:
-            shared = self.shared.down(act_and_mul(self.shared.gate_up(x)))
+            shared = self.shared.down(self._activated(self.shared.gate_up(x)))
             out = torch.cat((out, shared[:, None]), 1)
         return (out.float() * weights[..., None]).sum(1).to(x.dtype)
+
+    def _activated(self, inner: Tensor) -> Tensor:
+        return act_and_mul(inner) if self.routing.is_gated else squared_relu(inner)

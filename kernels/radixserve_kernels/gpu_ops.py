@@ -23,6 +23,7 @@ from torch import Tensor
 
 from radixserve_kernels import sampling
 from radixserve_kernels.attention_features import PLAIN, AttentionFeatures
+from radixserve_kernels.delta_net import DeltaNet
 from radixserve_kernels.gpu import records, reference
 from radixserve_kernels.gpu.records import (
     LONG_ROW_KEYS,
@@ -30,7 +31,9 @@ from radixserve_kernels.gpu.records import (
     AttentionOutput,
     KVSplit,
     PagedKeys,
+    StateRows,
 )
+from radixserve_kernels.state_space import StateSpace
 
 MIN_CAPABILITY = (8, 0)  # Ampere
 PROGRAMS_PER_SM = 2  # that keep a multiprocessor's share of the memory busy
@@ -112,6 +115,11 @@ def act_and_mul(gate_up: Tensor, activation: str = "silu", out: Tensor | None = 
     return out
 
 
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x)^2, rounded once."""
+    return torch.relu(x).square_()
+
+
 def clamped_swiglu(
     gate_up: Tensor, alpha: float, limit: float, out: Tensor | None = None
 ) -> Tensor:
@@ -120,6 +128,51 @@ def clamped_swiglu(
     if out is None:
         out = gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2))
     _run(gate_up, "experts", "clamped_swiglu", gate_up, alpha, limit, out)
+    return out
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
+    """`x * sigmoid(gate)`, in float32, cast back at the end: [T, n] all. `out` may be x."""
+    out = _like(x, out)
+    _run(x, "recurrent", "sigmoid_gate", x, gate, out)
+    return out
+
+
+def short_conv(
+    weights: Tensor, rows: Tensor, states: StateRows, inputs: Tensor, out: Tensor | None = None
+) -> Tensor:
+    """`c * convolution of b * x` over the tokens of each row: [T, C].
+
+    rows [T, 3 C]: b, c and x of each token. weights [kernel, C] float32: the last is that of the
+    token itself. inputs [states, kernel - 1, C] float32: of each sequence the products b * x of the
+    last tokens, the oldest first; read and written as `states` says.
+    """
+    if out is None:
+        out = rows.new_empty((len(rows), weights.shape[1]))
+    _run(rows, "recurrent", "short_conv", weights, rows, states, inputs, out)
+    return out
+
+
+def recurrence(
+    net: DeltaNet | StateSpace,
+    rows: Tensor,
+    states: StateRows,
+    inputs: Tensor,
+    matrices: Tensor,
+    eps: float,
+    out: Tensor | None = None,
+) -> Tensor:
+    """What the output product of a layer multiplies, [T, Hv * V]: see `run_delta_net` and
+    `run_state_space`.
+
+    rows: of each token what `net` says that the layer's fused product gives. inputs
+    [states, kernel - 1, C] and matrices [states, Hv, K, V] float32, as `net.state_shapes` has them;
+    read and written as `states` says. A row's bits depend neither on others nor on how its tokens
+    are divided into steps.
+    """
+    if out is None:
+        out = rows.new_empty((len(rows), matrices.shape[1] * matrices.shape[3]))
+    _run(rows, "recurrent", "recurrence", net, rows, states, inputs, matrices, eps, out)
     return out
 
 

@@ -59,7 +59,7 @@ def run_state_space(
 
     rows [T, C + H * P + H]: what its fused product gave; inputs [kernel - 1, C] and matrices
     [H, N, P]: the states before. Returns [T, H * P] and the states. The reference of
-    cpu/recurrent.h, token by token.
+    cpu/recurrent.h and gpu/recurrent.py, token by token.
     """
     keys, values = net.num_groups * net.state_size, net.num_heads * net.head_dim
     channels, z, dt = rows.float().split((net.num_channels, values, net.num_heads), -1)

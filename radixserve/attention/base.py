@@ -24,6 +24,7 @@ from radixserve_kernels.attention_features import AttentionVariant as AttentionV
 from radixserve_kernels.attention_metadata import AttentionMetadata as AttentionMetadata
 from radixserve_kernels.attention_metadata import IndexArray as IndexArray
 from radixserve_kernels.cpu_decoder import CompiledStep
+from radixserve_kernels.gpu.records import StateRows as StateRows
 from radixserve_kernels.stored_kv import stored_head_dim
 from radixserve_kernels.torch_ops import store_kv
 
@@ -62,6 +63,8 @@ class RecurrentRows(NamedTuple):
     states: Sequence[Tensor]  # each [num_states, ...], in the order of ModelInfo.states
     tokens: RecurrentTokens | None  # None: no row has one token
     rows: Sequence[RecurrentRow]  # the others
+    ids: StateRows | None = None  # the same of all rows, for kernels of a device: then no tokens
+    # and no rows are above
 
 
 class LayersKV(NamedTuple):

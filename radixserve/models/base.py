@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -140,6 +140,7 @@ class LanguageModel(ABC):
 
     info: ModelInfo
     can_capture: ClassVar[bool] = False  # whether a CUDA graph can be made of `forward`
+    reads_state_rows: ClassVar[bool] = False  # recurrent layers read `RecurrentRows.ids`
 
     @abstractmethod
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
@@ -155,11 +156,24 @@ class LanguageModel(ABC):
 
 
 class LayeredModel(LanguageModel):
-    """A model whose `forward` can be called in parts, the attention apart from the rest.
+    """A model whose `forward` can be called in parts. `mix` is what looks beyond a token: attention
+    and recurrences.
 
-    embed, then of each layer project, attend and finish_layer; of the last one finish. number: of
-    the layer. T: any number of tokens, but for attend, which is for those of the planned batch.
+    embed, then of each layer project, mix and finish_layer; of the last one finish. number: of the
+    layer. T: any number of tokens, but for mix, which is for those of the planned batch.
     """
+
+    @abstractmethod
+    def kv_layer(self, number: int) -> int | None:
+        """The number of the layer among those that store K and V; None: it stores none."""
+
+    @abstractmethod
+    def projected_shapes(self, number: int) -> tuple[tuple[int, ...], ...]:
+        """What `project` returns of a token: the shapes of its tensors but their first axis."""
+
+    @abstractmethod
+    def mixed_size(self, number: int) -> int:
+        """Features of a token in what `mix` returns."""
 
     @abstractmethod
     def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,27 +185,34 @@ class LayeredModel(LanguageModel):
         number: int,
         x: Tensor,
         positions: Tensor,
-        kv: LayerKV,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Stores K and V of x [T, H]; returns the queries [T, Hq, D], in `out` if it is given.
+        kv: LayerKV | None,
+        out: Sequence[Tensor] = (),
+    ) -> Sequence[Tensor]:
+        """Stores K and V of x [T, H]; returns what `mix` reads, in `out` if it is given: of a layer
+        with attention first the queries [T, Hq, D], then what its gate or its recurrence reads.
 
-        positions [T] int64; kv: the layer's `AttentionBackend.layer_kv`.
+        positions [T] int64; kv: `AttentionBackend.layer_kv` of a layer that stores some.
         """
 
     @abstractmethod
-    def attend(self, number: int, queries: Tensor, backend: AttentionBackend) -> Tensor:
-        """queries [T, Hq, D]; returns [T, Hq * D]."""
+    def mix(
+        self,
+        number: int,
+        projected: Sequence[Tensor],
+        batch: ForwardBatch,
+        backend: AttentionBackend,
+    ) -> Tensor:
+        """[T, mixed_size]: attention, and what a recurrence gives. Reads and writes states."""
 
     @abstractmethod
-    def finish_layer(self, number: int, attended: Tensor, x: Tensor, residual: Tensor) -> Tensor:
-        """From attended [T, Hq * D] and the layer's input x [T, H]: the next layer's input [T, H].
+    def finish_layer(self, number: int, mixed: Tensor, x: Tensor, residual: Tensor) -> Tensor:
+        """From what `mix` gave and the layer's input x [T, H]: the next layer's input [T, H].
         Adds to the residual in place."""
 
     @abstractmethod
     def finish(
         self,
-        attended: Tensor,
+        mixed: Tensor,
         x: Tensor,
         residual: Tensor,
         logits_indices: Tensor,

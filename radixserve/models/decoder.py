@@ -8,7 +8,7 @@ capture it. The batch and the backend know which tokens form a sequence.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,17 +18,27 @@ from torch import Tensor
 
 from radixserve.attention.base import AttentionBackend, ForwardBatch, LayerKV
 from radixserve.errors import ModelNotSupported
-from radixserve.models.base import LayeredModel, ModelInfo
-from radixserve.models.decoder_shape import check_decoder, decoder_shape
+from radixserve.models.base import LayeredModel, ModelInfo, StateShape
+from radixserve.models.decoder_shape import check_decoder, compiled_parts, decoder_shape
 from radixserve.models.decoder_tensors import DecoderTensors, LayerTensors, read_decoder
-from radixserve.models.mlp_tensors import ExpertTensors, MlpTensors, WeightAndBias
+from radixserve.models.device_layer import DeviceLayer, pack_layer
 from radixserve.models.parallel import TPGroup, check_split, shard_head, shard_layer, shard_shape
 from radixserve.models.source import ModelSource
-from radixserve_kernels.decoder_layer import DecoderLayer, Mlp
+from radixserve_kernels.decoder_layer import Mlp
+from radixserve_kernels.delta_net import DeltaNet
 from radixserve_kernels.experts import GroupedExperts
-from radixserve_kernels.gpu_ops import act_and_mul, add_rms_norm, rms_norm, rope_and_store
+from radixserve_kernels.gpu_ops import (
+    act_and_mul,
+    add_rms_norm,
+    recurrence,
+    rms_norm,
+    rope_and_store,
+    short_conv,
+    sigmoid_gate,
+    squared_relu,
+)
 from radixserve_kernels.linear import Linear
-from radixserve_kernels.quantized import concat_rows, dense
+from radixserve_kernels.quantized import dense
 
 logger = logging.getLogger("radixserve")
 
@@ -42,10 +52,11 @@ class Decoder(LayeredModel):
     """
 
     can_capture = True
+    reads_state_rows = True
 
     def __init__(
         self,
-        tensors: DecoderTensors,  # the rank's; layers are DecoderLayer[Linear, GroupedExperts]
+        tensors: DecoderTensors,  # the rank's; layers are DeviceLayer
         tables: tuple[Tensor, ...],  # of each rotary [max positions, D] float32
         group: TPGroup | None,
         *,
@@ -57,8 +68,10 @@ class Decoder(LayeredModel):
         self._embedding, self._norm = dense(tensors.embedding), tensors.norm
         head = dense(tensors.lm_head)  # H -> V, or the rank's part of V
         self._lm_head = Linear(head, is_exact=is_exact, compiles=compiles)
-        self._layers: tuple[DecoderLayer[Linear, GroupedExperts], ...] = tensors.layers
+        self._layers: tuple[DeviceLayer, ...] = tensors.layers
         self.tables = tables
+        self._kv_layers = _numbered([layer.attends for layer in self._layers])
+        self._first_states = _first_states(tensors.info.states)  # of each layer that has some
 
     def forward_into(self, out: Tensor, batch: ForwardBatch, backend: AttentionBackend) -> None:
         self.forward(batch, backend, out)
@@ -69,10 +82,17 @@ class Decoder(LayeredModel):
         last = len(self._layers) - 1
         x, residual = self.embed(batch.input_ids)
         for number in range(last):
-            q = self.project(number, x, batch.positions, backend.layer_kv(number))
-            x = self.finish_layer(number, self.attend(number, q, backend), x, residual)
-        q = self.project(last, x, batch.positions, backend.layer_kv(last))
-        return self.finish(self.attend(last, q, backend), x, residual, batch.logits_indices, out)
+            mixed = self._mix(number, x, batch, backend)
+            x = self.finish_layer(number, mixed, x, residual)
+        mixed = self._mix(last, x, batch, backend)
+        return self.finish(mixed, x, residual, batch.logits_indices, out)
+
+    def _mix(
+        self, number: int, x: Tensor, batch: ForwardBatch, backend: AttentionBackend
+    ) -> Tensor:
+        kv_layer = self._kv_layers[number]
+        kv = None if kv_layer is None else backend.layer_kv(kv_layer)
+        return self.mix(number, self.project(number, x, batch.positions, kv), batch, backend)
 
     def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         residual = F.embedding(input_ids, self._embedding)
@@ -80,16 +100,60 @@ class Decoder(LayeredModel):
             residual = residual * self._shape.embedding_scale
         return self._normed(residual, self._layers[0].pre_attention_norm), residual
 
+    def kv_layer(self, number: int) -> int | None:
+        return self._kv_layers[number]
+
+    def projected_shapes(self, number: int) -> tuple[tuple[int, ...], ...]:
+        shape, layer = self._shape, self._layers[number]
+        if not layer.attends:
+            return () if layer.qkv is None else ((layer.num_columns,),)
+        more = layer.num_columns - (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        queries = shape.num_heads, shape.head_dim
+        return (queries, (more,)) if more else (queries,)
+
+    def mixed_size(self, number: int) -> int:
+        layer = self._layers[number]
+        size = self._shape.num_heads * self._shape.head_dim if layer.attends else 0
+        if layer.short_conv is not None:
+            return size + layer.short_conv.shape[1]
+        if layer.recurrence is None:
+            return size
+        num_heads, _, v_dim = layer.recurrence.state_shapes[1]
+        return size + num_heads * v_dim
+
     def project(
         self,
         number: int,
         x: Tensor,
         positions: Tensor,
+        kv: LayerKV | None,
+        out: Sequence[Tensor] = (),
+    ) -> Sequence[Tensor]:
+        layer = self._layers[number]
+        if layer.qkv is None:
+            return ()
+        columns = layer.qkv(x)
+        if not layer.attends:
+            return (out[0].copy_(columns),) if out else (columns,)
+        assert kv is not None
+        size = (self._shape.num_heads + 2 * self._shape.num_kv_heads) * self._shape.head_dim
+        if size == layer.num_columns:
+            return (self._turn_and_store(layer, columns, positions, kv, *out),)
+        rest = columns[:, size:]
+        if out:
+            rest = out[1].copy_(rest)
+        queries = out[0] if out else None
+        return self._turn_and_store(layer, columns[:, :size], positions, kv, queries), rest
+
+    def _turn_and_store(
+        self,
+        layer: DeviceLayer,
+        qkv: Tensor,
+        positions: Tensor,
         kv: LayerKV,
         out: Tensor | None = None,
     ) -> Tensor:
-        shape, layer = self._shape, self._layers[number]
-        qkv, qk_norm = layer.qkv(x), layer.qk_norm
+        shape, qk_norm = self._shape, layer.qk_norm
         if qk_norm is not None and shape.has_whole_qk_norm:
             q, k = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
             weights = qk_norm.flatten()
@@ -111,25 +175,66 @@ class Decoder(LayeredModel):
             is_centered=shape.norm_type == "layer",
         )
 
-    def attend(self, number: int, queries: Tensor, backend: AttentionBackend) -> Tensor:
-        features = self._layers[number].features
-        return backend.attend(queries, number, self._shape.attention_scale, features).flatten(1)
+    def mix(
+        self,
+        number: int,
+        projected: Sequence[Tensor],
+        batch: ForwardBatch,
+        backend: AttentionBackend,
+    ) -> Tensor:
+        layer, kv_layer = self._layers[number], self._kv_layers[number]
+        if not projected:
+            return batch.input_ids.new_empty((batch.num_tokens, 0), dtype=self.info.dtype)
+        if kv_layer is None:
+            return self._run_state(number, projected[0], batch)
+        scale, features = self._shape.attention_scale, layer.features
+        attended = backend.attend(projected[0], kv_layer, scale, features).flatten(1)
+        if layer.has_gate:
+            return sigmoid_gate(attended, projected[1])
+        if layer.has_state:
+            return torch.cat((attended, self._run_state(number, projected[1], batch)), 1)
+        return attended
 
-    def finish_layer(self, number: int, attended: Tensor, x: Tensor, residual: Tensor) -> Tensor:
+    def _run_state(self, number: int, columns: Tensor, batch: ForwardBatch) -> Tensor:
+        layer, states = self._layers[number], batch.recurrent
+        assert states is not None, "the step has no states"
+        assert states.ids is not None, "the step's states are not for a device"
+        first = self._first_states[number]
+        if layer.short_conv is not None:
+            return short_conv(layer.short_conv, columns, states.ids, states.states[first])
+        assert layer.recurrence is not None
+        inputs, matrices = states.states[first : first + 2]
+        return recurrence(layer.recurrence, columns, states.ids, inputs, matrices, self._shape.eps)
+
+    def finish_layer(self, number: int, mixed: Tensor, x: Tensor, residual: Tensor) -> Tensor:
         layer = self._layers[number]
         is_last = number == len(self._layers) - 1
         next_norm = self._norm if is_last else self._layers[number + 1].pre_attention_norm
+        if layer.mlp is None:
+            out = self._sum_over_ranks(self._mixed_out(layer, mixed))
+            return self._add(out, residual, layer.post_attention_norm, next_norm)
         if self._shape.has_parallel_residual:
-            out = self._sum_over_ranks(layer.o(attended) + self._mlp(layer.mlp, x))
-        else:
-            out = self._sum_over_ranks(layer.o(attended))
+            out = self._sum_over_ranks(self._mixed_out(layer, mixed) + self._mlp(layer.mlp, x))
+            return self._add(out, residual, layer.post_mlp_norm, next_norm)
+        if layer.o is not None:
+            out = self._sum_over_ranks(self._mixed_out(layer, mixed))
             x = self._add(out, residual, layer.post_attention_norm, layer.pre_mlp_norm)
-            out = self._sum_over_ranks(self._mlp(layer.mlp, x))
+        out = self._sum_over_ranks(self._mlp(layer.mlp, x))
         return self._add(out, residual, layer.post_mlp_norm, next_norm)
+
+    def _mixed_out(self, layer: DeviceLayer, mixed: Tensor) -> Tensor:
+        assert layer.o is not None
+        shape, net = self._shape, layer.recurrence
+        own = 1.0 if net is None or isinstance(net, DeltaNet) else net.out_scale
+        if layer.beside is None:
+            return _scaled(layer.o(mixed), shape.attention_out_scale if layer.attends else own)
+        size = shape.num_heads * shape.head_dim
+        attended = _scaled(layer.o(mixed[:, :size]), shape.attention_out_scale)
+        return attended.add_(_scaled(layer.beside(mixed[:, size:]), own))
 
     def finish(
         self,
-        attended: Tensor,
+        mixed: Tensor,
         x: Tensor,
         residual: Tensor,
         logits_indices: Tensor,
@@ -137,11 +242,12 @@ class Decoder(LayeredModel):
     ) -> Tensor:
         if not len(logits_indices):
             return x.new_empty((0, self._shape.vocab_size), dtype=torch.float32)
-        if len(logits_indices) < len(attended):  # from here on every token is on its own
-            attended = attended.index_select(0, logits_indices)
+        if len(logits_indices) < len(mixed):  # from here on every token is on its own
+            mixed = mixed.index_select(0, logits_indices)
             residual = residual.index_select(0, logits_indices)
-            x = x.index_select(0, logits_indices) if self._shape.has_parallel_residual else x
-        return self._logits(self.finish_layer(len(self._layers) - 1, attended, x, residual), out)
+            if self._shape.has_parallel_residual or self._layers[-1].o is None:  # it is read
+                x = x.index_select(0, logits_indices)
+        return self._logits(self.finish_layer(len(self._layers) - 1, mixed, x, residual), out)
 
     def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """A norm, or x itself."""
@@ -165,7 +271,12 @@ class Decoder(LayeredModel):
     def _mlp(self, mlp: Mlp[Linear] | GroupedExperts, x: Tensor) -> Tensor:
         if isinstance(mlp, GroupedExperts):
             return mlp(x)
-        return mlp.down(act_and_mul(mlp.gate_up(x), self._shape.activation))
+        shape, inner = self._shape, mlp.gate_up(x)
+        if not shape.has_gated_mlp:
+            return mlp.down(squared_relu(inner))
+        if shape.gate_scale != 1:
+            inner[:, : inner.shape[1] // 2].mul_(shape.gate_scale)
+        return _scaled(mlp.down(act_and_mul(inner, shape.activation)), shape.mlp_out_scale)
 
     def _sum_over_ranks(self, x: Tensor) -> Tensor:
         return x if self._group is None else self._group.all_reduce(x)
@@ -181,6 +292,24 @@ class Decoder(LayeredModel):
         if cap := self._shape.logit_soft_cap:
             logits.div_(cap).tanh_().mul_(cap)
         return logits
+
+
+def _scaled(x: Tensor, factor: float) -> Tensor:
+    """In place."""
+    return x if factor == 1 else x.mul_(factor)
+
+
+def _numbered(flags: Sequence[bool]) -> list[int | None]:
+    """The number of each set flag among those that are set; None of the others."""
+    return [sum(flags[:place]) if flag else None for place, flag in enumerate(flags)]
+
+
+def _first_states(shapes: Sequence[StateShape]) -> dict[int, int]:
+    """Of each layer that has states, the place of its first among `ModelInfo.states`."""
+    places: dict[int, int] = {}
+    for place, shape in enumerate(shapes):
+        places.setdefault(shape.layer, place)
+    return places
 
 
 def load_decoder(
@@ -202,12 +331,13 @@ def load_decoder(
     where the model cannot be split over so many ranks.
     """
     check_decoder(source.config)
-    if parts := decoder_shape(source.config).compiled_parts:
-        raise ModelNotSupported(f"{parts} run natively on the cpu attention backend only")
     if group is not None and group.size == 1:
         group = None
+    if parts := compiled_parts(decoder_shape(source.config), has_ranks=group is not None):
+        where = "the cpu attention backend" + ("" if group is None else ", in one process")
+        raise ModelNotSupported(f"{parts} run natively on {where} only")
     if group is None:
-        pack = partial(_pack_layer, linear=partial(Linear, is_exact=is_exact, compiles=compiles))
+        pack = partial(pack_layer, linear=partial(Linear, is_exact=is_exact, compiles=compiles))
         tensors = read_decoder(source, dtype, device, pack)
     else:
         tensors = _read_part(source, dtype, device, group)
@@ -218,62 +348,6 @@ def load_decoder(
     return Decoder(tensors, tables, group, is_exact=is_exact, compiles=compiles)
 
 
-def _pack_layer(
-    tensors: LayerTensors, linear: Callable[..., Linear] = Linear
-) -> DecoderLayer[Linear, GroupedExperts]:
-    mlp = tensors.mlp
-    return DecoderLayer(
-        **tensors.norms,
-        qkv=linear(*_stacked(tensors.q, tensors.k, tensors.v)),
-        o=linear(*_stacked(tensors.o)),
-        mlp=(
-            _pack_experts(mlp, linear) if isinstance(mlp, ExpertTensors) else _pack_mlp(mlp, linear)
-        ),
-        features=tensors.features,
-        rotary=tensors.rotary,
-        has_gate=False,
-        recurrence=None,
-        short_conv=None,
-        beside=None,
-        num_kv_heads=0,
-        head_dim=0,
-        kv_source=None,
-        has_v_norm=False,
-        experts_beside=None,
-        own_input=None,
-        scale=1.0,
-    )
-
-
-def _pack_mlp(mlp: MlpTensors, linear: Callable[..., Linear]) -> Mlp[Linear]:
-    assert mlp.gate is not None, "layers without one run on the cpu attention backend"
-    return Mlp(linear(*_stacked(mlp.gate, mlp.up)), linear(*_stacked(mlp.down)))
-
-
-def _pack_experts(mlp: ExpertTensors, linear: Callable[..., Linear]) -> GroupedExperts:
-    """The shared expert, which computes every token, is a separate product."""
-    experts = mlp.experts[: mlp.routing.num_experts]
-    shared = _pack_mlp(mlp.experts[-1], linear) if mlp.routing.has_shared else None
-    gate_up = [_stacked(expert.gate, expert.up) for expert in experts if expert.gate is not None]
-    down = [_stacked(expert.down) for expert in experts]
-    router = linear(*_stacked(mlp.router))
-    stacked = *_piled(gate_up), *_piled(down)
-    return GroupedExperts(router, *stacked, shared, mlp.routing, mlp.choice_bias)
-
-
-def _piled(both: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
-    """[E, N, K] and [E, N] of weights and biases."""
-    biases = [bias for _, bias in both if bias is not None]
-    return torch.stack([weight for weight, _ in both]), torch.stack(biases) if biases else None
-
-
-def _stacked(*parts: WeightAndBias) -> tuple[Tensor, Tensor | None]:
-    """One projection that gives the features of all, concatenated; biases all or none."""
-    biases = [bias for _, bias in parts if bias is not None]
-    weight = dense(concat_rows([weight for weight, _ in parts]))
-    return weight, torch.cat(biases) if biases else None
-
-
 def _read_part(
     source: ModelSource, dtype: torch.dtype, device: torch.device, group: TPGroup
 ) -> DecoderTensors:
@@ -282,13 +356,13 @@ def _read_part(
     check_split(whole, group.size)
     num_parameters = 0
 
-    def make_layer(layer: LayerTensors) -> DecoderLayer[Linear, GroupedExperts]:
+    def make_layer(layer: LayerTensors) -> DeviceLayer:
         nonlocal num_parameters
         part = shard_layer(layer, whole, group.rank, group.size)
         held = [tensor for both in part.projections for tensor in both if tensor is not None]
         norms = [norm for norm in part.norms.values() if norm is not None]
         num_parameters += sum(x.shape.numel() for x in (*norms, *held))
-        return _pack_layer(part)
+        return pack_layer(part)
 
     read = read_decoder(source, dtype, device, make_layer)
     lm_head = shard_head(dense(read.lm_head), group.rank, group.size)
@@ -305,6 +379,8 @@ def _read_part(
 
 def _with_positions(tensors: DecoderTensors, num_positions: int | None) -> DecoderTensors:
     """Without positions that the table of rotations will not have."""
+    if not tensors.rotaries:
+        return tensors
     allowed = TABLE_BYTES // (4 * tensors.shape.head_dim * len(tensors.rotaries))
     if num_positions is not None or tensors.info.max_positions <= allowed:
         return tensors

@@ -46,12 +46,10 @@ class DecoderShape(DecoderSizes):
     num_input_rows: int  # of the embedding of the layers' own inputs
 
     @property
-    def compiled_parts(self) -> str:
-        """What only the compiled kernels of the CPU have; "" without any."""
-        if any(self.mixers):
-            return "recurrent layers"
+    def has_one_shape(self) -> bool:
+        """Whether all layers have the same heads, each its own K and V, and no parts of Gemma 4."""
         is_plain = len(set(self.heads)) == 1 and not any(self.kv_sources)
-        return "" if is_plain and not self.family.has_layer_scale else "layers of several shapes"
+        return is_plain and not self.family.has_layer_scale
 
     @property
     def feature_names(self) -> frozenset[str]:
@@ -92,6 +90,14 @@ def not_native_reason(config: Any) -> str:
         ):
             return f"it has rope scaling {kind!r} of {share} of each head"
     return ""
+
+
+def compiled_parts(shape: DecoderShape, *, has_ranks: bool) -> str:
+    """What of a model only the compiled kernels of the CPU have, in one process; "" if they have
+    nothing alone. has_ranks: several ranks compute each layer."""
+    if not shape.has_one_shape:
+        return "layers of several shapes"
+    return "recurrent layers" if has_ranks and any(shape.mixers) else ""
 
 
 def _activations(family: Family) -> dict[str, str]:

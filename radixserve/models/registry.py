@@ -12,7 +12,12 @@ from radixserve.errors import ModelNotSupported
 from radixserve.models.base import LanguageModel
 from radixserve.models.cpu_decoder import load_cpu_decoder
 from radixserve.models.decoder import load_decoder
-from radixserve.models.decoder_shape import check_decoder, decoder_shape, not_native_reason
+from radixserve.models.decoder_shape import (
+    check_decoder,
+    compiled_parts,
+    decoder_shape,
+    not_native_reason,
+)
 from radixserve.models.parallel import TPGroup
 from radixserve.models.source import ModelSource
 from radixserve.models.weights import choose_dtype
@@ -32,8 +37,8 @@ def load_model(
     if config.model_impl == "native":
         check_decoder(source.config)
     is_native = config.model_impl != "transformers" and not not_native_reason(source.config)
-    if is_native and decoder_shape(source.config).compiled_parts:
-        is_native = _has_cpu_kernels(source, config, dtype, device, ranks)
+    if is_native:
+        is_native = _runs_natively(source, config, dtype, device, ranks)
     asked = config.attention_backend
     packs = config.weight_dtype != "auto"
     if packs and not is_native:
@@ -64,16 +69,18 @@ def load_model(
     return decoder, backend
 
 
-def _has_cpu_kernels(
+def _runs_natively(
     source: ModelSource,
     config: EngineConfig,
     dtype: torch.dtype,
     device: torch.device,
     ranks: TPGroup | None,
 ) -> bool:
-    """Whether a model with layers that only the compiled kernels have runs on them.
-    ModelNotSupported where it must."""
+    """Whether a native family has all that it needs there. ModelNotSupported where it must."""
     shape = decoder_shape(source.config)
+    parts = compiled_parts(shape, has_ranks=ranks is not None)
+    if not parts:
+        return True
     asked = config.attention_backend
     name = choose_backend(asked, dtype, device, shape.head_dim, shape.feature_names)
     if name == "cpu" and ranks is None:
@@ -81,8 +88,8 @@ def _has_cpu_kernels(
     if config.model_impl == "native" or ranks is not None:
         where = "several ranks" if ranks is not None else f"the {name} attention backend"
         raise ModelNotSupported(
-            f"the native decoder has no {shape.compiled_parts} on {where}, only on the cpu "
-            'attention backend; model_impl="transformers" runs them in transformers\' code'
+            f"the native decoder has no {parts} on {where}, only on the cpu attention backend; "
+            'model_impl="transformers" runs them in transformers\' code'
         )
     return False
 

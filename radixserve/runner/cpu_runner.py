@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from radixserve.attention.base import ForwardBatch
+from radixserve.attention.base import ForwardBatch, StateRows
 from radixserve.attention.choice import has_window_pages, make_backend
 from radixserve.config import EngineConfig
 from radixserve.models.parallel import TPGroup
@@ -94,7 +94,11 @@ class CpuModelRunner(SingleDeviceRunner):
             return None
         inputs = prepare_inputs(schedule.rows, self.pool.page_size)
         batch = inputs.to_device(self._device)
-        if self._states.tensors and (states := self._states.plan(schedule.rows)) is not None:
+        if self._states.tensors and self.model.reads_state_rows:
+            ids = self._states.row_ids(inputs)
+            rows = StateRows(**{name: torch.from_numpy(array) for name, array in ids.items()})
+            batch = replace(batch, recurrent=self._states.of_rows(rows))
+        elif self._states.tensors and (states := self._states.plan(schedule.rows)) is not None:
             tensors = {name: torch.from_numpy(array) for name, array in states.arrays.items()}
             batch = replace(batch, recurrent=self._states.begin(states, tensors))
         if self._window_table is not None:

@@ -42,7 +42,7 @@ from radixserve.runner.pool_sizing import (
     max_pages,
 )
 from radixserve.runner.profile_run import measure, num_profile_pages, profile_schedules, reset_peak
-from radixserve.runner.recurrent_states import RecurrentStates
+from radixserve.runner.recurrent_states import RecurrentStates, StepStates
 from radixserve.runner.sample_plan import SamplePlan, begin_device_bitmask, plan_device_samples
 from radixserve.runner.system_memory import keep_freed_memory
 from radixserve.runner.transfers import DeviceQueue
@@ -195,7 +195,7 @@ class CudaModelRunner(SingleDeviceRunner):
             raise
 
     def _launch(self, schedule: SchedulerOutput, began: float) -> PendingStep:
-        states = self._states.plan(schedule.rows, schedule.state_copies)
+        states = self._plan_states(schedule)
         inputs = prepare_inputs(schedule.rows, self.pool.page_size)
         graph = self._graphs.pick(inputs)
         if graph is not None:
@@ -219,7 +219,9 @@ class CudaModelRunner(SingleDeviceRunner):
         if "copies" in device_tensors:
             gpu_ops.copy_page_prefixes(self.pool.kv, device_tensors["copies"])
         if states is not None:
-            batch = replace(batch, recurrent=self._states.begin(states, device_tensors))
+            recurrent = self._states.begin(states, device_tensors)
+            if batch.recurrent is None:
+                batch = replace(batch, recurrent=recurrent)
         if graph is None:
             self.backend.plan(batch)
             prepared = time.perf_counter()
@@ -243,6 +245,17 @@ class CudaModelRunner(SingleDeviceRunner):
         pending.seconds["forward"] = computed - prepared
         pending.seconds["sample"] = time.perf_counter() - computed
         return pending
+
+    def _plan_states(self, schedule: SchedulerOutput) -> StepStates | None:
+        """Of layers that read StateRows the uploader sends these."""
+        if self._uploader.states is not None:
+            return self._states.plan_copies(schedule.state_copies)
+        return self._states.plan(schedule.rows, schedule.state_copies)
+
+    def _make_states(self, num_states: int) -> None:
+        self._states = RecurrentStates(self.info, num_states, self._device)
+        has_ids = self.model.reads_state_rows and self._states.tensors
+        self._uploader.states = self._states if has_ids else None
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
         graphs = self._piecewise
@@ -317,7 +330,7 @@ class CudaModelRunner(SingleDeviceRunner):
         if pool_size.num_window_pages:
             self.windows = WindowLayers(pool_size.num_window_pages, info.window_size)
             self._uploader.windows = DeviceWindows(self.pool, device)
-        self._states = RecurrentStates(info, self.num_states, device)
+        self._make_states(self.num_states)
         self.backend = self._make_backend(backend_name)
         if sizes and self.backend.can_capture:
             logger.info("capturing decode steps of %s rows", ", ".join(map(str, sizes)))
@@ -365,7 +378,7 @@ class CudaModelRunner(SingleDeviceRunner):
         limits = config.chunked_prefill_size, config.max_running_requests
         num_pages = num_profile_pages(*limits, config.page_size)
         self.pool = KVPool(self.info, PoolSize(num_pages), config.page_size, self._device)
-        self._states = RecurrentStates(self.info, config.max_running_requests, self._device)
+        self._make_states(config.max_running_requests)
         try:
             self.backend = self._make_backend(backend_name)
             self.backend.prepare(frozenset(self.info.attention_features))
@@ -391,6 +404,7 @@ class CudaModelRunner(SingleDeviceRunner):
     def _release_pool(self) -> None:
         """Hold no pool and no states: their memory is free for others."""
         del self.pool, self._states
+        self._uploader.states = None
         self.__dict__.pop("backend", None)
 
     def _make_backend(self, name: str) -> AttentionBackend:

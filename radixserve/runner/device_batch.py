@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixserve.attention.base import ForwardBatch, IndexArray
+from radixserve.attention.base import ForwardBatch, IndexArray, StateRows
 from radixserve.runner.input_batch import InputBatch, indptr, padding_batch
+from radixserve.runner.recurrent_states import RecurrentStates
 from radixserve.runner.transfers import DeviceQueue, H2DBuffer
 from radixserve.runner.window_table import DeviceWindows
 from radixserve_kernels import gpu_ops
@@ -89,6 +90,7 @@ class BatchUploader:
     ) -> None:
         self._table, self._page_size = table, page_size
         self.windows: DeviceWindows | None = None  # of a pool with window pages
+        self.states: RecurrentStates | None = None  # whose ids the layers of a step read
         self._growing = H2DBuffer(queue, _FIRST_BYTES)
         fixed_bytes = num_fixed * _ROW_BYTES + _NUM_ARRAYS * 64 + _EXTRA_BYTES
         self._fixed = H2DBuffer(queue, fixed_bytes, can_grow=False)
@@ -130,6 +132,9 @@ class BatchUploader:
         if self.windows is not None:
             index["window_slots"] = self.windows.slots(batch.slot_mapping)
             more |= self.windows.changes()
+        if self.states is not None:
+            ids = self.states.row_ids(batch)
+            index |= {f"state_{name}": array for name, array in ids.items()}
         assert extra.keys().isdisjoint(index | more), "two arrays of one name"
         tensors = self._send(index, extra | more, is_fixed)
         if self.windows is not None:
@@ -168,6 +173,12 @@ class BatchUploader:
         window = None
         if self.windows is not None:
             window = self.windows.of_batch(batch, tensors["window_slots"])
+        recurrent = None
+        if self.states is not None:
+            names = StateRows._fields
+            recurrent = self.states.of_rows(
+                StateRows(*(tensors[f"state_{name}"] for name in names))
+            )
         return ForwardBatch(
             input_ids=tensors["input_ids"],
             positions=tensors["positions"],
@@ -177,6 +188,7 @@ class BatchUploader:
             page_size=self._page_size,
             device_kv_indices=kv_indices,
             window=window,
+            recurrent=recurrent,
         )
 
 

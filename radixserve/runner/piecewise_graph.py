@@ -1,9 +1,9 @@
-"""Steps of a few hundred tokens with all but their attention as captured graphs.
+"""Steps of a few hundred tokens with all but attention and recurrences as captured graphs.
 
-A layer between two attention calls is one graph per number of tokens; the smallest that fits is
-replayed on padded tokens, whose K and V are not stored. Attention runs as planned, without the
-padding: its kernels and their grid depend on the rows. A launch-bound prefill step keeps three
-launches per layer.
+A layer between two of these is one graph per number of tokens; the smallest that fits is replayed
+on padded tokens, whose K and V are not stored. Attention and recurrences run without the padding:
+their kernels and their grid depend on the rows. A launch-bound prefill step keeps three launches
+per layer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Activations:
 
 @dataclass(frozen=True, slots=True)
 class _Graphs:
-    """The graphs for one number of tokens, of each layer up to its attention."""
+    """The graphs for one number of tokens, of each layer up to its `mix`."""
 
     replays: tuple[Callable[[], None], ...]
     last: _Activations
@@ -60,9 +60,15 @@ class PiecewiseGraphs:
         self._slot_mapping = torch.full_like(self._positions, -1)
         self._window_layers = backend.window_layers
         self._window_slots = torch.full_like(self._positions, -1)  # of those layers
-        heads = backend.num_heads, backend.head_dim
-        self._queries = torch.zeros((most, *heads), dtype=backend.dtype, device=device)
-        self._attended = torch.zeros_like(self._queries).flatten(1)
+        self._memory: dict[tuple[int, ...], Tensor] = {}  # by the order and the shape of what is
+        # there: layers of the same shapes use the same, one after the other
+        for number in range(model.info.num_layers):
+            for order, shape in enumerate((*model.projected_shapes(number), None)):
+                own = (model.mixed_size(number),) if shape is None else shape
+                key = (-1 if shape is None else order, *own)
+                if key not in self._memory:
+                    size = (most, *own)
+                    self._memory[key] = torch.zeros(size, dtype=backend.dtype, device=device)
         capturer = GraphCapturer(device) if device.type == "cuda" else None
         # From the largest down: the smaller ones reuse its memory.
         self._graphs = {size: self._capture(size, capturer) for size in reversed(sizes)}
@@ -79,18 +85,25 @@ class PiecewiseGraphs:
         if batch.window is not None:
             self._window_slots[:num_tokens].copy_(batch.window.slot_mapping)
             self._window_slots[num_tokens:size].fill_(-1)
-        graphs, queries = self._graphs[size], self._queries[:num_tokens]
-        attended = self._attended[:num_tokens]
+        graphs, model = self._graphs[size], self._model
+        mixed = self._mixed(0, num_tokens)
         for number, replay in enumerate(graphs.replays):
             if number:
-                self._attended[:num_tokens].copy_(attended)
+                self._mixed(number - 1, num_tokens).copy_(mixed)
             replay()
-            attended = self._model.attend(number, queries, backend)
+            mixed = model.mix(number, self._projected(number, num_tokens), batch, backend)
         x, residual = graphs.last.x, graphs.last.residual
         assert x is not None
         assert residual is not None
         rows = slice(num_tokens)
-        return self._model.finish(attended, x[rows], residual[rows], batch.logits_indices)
+        return model.finish(mixed, x[rows], residual[rows], batch.logits_indices)
+
+    def _projected(self, number: int, num_tokens: int) -> list[Tensor]:
+        shapes = enumerate(self._model.projected_shapes(number))
+        return [self._memory[(order, *shape)][:num_tokens] for order, shape in shapes]
+
+    def _mixed(self, number: int, num_tokens: int) -> Tensor:
+        return self._memory[-1, self._model.mixed_size(number)][:num_tokens]
 
     def _capture(self, size: int, capturer: GraphCapturer | None) -> _Graphs:
         replays: list[Callable[[], None]] = []
@@ -107,17 +120,19 @@ class PiecewiseGraphs:
         return _Graphs(tuple(replays), before)
 
     def _run(self, number: int, size: int, before: _Activations, after: _Activations) -> None:
-        """The layer before from its attention on, and this one up to its own."""
+        """The layer before from what `mix` gave on, and this one up to its own."""
         model = self._model
         if number == 0:
             after.x, after.residual = model.embed(self._input_ids[:size])
         else:
             assert before.x is not None
             assert before.residual is not None
-            attended, after.residual = self._attended[:size], before.residual
-            after.x = model.finish_layer(number - 1, attended, before.x, before.residual)
-        slot_mapping = self._slot_mapping
-        if number in self._window_layers:
-            slot_mapping = self._window_slots
-        kv = LayerKV(*self._slots[number], slot_mapping[:size])
-        model.project(number, after.x, self._positions[:size], kv, self._queries[:size])
+            mixed, after.residual = self._mixed(number - 1, size), before.residual
+            after.x = model.finish_layer(number - 1, mixed, before.x, before.residual)
+        kv, kv_layer = None, model.kv_layer(number)
+        if kv_layer is not None:
+            is_windowed = kv_layer in self._window_layers
+            slot_mapping = self._window_slots if is_windowed else self._slot_mapping
+            kv = LayerKV(*self._slots[kv_layer], slot_mapping[:size])
+        out = self._projected(number, size)
+        model.project(number, after.x, self._positions[:size], kv, out)

@@ -18,9 +18,11 @@ from radixserve.attention.base import (
     RecurrentRow,
     RecurrentRows,
     RecurrentTokens,
+    StateRows,
 )
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo
+from radixserve.runner.input_batch import InputBatch
 from radixserve.schedule import ScheduledRows
 
 IdArray = NDArray[np.int64]
@@ -101,6 +103,37 @@ class RecurrentStates:
         if self._owed:
             arrays["copied_from"], arrays["copied_to"] = _combine_copies(self._owed)
         return StepStates(arrays, tuple(longer))
+
+    def plan_copies(self, copies: StateCopies) -> StepStates:
+        """The copies of a step alone, whose layers read `row_ids`."""
+        self._owed += copies
+        names = "copied_from", "copied_to"
+        arrays = dict(zip(names, _combine_copies(self._owed), strict=True)) if self._owed else {}
+        return StepStates(arrays, ())
+
+    def row_ids(self, batch: InputBatch) -> dict[str, NDArray[np.int32]]:
+        """The fields of StateRows for a step's rows; padding reads and writes no state."""
+        num_rows, rows = batch.num_rows, batch.rows
+        read, written = np.full((2, num_rows), -1, np.int32)
+        kept = np.full(batch.num_tokens, -1, np.int32)
+        starts, bounds = rows.starts, batch.host.qo_indptr
+        for number, row in enumerate(rows.states):
+            if starts[number]:
+                read[number] = row.state_id
+            own = row.state_id if row.written_state_id < 0 else row.written_state_id
+            written[number] = own
+            for length, state_id in row.checkpoints:
+                kept[bounds[number] + length - starts[number] - 1] = state_id
+        return {
+            "indptr": bounds.astype(np.int32),
+            "read": read,
+            "written": written,
+            "kept": kept,
+        }
+
+    def of_rows(self, ids: StateRows) -> RecurrentRows:
+        """What the layers of a step read whose `row_ids` are on the device."""
+        return RecurrentRows(self.tensors, None, (), ids)
 
     def begin(self, step: StepStates, tensors: Mapping[str, Tensor]) -> RecurrentRows:
         """Make the step's copies and return what its layers read. tensors: its arrays, on the

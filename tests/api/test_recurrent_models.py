@@ -29,7 +29,9 @@ DEVICE: dict[str, Any] = {"device": "cpu", "max_running_requests": 64}
 MAKERS: dict[str, Make] = {
     "cpu": Runtime,
     "device": partial(DeviceRuntime, **DEVICE),
-    "without overlap": partial(DeviceRuntime, overlap=False, **DEVICE),
+    "device, transformers' code": partial(
+        DeviceRuntime, overlap=False, model_impl="transformers", **DEVICE
+    ),
 }  # the last two are the path of a CUDA device, over CPU tensors
 
 

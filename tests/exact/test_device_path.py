@@ -17,6 +17,7 @@ from tests.exact.programs import Program, differences_of
 from tests.runner.on_device import DeviceRuntime
 
 MODELS = [("llama", "float32"), ("gemma3", "bfloat16"), ("qwen3_moe", "bfloat16")]
+STATES = [("qwen3_5", "float32"), ("falcon_h1", "bfloat16"), ("lfm2", "bfloat16")]  # of layers
 VARIANTS: list[dict[str, Any]] = [
     {"page_size": 4, "chunked_prefill_size": 37},
     {"chunked_prefill_size": 16, "max_running_requests": 3},
@@ -71,6 +72,20 @@ def check_interpreted(
 def test_random_programs(family: str, dtype: str, find: Find) -> None:
     first = [model for model, _ in MODELS].index(family)
     check(find(family), dtype, range(first, first + 1), 3)
+
+
+@pytest.mark.parametrize(("family", "dtype"), STATES)
+def test_random_programs_of_layers_with_states(family: str, dtype: str, find: Find) -> None:
+    """With the two variants whose cache keeps states."""
+    seed = [model for model, _ in STATES].index(family) % 2
+    check(find(family), dtype, range(seed, seed + 1), 2, longest=40)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("family", "dtype"), STATES)
+def test_states_in_the_interpreter(family: str, dtype: str, find: Find) -> None:
+    check_interpreted(find(family), dtype, 16, ["branches"], most_tokens=3)
 
 
 @pytest.mark.long

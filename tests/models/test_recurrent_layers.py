@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from radixserve import Runtime, SamplingParams
 from radixserve.config import EngineConfig
-from radixserve.errors import ModelNotSupported
+from radixserve.models.decoder import Decoder
 from radixserve.models.decoder_shape import decoder_shape, not_native_reason
 from radixserve.models.decoder_tensors import LayerTensors, describe, read_decoder
 from radixserve.models.families import DeltaNetParts, StateSpaceParts
@@ -317,11 +317,13 @@ def test_grouped_rows() -> None:
     assert (b, a) == ([0, 1, 4, 5], [2, 3, 6, 7])
 
 
-def test_other_backends_run_transformers_code(find: Find) -> None:
+def test_other_backends_run_the_native_decoder_too(find: Find) -> None:
     from radixserve.runner.cpu_runner import CpuModelRunner
 
     settings = {"num_pages": 64, "attention_backend": "torch"}
     runner = CpuModelRunner(str(find("qwen3_5")), EngineConfig(**settings))
+    assert isinstance(runner.model, Decoder)
+    runner = CpuModelRunner(
+        str(find("qwen3_5")), EngineConfig(model_impl="transformers", **settings)
+    )
     assert not runner.info.is_native
-    with pytest.raises(ModelNotSupported, match="no recurrent layers on the torch"):
-        CpuModelRunner(str(find("qwen3_5")), EngineConfig(model_impl="native", **settings))

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from radixserve.attention.base import AttentionBackend, ForwardBatch
 from radixserve.models.base import ModelInfo, StateShape
+from radixserve.runner.input_batch import prepare_inputs
 from radixserve.runner.recurrent_states import RecurrentStates
 from radixserve.schedule import SampleSpec, ScheduledRequest, ScheduledRows, SchedulerOutput
 from tests.checkpoints import make_model
@@ -151,10 +152,15 @@ def places_of(tensors: Any) -> set[int]:
 
 
 def test_no_layer_sends_an_index(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What states are indexed by has come with the step's one upload, and no layer reads a value
-    back."""
+    """In transformers' code: what states are indexed by has come with the step's one upload, and no
+    layer reads a value back."""
     queue, batches = LateQueue(), []
-    runner = device_runner(folder, queue, num_pages=NUM_STATES * 100, num_states=NUM_STATES)
+    runner = device_runner(
+        *(folder, queue),
+        num_pages=NUM_STATES * 100,
+        num_states=NUM_STATES,
+        model_impl="transformers",
+    )
     forward = runner.model.forward
 
     def note(batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
@@ -204,7 +210,9 @@ def test_copies_of_a_step_that_never_begins() -> None:
 
 def test_memory_and_graphs(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="radixserve"):
-        runner = device_runner(folder, kv_cache_memory="2MB", cuda_graphs=True)
+        runner = device_runner(
+            folder, kv_cache_memory="2MB", cuda_graphs=True, model_impl="transformers"
+        )
     plan, info = runner.memory_plan(), runner.info
     assert runner.num_states >= SMALL["max_running_requests"]
     assert plan.states_bytes == runner.num_states * info.state_bytes
@@ -214,6 +222,60 @@ def test_memory_and_graphs(folder: Path, caplog: pytest.LogCaptureFixture) -> No
     assert runner.resolved_config.piecewise_tokens == 0
     assert "runs in transformers' code, without graphs" in caplog.text
     assert f"{runner.num_states} recurrent states" in caplog.text
+
+
+def test_ids_of_native_layers() -> None:
+    """Of each row with the padding of a graph, and of each token."""
+    states = states_of(20)
+    rows = ScheduledRows.of(
+        [row_of(1, 5, 3, (6, 11)), row_of(1, 0, 4), row_of(1, 9, 6)._replace(written_state_id=9)]
+    )
+    ids = states.row_ids(prepare_inputs(rows, 1).padded(4))
+    assert ids["indptr"].tolist() == [0, 1, 2, 3, 4]
+    assert ids["read"].tolist() == [3, -1, 6, -1]
+    assert ids["written"].tolist() == [3, 4, 9, -1]
+    assert ids["kept"].tolist() == [11, -1, -1, -1]
+    rows = ScheduledRows.of([row_of(1, 3, 7), row_of(7, 2, 5, (4, 12), (9, 13))])
+    ids = states.row_ids(prepare_inputs(rows, 1))
+    assert ids["indptr"].tolist() == [0, 1, 8]
+    assert ids["kept"].tolist() == [-1, -1, 12, -1, -1, -1, -1, 13]
+    assert {array.dtype for array in ids.values()} == {np.dtype(np.int32)}
+
+
+def test_native_steps_and_their_graphs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One upload a step; what a decode step reads lies where its graph was captured."""
+    queue = LateQueue()
+    runner = device_runner(folder, queue, num_pages=NUM_STATES * 100, num_states=NUM_STATES)
+    assert runner.resolved_config.graph_sizes == (1, 2, 4, 8)
+    assert runner.resolved_config.piecewise_tokens > 0
+    places: list[list[int]] = []
+    upload = runner._uploader.upload
+
+    def note(*args: Any, **fields: Any) -> Any:
+        batch, tensors = upload(*args, **fields)
+        assert batch.recurrent is not None
+        assert batch.recurrent.ids is not None
+        assert batch.recurrent.tokens is None
+        places.append([tensor.data_ptr() for tensor in batch.recurrent.ids])
+        return batch, tensors
+
+    monkeypatch.setattr(runner._uploader, "upload", note)
+    steps = (
+        ((row_of(6, 0, 1, (4, 11)), row_of(1, 0, 2)), ()),
+        ((row_of(1, 6, 1, (7, 13)), row_of(1, 1, 2)), ((11, 20),)),
+        ((row_of(1, 7, 1)._replace(written_state_id=15), row_of(1, 2, 2)), ()),
+    )
+    for step, (rows, copies) in enumerate(steps):
+        num_uploads = queue.num_uploads
+        pending = runner.launch(
+            SchedulerOutput(step, ScheduledRows.of(rows), NO_COPIES, 5, 1, copies)
+        )
+        assert queue.num_uploads == num_uploads + 1
+        runner.collect(pending)
+    assert places[1] == places[2]
+    for tensor in runner._states.tensors:
+        assert torch.equal(tensor[20], tensor[11])
+        assert not torch.equal(tensor[13], tensor[15])
 
 
 def test_copies_without_rows(folder: Path) -> None:

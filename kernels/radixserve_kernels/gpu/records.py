@@ -1,4 +1,5 @@
-"""The arguments of the attention kernels and of their references. Needs no Triton."""
+"""The arguments of the kernels of attention and of layers with a state, and of their references.
+Needs no Triton."""
 
 from __future__ import annotations
 
@@ -36,3 +37,13 @@ class AttentionOutput(NamedTuple):
 
     out: Tensor  # [T, Hq, D]
     lse: Tensor | None  # [T, Hq] float32
+
+
+class StateRows(NamedTuple):
+    """Which states the R rows of a step read and write, int32 where the states are. No state that
+    one row writes is read by another one."""
+
+    indptr: Tensor  # [R + 1] row r has the tokens indptr[r] to indptr[r + 1] of the step's T
+    read: Tensor  # [R] the state before the first of them; -1: zeros, its sequence begins
+    written: Tensor  # [R] the state after the last of them goes there; -1: nowhere
+    kept: Tensor  # [T] the state after this token goes there, too; -1: nowhere

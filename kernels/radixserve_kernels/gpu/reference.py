@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from radixserve_kernels import sampling, torch_ops
 from radixserve_kernels.attention_features import AttentionFeatures
-from radixserve_kernels.gpu.records import AttentionOutput, KVSplit, PagedKeys
+from radixserve_kernels.delta_net import DeltaNet, run_delta_net
+from radixserve_kernels.gpu.records import AttentionOutput, KVSplit, PagedKeys, StateRows
+from radixserve_kernels.state_space import StateSpace, run_state_space
 from radixserve_kernels.stored_kv import to_stored
 
 LOG2_E = math.log2(math.e)
@@ -49,6 +52,72 @@ def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, out: Tensor) -> 
     gate, up = gate_up.float().chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     out.copy_((up + 1) * gate * (alpha * gate).sigmoid())
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor, out: Tensor) -> None:
+    out.copy_(x.float() / gate.float().neg().exp_().add_(1))
+
+
+def short_conv(
+    weights: Tensor, rows: Tensor, states: StateRows, inputs: Tensor, out: Tensor
+) -> None:
+    def run(row: Tensor, before: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        b, c, x = row[0].float().chunk(3)
+        whole = torch.cat((before[0], (b * x)[None]))
+        total = torch.zeros_like(b)
+        for past, weight in zip(whole, weights, strict=True):
+            total += past * weight
+        return (c * total)[None], [whole[1:]]
+
+    _run_tokens(run, rows, states, [inputs], out)
+
+
+def recurrence(
+    net: DeltaNet | StateSpace,
+    rows: Tensor,
+    states: StateRows,
+    inputs: Tensor,
+    matrices: Tensor,
+    eps: float,
+    out: Tensor,
+) -> None:
+    def run(row: Tensor, before: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        if isinstance(net, DeltaNet):
+            result, *after = run_delta_net(net, row, before[0], before[1], eps)
+        else:
+            result, *after = run_state_space(net, row, before[0], before[1], eps)
+        return result, after
+
+    _run_tokens(run, rows, states, [inputs, matrices], out)
+
+
+def _run_tokens(
+    run: Callable[[Tensor, list[Tensor]], tuple[Tensor, list[Tensor]]],
+    rows: Tensor,
+    states: StateRows,
+    tensors: list[Tensor],
+    out: Tensor,
+) -> None:
+    """Token by token, so that bits do not depend on how many a row has. tensors: all states."""
+
+    def store(after: list[Tensor], state_id: int) -> None:
+        for tensor, state in zip(tensors, after, strict=True):
+            tensor[state_id] = state
+
+    kept = states.kept.tolist()
+    bounds = itertools.pairwise(states.indptr.tolist())
+    for (start, end), read, written in zip(
+        bounds, states.read.tolist(), states.written.tolist(), strict=True
+    ):
+        before = [
+            torch.zeros_like(tensor[0]) if read < 0 else tensor[read].clone() for tensor in tensors
+        ]
+        for token in range(start, end):
+            out[token : token + 1], before = run(rows[token : token + 1], before)
+            if kept[token] >= 0:
+                store(before, kept[token])
+        if written >= 0:
+            store(before, written)
 
 
 def grouped_linear(

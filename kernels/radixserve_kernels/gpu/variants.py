@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from radixserve_kernels.attention_features import AttentionFeatures
+from radixserve_kernels.delta_net import DeltaNet
 from radixserve_kernels.gpu import (
     argmax,
     bitmask,
@@ -22,11 +23,13 @@ from radixserve_kernels.gpu import (
     merge,
     norm,
     pages,
+    recurrent,
     rope,
     sampling,
 )
 from radixserve_kernels.gpu.launch import Capability, KernelLaunch
-from radixserve_kernels.gpu.records import AttentionOutput, KVSplit, PagedKeys
+from radixserve_kernels.gpu.records import AttentionOutput, KVSplit, PagedKeys, StateRows
+from radixserve_kernels.state_space import StateSpace
 
 HEADS = (32, 8)  # query heads, key heads
 OTHER_HEADS = ((8, 8), (16, 8), (40, 8), (64, 8))
@@ -48,6 +51,7 @@ def variants(capability: Capability, *, every: bool) -> list[Variant]:
     dtypes = DTYPES if every else DTYPES[:1]
     head_dims = (64, 128, 256) if every else (128,)
     chosen = [*_row_variants(every), *_expert_variants(every), *_logit_variants()]
+    chosen += _state_variants(every)
     for dtype in dtypes:
         for head_dim in head_dims:
             page_sizes = PAGE_SIZES if every else PAGE_SIZES[1:2]
@@ -177,6 +181,54 @@ def _expert_variants(every: bool) -> Iterator[Variant]:
                     yield Variant(kind, launch)
             for launch in experts.clamped_swiglu(out, 1.702, 7.0, out[:, :inner]):
                 yield Variant(kind, launch)
+
+
+def _state_variants(every: bool) -> Iterator[Variant]:
+    """Layers of Qwen 3.5, of Granite 4, Nemotron-H and Falcon-H1, and of LFM2."""
+    step = _index(NUM_ROWS), _index(NUM_ROWS), _index(NUM_TOKENS)
+    states = StateRows(_index(NUM_ROWS + 1), *step)
+    nets: dict[str, DeltaNet | StateSpace] = {"delta net 16/32 heads": _delta_net(16, 32, 128)}
+    nets["state space 1 group"] = _state_space(1, 64, 128, 64, 64 * 64)
+    if every:
+        nets["state space 8 groups"] = _state_space(8, 128, 128, 64, 1_024)
+        nets["state space without a norm"] = _state_space(1, 24, 256, 64, 0)
+    for dtype in (*DTYPES, torch.float32) if every else DTYPES[:1]:
+        for name, net in nets.items():
+            inputs, matrices = (_float(64, *shape) for shape in net.state_shapes)
+            num_heads, _, v_dim = net.state_shapes[1]
+            columns = net.num_channels + (v_dim + 2) * num_heads
+            rows, out = (
+                _tensor(NUM_TOKENS, size, dtype=dtype) for size in (columns, num_heads * v_dim)
+            )
+            for launch in recurrent.recurrence(net, rows, states, inputs, matrices, 1e-6, out):
+                yield Variant(f"{_short(dtype)} {name}", launch)
+        rows, out = (_tensor(NUM_TOKENS, size * 2_048, dtype=dtype) for size in (3, 1))
+        inputs = _float(64, 2, 2_048)
+        for launch in recurrent.short_conv(_float(3, 2_048), rows, states, inputs, out):
+            yield Variant(f"{_short(dtype)} short convolution", launch)
+        for launch in recurrent.sigmoid_gate(out, out, out):
+            yield Variant(_short(dtype), launch)
+
+
+def _delta_net(num_k: int, num_v: int, dim: int) -> DeltaNet:
+    conv = _float(4, (2 * num_k + num_v) * dim)
+    return DeltaNet(num_k, num_v, dim, dim, conv, _float(num_v), _float(num_v), _float(dim))
+
+
+def _state_space(
+    groups: int, num_heads: int, state_size: int, head_dim: int, norm_size: int
+) -> StateSpace:
+    channels, values = 2 * groups * state_size + num_heads * head_dim, num_heads * head_dim
+    return StateSpace(
+        *(groups, num_heads, state_size, head_dim),
+        conv=_float(4, channels),
+        conv_bias=_float(channels),
+        decay=_float(num_heads),
+        dt_bias=_float(num_heads),
+        skip=_float(num_heads),
+        norm=_float(values) if norm_size else None,
+        norm_size=norm_size,
+    )
 
 
 def _logit_variants() -> Iterator[Variant]:
