@@ -1,15 +1,17 @@
 """What a kv_store is worth and what it costs, engine beside engine in one run.
 
     python benchmarks/bench_store.py [--model tiny|small] [--dtype float32|bfloat16] [--tokens 4000]
-        [--only NAMES] [--trace FILE] [--requests N] [--threads N] [--repeats N] [--quick]
-        [--json] [--save DIR]
+        [--only NAMES] [--passes N] [--trace FILE] [--requests N] [--threads N] [--repeats N]
+        [--quick] [--json] [--save DIR]
 
 restart   first token of a prompt of so many tokens in a new process: cold, and from the store
 workloads W1 to W5 of bench_engine.py (--workload NAMES) with a store and without, in bursts, each
-          twice: the second time the same prompts return, in W4 others. With room for everything,
-          and with a pool of a third of the distinct tokens, or of the longest request: what a
-          request leaves is evicted by those that follow. Pairs take turns; the median of their
-          ratios, by wall time and by the process's CPU time until all is written
+          --passes times: after the first time the same prompts return, in W4 others. With room for
+          everything, and with a pool of a third of the distinct tokens, or of the longest request:
+          what a request leaves is evicted by those that follow. Pairs take turns; the median of
+          their ratios, by wall time and by the process's CPU time until the last answer; "written":
+          until the idle engine has written all. Microseconds a token and the break-even in tokens
+          are what the engine measured
 path      CPU seconds of the engine's thread in W1 and W4, and those of them for the store; what it
           does when all answers are out counts, too
 thrash    closed rounds over more prompts than the pool holds, with a store and without
@@ -119,43 +121,59 @@ def workloads(bench: Bench) -> Section:
     users who return; those of W4 are others, so that nothing is shared."""
     sizes, rows = QUICK if bench.args.quick else FULL, []
     for name in bench.args.workload:
-        passes = [make_workload(name, sizes[name], bench.vocab, seed) for seed in (0, 1)]
-        first, second = passes if name == "W4" else [passes[0], passes[0]]
+        seeds = range(bench.args.passes) if name == "W4" else [0] * bench.args.passes
+        passes = [make_workload(name, sizes[name], bench.vocab, seed) for seed in seeds]
+        first = passes[0]
         size, num_sessions = sizes[name], len(first.rounds[0])
         longest = size.shared + size.rounds * (size.own + size.new)
         distinct = size.shared + num_sessions * (longest - size.shared)
         pools = {"all": 65_536, "small": max(distinct // 3, longest + 8)}
         for pool, num_pages in pools.items():
-            samples: dict[str, list[WorkloadRun]] = {"without": [], "finish": [], "reuse": []}
+            samples: dict[str, list[WorkloadRun]] = {"without": [], "auto": [], "finish": []}
             for repeat in range(bench.args.repeats):
                 for kind in list(samples)[:: 1 if repeat % 2 else -1]:
-                    samples[kind].append(_run_workload(bench, [first, second], num_pages, kind))
+                    samples[kind].append(_run_workload(bench, passes, num_pages, kind))
             plain = samples["without"]
             ratios = [
                 round(median(getattr(a, clock) / getattr(b, clock) for a, b in pairs), 3)
-                for kind in ("finish", "reuse")
+                for kind, clocks in (
+                    ("auto", ("seconds", "cpu_seconds", "all_cpu_seconds")),
+                    ("finish", ("seconds", "cpu_seconds")),
+                )
                 for pairs in [list(zip(plain, samples[kind], strict=True))]
-                for clock in ("seconds", "cpu_seconds")
+                for clock in clocks
             ]
-            of_store = samples["finish"][-1]
+            of_store = samples["auto"][-1]
             counts = [plain[-1].computed, of_store.computed, of_store.loaded, of_store.written]
             seconds = round(median(run.seconds for run in plain), 3)
-            rows.append([name, num_pages if pool == "small" else pool, seconds, *ratios, *counts])
+            costs = [
+                round(median(getattr(run, cost) for run in samples["auto"]), 1)
+                for cost in ("compute_us", "load_us", "write_us", "break_even")
+            ]
+            pages = num_pages if pool == "small" else pool
+            rows.append([name, pages, seconds, *ratios, *counts, *costs])
     columns = [
-        *("workload", "pool", "s without", "x wall", "x CPU", 'x wall "reuse"', 'x CPU "reuse"'),
-        *("computed without", "computed", "loaded", "written"),
+        *("workload", "pool", "s without", "x wall", "x CPU", "x CPU, written"),
+        *('x wall "finish"', 'x CPU "finish"', "computed without", "computed", "loaded"),
+        *("written", "us computed", "us loaded", "us written", "break-even"),
     ]
-    return Section("throughput with a store, each workload twice", Table(columns, rows))
+    title = f"throughput with a store, each workload {bench.args.passes} times"
+    return Section(title, Table(columns, rows))
 
 
 class WorkloadRun(NamedTuple):
     """What an engine did until its last answer, and until its store was written."""
 
     seconds: float  # until the last answer
-    cpu_seconds: float  # of the whole process, until all was written
+    cpu_seconds: float  # of the whole process, until the last answer
+    all_cpu_seconds: float  # until all was written
     computed: int  # prompt tokens
     loaded: int = 0
     written: int = 0
+    compute_us: float = 0.0  # for each token, as the engine measured it
+    load_us: float = 0.0
+    write_us: float = 0.0
+    break_even: float = 0.0  # tokens from which on a load pays, by that
 
 
 def _run_workload(
@@ -163,7 +181,7 @@ def _run_workload(
 ) -> WorkloadRun:
     """Workloads one after the other in an engine. `kind`: "without", or a `kv_store_write`."""
     store = None if kind == "without" else bench.folder / "workload"
-    write = "finish" if kind == "without" else kind
+    write = "auto" if kind == "without" else kind
     params = SamplingParams(max_tokens=passes[0].num_new, temperature=0.0, ignore_eos=True)
     with bench.engine(store, num_pages=num_pages, kv_store_write=write) as runtime:
         runtime.generate(bench.prompts(1, 8, 2), GREEDY)
@@ -171,14 +189,35 @@ def _run_workload(
         for workload in passes:
             computed += _ask(runtime, workload, params)
         seconds = time.perf_counter() - began
-        if store is None:
-            return WorkloadRun(seconds, time.process_time() - began_cpu, computed)
-        runtime._core._engine._connector.flush()  # type: ignore[attr-defined]
         cpu_seconds = time.process_time() - began_cpu
-        stats = runtime._core._engine._connector.stats()  # type: ignore[attr-defined]
+        if store is None:
+            return WorkloadRun(seconds, cpu_seconds, cpu_seconds, computed)
+        connector = runtime._core._engine._connector  # type: ignore[attr-defined]
+        connector.flush()
+        all_cpu_seconds = time.process_time() - began_cpu
+        stats = runtime.cache_stats()
     shutil.rmtree(store)
-    counts = stats["loaded_tokens"], stats["written_tokens"]
-    return WorkloadRun(seconds, cpu_seconds, computed, *counts)
+    counts = stats["kv_store"]
+    costs = _costs(bench, stats)
+    return WorkloadRun(
+        seconds,
+        cpu_seconds,
+        all_cpu_seconds,
+        computed,
+        counts["loaded_tokens"],
+        counts["written_tokens"],
+        *costs,
+    )
+
+
+def _costs(bench: Bench, stats: Any) -> tuple[float, float, float, float]:
+    """Microseconds to compute, load and write a token, and from how many tokens on a load pays."""
+    compute_us = 1e6 * stats["prefill_s"] / max(1, stats["prefilled_tokens"])
+    load_us = 1e6 * bench.token_bytes / stats["kv_store"]["read_bytes_per_s"]
+    write_us = stats["kv_store"]["write_ns_per_kb"] * bench.token_bytes / 1e6
+    saved_us = compute_us - load_us
+    latency_us = stats["kv_store"]["load_latency_us"]
+    return compute_us, load_us, write_us, latency_us / saved_us if saved_us > 0 else float("inf")
 
 
 def _ask(runtime: Runtime, workload: Workload, params: SamplingParams) -> int:
@@ -369,9 +408,7 @@ def break_even(bench: Bench) -> Section:
         runtime.generate(bench.prompts(1, bench.args.tokens, 7), GREEDY)  # computes
         stats = runtime.cache_stats()
     bandwidth = stats["kv_store"]["read_bytes_per_s"]
-    compute_us = 1e6 * stats["prefill_s"] / stats["prefilled_tokens"]
-    load_us = 1e6 * bench.token_bytes / bandwidth
-    tokens = 500 / (compute_us - load_us) if compute_us > load_us else float("inf")
+    compute_us, load_us, _, tokens = _costs(bench, stats)
     row = [round(bandwidth / 1e9, 2), round(load_us, 2), round(compute_us, 1), round(tokens, 1)]
     columns = ["read GB/s", "us a token, loaded", "us a token, computed", "break-even, tokens"]
     return Section("when a load pays", Table(columns, [row]))
@@ -428,7 +465,7 @@ def main() -> None:
     only = Names("section", SECTIONS)
     options = {"model": models, "dtype": DTYPES, "tokens": 4000, "only": only, **RUN}
     options["workload"] = Names("workload", FULL)
-    args = parse(__doc__, trace=str, requests=600, **options)
+    args = parse(__doc__, trace=str, requests=600, passes=2, **options)
     if args.quick:
         args.tokens = 400
     report = Report(f"K/V on disk, {args.model} model, {args.dtype}, CPU", NOTES, args)

@@ -29,7 +29,7 @@ AdmissionRule = Literal["greedy", "priced"]
 SchedulePolicy = Literal["lpm", "fcfs", "dfs-weight"]
 AttentionBackendName = Literal["auto", "cpu", "torch", "triton", "flashinfer"]
 GenerationConfig = Literal["auto", "none"]
-KVStoreWrite = Literal["finish", "reuse"]
+KVStoreWrite = Literal["auto", "finish", "reuse", "evict"]
 CHOICES: dict[str, tuple[str, ...]] = {  # by field of EngineConfig
     "dtype": get_args(Dtype),
     "weight_dtype": get_args(WeightDtype),
@@ -90,6 +90,8 @@ class EngineSettings(TypedDict, total=False):
     kv_store: str | None
     kv_store_size: int | str
     kv_store_write: KVStoreWrite
+    kv_store_min_uses: int
+    host_cache_memory: int | str | None
     hint_seconds: float
     max_hint_seconds: float
     max_hint_share: float
@@ -179,10 +181,16 @@ class EngineConfig(StrictFields):
                         is slower on CUDA: the Triton kernels run, and pages that rows share are
                         read by each of them
     kv_store            folder that keeps the K/V of ended requests: a restart finds it, and so do
-                        requests that come back after the pool has evicted it
+                        requests that come back after the pool has evicted it; or the address of a
+                        Redis server, "redis://HOST:PORT/0"
     kv_store_size       most bytes of the folder's files; the least recently used ones are removed
-    kv_store_write      "finish" (all tokens of a request when it ends), or "reuse": the tokens
-                        that it found cached, which were asked for twice
+    kv_store_write      what is written when: "auto" (all when the engine is idle, sooner what costs
+                        less to write than loads are expected to save), "finish" (all tokens of a
+                        request when it ends), "reuse" (tokens that were used kv_store_min_uses
+                        times), or "evict" (all tokens, before the pool may evict them)
+    kv_store_min_uses   see kv_store_write
+    host_cache_memory   bytes of pinned host memory for what the device's pool evicts, in front of
+                        kv_store or alone; not on the CPU, whose pool is in host memory
     hint_seconds        seconds that a pin or retain lasts if the hint names none
     max_hint_seconds    most seconds that a pin or retain lasts
     max_hint_share      share of the pool that all pins and retains together may hold
@@ -236,7 +244,9 @@ class EngineConfig(StrictFields):
     exact: bool | None = None
     kv_store: str | None = None
     kv_store_size: int | str = "8GB"
-    kv_store_write: KVStoreWrite = "finish"
+    kv_store_write: KVStoreWrite = "auto"
+    kv_store_min_uses: int = 2
+    host_cache_memory: int | str | None = None
     hint_seconds: float = 300.0
     max_hint_seconds: float = 3600.0
     max_hint_share: float = 0.5
@@ -275,6 +285,7 @@ class EngineConfig(StrictFields):
             num_states=(1, 2**31 - 1),
             checkpoint_interval=(1, None),
             max_overtake=(0, None),
+            kv_store_min_uses=(1, None),
             trace_hash_block=(1, 4096),
             kv_events_block_size=(1, 4096),
             seed=(0, 2**63 - 1),
@@ -332,11 +343,13 @@ class EngineConfig(StrictFields):
                 raise InvalidRequest("give num_pages or kv_cache_memory, not both")
             parse_bytes(self.kv_cache_memory)
         parse_bytes(self.kv_store_size, "kv_store_size")
-        if self.kv_store is not None:
-            if not check_str("kv_store", self.kv_store):
-                raise InvalidRequest("kv_store must be None or the path of a folder, got ''")
-            if self.cache != "radix":
-                raise InvalidRequest(f'kv_store needs cache="radix", got cache="{self.cache}"')
+        if self.kv_store is not None and not check_str("kv_store", self.kv_store):
+            raise InvalidRequest("kv_store must be None or the path of a folder, got ''")
+        if self.host_cache_memory is not None:
+            parse_bytes(self.host_cache_memory, "host_cache_memory")
+        for name in ("kv_store", "host_cache_memory"):
+            if getattr(self, name) is not None and self.cache != "radix":
+                raise InvalidRequest(f'{name} needs cache="radix", got cache="{self.cache}"')
         if self.cache == "hash" and self.eviction != "lru":
             raise InvalidRequest(
                 f'eviction must be "lru" with cache="hash", got {self.eviction!r}; '

@@ -33,6 +33,7 @@ class StoredLookup(NamedTuple):
     load_tokens: int  # of these: neither cached nor the prompt's last token
     load_s: float  # seconds to load `load_tokens`
     compute_s: float | None  # seconds to compute them; None before any prompt was computed
+    host_len: int = 0  # of stored_len: in runs that lie in host memory
 
 
 class Lookup(NamedTuple):

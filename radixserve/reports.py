@@ -49,9 +49,15 @@ class StoreStats(TypedDict):
     loaded_tokens: int
     written_tokens: int
     unwritten_tokens: int  # the disk was too slow or refused
+    skipped_tokens: int  # evicted before the engine was idle, and not worth writing before
+    returned_tokens: int  # computed again after they had been evicted
     failed_reads: int  # files that were damaged, missing or late
     failed_writes: int  # files
     loading_requests: int  # requests whose stored prefix is being loaded
+    unsaved_requests: int  # ended requests whose K/V may still be written
+    read_bytes_per_s: int  # as measured
+    write_ns_per_kb: int  # of CPU time for 1,000 bytes, as measured
+    load_latency_us: int  # of a load beside its bytes, as measured
     store_bytes: int
     store_dropped_files: int  # removed because the store was full
 

@@ -89,11 +89,11 @@ def _list(store: FolderStore, args: argparse.Namespace) -> int:
     num_damaged, now = 0, time.time()
     for file in store.list():
         try:
-            run = decode_run(store.get(store.name_of(file)) or b"")
+            run = decode_run(store.get(file.name) or b"")
         except (BadRun, OSError):
             num_damaged += 1
             continue
-        model = file.path.parent.parent.name
+        model = file.name.split("/")[0]
         group = groups[model, run.namespace]
         group["files"] += 1
         group["tokens"] += len(run.tokens)
@@ -123,11 +123,11 @@ def _verify(store: FolderStore, args: argparse.Namespace) -> int:
     num_files = 0
     for file in store.list():
         num_files += 1
-        name = store.name_of(file)
+        name = file.name
         try:
             decode_run(store.get(name) or b"")
         except (BadRun, OSError) as error:
-            damaged[str(file.path)] = str(error)
+            damaged[str(store.path_of(name))] = str(error)
             if args.drop:
                 store.drop(name)
     if args.json:

@@ -92,8 +92,8 @@ class Engine:
         self._config = config
         self._stores: dict[str, KVConnector] = {}  # of `store`, by folder
         self._connector: KVConnector | None = None
-        if config.kv_store is not None:
-            self._connector = open_connector(config, runner, self._cache, self._prefill_cost)
+        if config.kv_store is not None or config.host_cache_memory is not None:
+            self._connector = self._open_connector(config)
             self._scheduler.set_finish_hook(self._connector.save)
         self._searches: dict[str, BeamGroup] = {}  # beam searches by request id
         self._in_flight: list[tuple[SchedulerOutput, Any]] = []  # launched steps, the older first
@@ -112,13 +112,12 @@ class Engine:
         """
         if self._connector is not None:
             self._scheduler.check_fits(request)
-            queued_at = time.perf_counter()
+            queued_at = self._scheduler.clock()
 
             def add_loaded(num_loaded: int) -> None:
-                waited_s = time.perf_counter() - queued_at
-                self._scheduler.add(request, waited_s=waited_s, num_loaded=num_loaded)
+                self._scheduler.add(request, queued_at=queued_at, num_loaded=num_loaded)
 
-            if request.beams is None and self._connector.queue_load(request, add_loaded):
+            if request.beams is None and self._connector.queue_load(request, add_loaded, queued_at):
                 return
         self._scheduler.add(request)
         if request.beams is not None:
@@ -181,6 +180,11 @@ class Engine:
         if self._scheduler.has_work or self._in_flight or len(self._prefetches) > 0:
             return True
         return self._connector is not None and self._connector.has_work
+
+    @property
+    def idle_timeout(self) -> float | None:
+        """Seconds after which an idle engine has work of its own; None for never."""
+        return None if self._connector is None else self._connector.idle_timeout
 
     def step(self) -> list[RequestOutput]:
         """Launch a step, and collect the oldest one beyond the overlap depth.
@@ -273,11 +277,24 @@ class Engine:
         InvalidRequest."""
         connector = self._stores.get(folder)
         if connector is None:
-            config = replace(self._config, kv_store=folder, kv_store_size=_UNBOUNDED)
-            connector = self._stores[folder] = open_connector(
-                config, self._runner, self._cache, self._prefill_cost
+            config = replace(
+                self._config,
+                kv_store=folder,
+                kv_store_size=_UNBOUNDED,
+                host_cache_memory=None,
             )
+            connector = self._stores[folder] = self._open_connector(config)
         return connector
+
+    def _open_connector(self, config: EngineConfig) -> KVConnector:
+        return open_connector(
+            config,
+            self._runner,
+            self._cache,
+            token_cost=self._prefill_cost,
+            step_seconds=lambda: self._prefill_s + self._decode_s,
+            has_room=self._scheduler.has_room,
+        )
 
     def reset_cache(self, namespace: str | None = None) -> None:
         """Drop the cached and stored prefixes of a namespace, or of all if None, and their hints.

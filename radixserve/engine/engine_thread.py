@@ -218,7 +218,10 @@ class EngineThread:
             is_idle, timeout = not self._collectors and not self._engine.has_work(), None
             if is_idle:
                 self._rest()
-                if self._stats["leases"] or self._stats["hints"]:  # they end by time alone
+                timeout = self._engine.idle_timeout
+                if (timeout is None and self._stats["leases"]) or self._stats[
+                    "hints"
+                ]:  # they end by time alone
                     timeout = _IDLE_STATS_EVERY_S
             try:
                 item = self._inbox.get(block=is_idle, timeout=timeout)

@@ -8,8 +8,9 @@ time in order of arrival; other requests do not wait. Loaded tokens are committe
 by run, by the same calls as computed tokens. If a read fails, is late or does not verify, the
 request continues with the runs loaded so far and computes the rest.
 
-K/V is copied out of the pool when the engine has nothing to run; before that only if the pool may
-evict it otherwise, or if it has waited for long.
+K/V is copied out of the pool when the engine has had nothing to run for a while. Before that it is
+copied if the pool may evict it otherwise, or if it has waited for long; with the policy "auto" only
+if writing it costs less than what later loads are expected to save.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, PrefixCache, RadixCache
-from radixserve.config import EngineConfig, parse_bytes
+from radixserve.config import EngineConfig, KVStoreWrite, parse_bytes
 from radixserve.errors import InvalidRequest, OutOfPages
 from radixserve.output import StoredLookup
 from radixserve.request import Request
@@ -36,12 +37,18 @@ from radixserve.store import (
     MAX_RUN_TOKENS,
     BadRun,
     FolderStore,
+    HostStore,
+    RunStore,
     StoredPrefix,
     StoredPrefixes,
     StoredRun,
+    TieredStore,
+    UseCounts,
 )
 from radixserve.store.fingerprint import model_fingerprint
+from radixserve.store.redis_store import SCHEMES, RedisStore
 from radixserve.store.run_file import ByteArray
+from radixserve.store.worker import Worker
 
 if TYPE_CHECKING:
     from radixserve.runner.base import ModelRunner
@@ -58,9 +65,15 @@ _FIRST_LATENCY_S = 0.5e-3  # fixed cost of a load until loads were timed, and th
 _FORGETTING = 0.02  # share of the measured latency forgotten each time that a load does not pay
 _STEP_S = 0.005  # time per step for filling pages
 _MAX_FREE_BUFFERS = 8  # unused buffers that are kept for the next reads and copies
+_CLOSE_S = 30.0  # until writes are given up
 _CHECK_S = 60.0  # `check` waits at most so long for writes
+_IDLE_S = 0.05  # without requests, until K/V is copied that is written when the engine is idle
+_MAX_PAUSE_S = 0.2  # of the writer, for each run of such K/V, while requests run
 _MAX_UNSAVED_S = 5.0  # K/V is copied after so long even while the engine is busy
+_FIRST_WRITE_S = 1.2e-9  # for each byte, until writes were timed
+_FIRST_RETURNS = 40, 2000  # tokens that came back, of those that were evicted: assumed at the start
 _LOG_EVERY_S = 60.0
+_CACHE_FOLDER = Path("~/.cache/radixserve")  # of fingerprints, where the store is not a folder
 
 
 class LoadingRequest(NamedTuple):
@@ -70,6 +83,7 @@ class LoadingRequest(NamedTuple):
     request: Request
     on_loaded: Callable[[int], None]
     num_missing: int  # tokens that are stored and not cached
+    queued_at: float = 0.0  # by the scheduler's clock
 
 
 class BufferPool:
@@ -120,6 +134,7 @@ class Load:
     waiter: LoadingRequest
     stored: StoredPrefix
     runs: deque[StoredRun]  # not yet read
+    steps_before_s: float  # seconds of steps when it began
     reads: deque[tuple[StoredRun, Future[BufferedRun | None]]] = field(default_factory=deque)
     deadline: float = 0.0  # of the first read: time.monotonic()
     num_loaded: int = 0
@@ -133,6 +148,7 @@ class Unsaved:
     tokens: IntArray
     namespace: str
     since: float  # time.monotonic()
+    only_idle: bool = False  # it is not worth the time of a busy engine
     stored: StoredPrefix | None = None  # of `tokens`; None until the first run is copied
     runs: list[BufferedRun] = field(default_factory=list)
 
@@ -148,6 +164,8 @@ class TierStats:
     loaded_tokens: int = 0
     written_tokens: int = 0
     unwritten_tokens: int = 0  # the disk was too slow or refused
+    skipped_tokens: int = 0  # evicted before the engine was idle, and not worth writing before
+    returned_tokens: int = 0  # computed again after they had been evicted
     failed_reads: int = 0  # files that were damaged, gone or late
     failed_writes: int = 0  # files
 
@@ -161,31 +179,52 @@ class KVConnector:
         pool: KVPool,
         cache: RadixCache,
         *,
-        writes_reused_only: bool = False,
+        policy: KVStoreWrite = "finish",
+        min_uses: int = 2,
         step_tokens: int = 0,
         token_cost: Callable[[], tuple[float, int]] = lambda: (0.0, 0),
+        step_seconds: Callable[[], float] = lambda: 0.0,
+        has_room: Callable[[int, float], bool] = lambda _, __: True,
     ) -> None:
-        """`step_tokens`: tokens for which a step may take pages. `token_cost`: returns the seconds
-        in which prompts were computed, and their tokens, so far. `writes_reused_only`: store only
-        the tokens that a request found cached."""
+        """
+        policy        what is written when, see `EngineConfig.kv_store_write`
+        min_uses      of a prefix, before the policy "reuse" writes it
+        step_tokens   of the pool, that a step may take
+        token_cost    seconds spent on computing prompts, and their tokens, so far
+        step_seconds  seconds in which steps were under way so far
+        has_room      whether a request of so many tokens, queued at such a time, would find pages
+                      if it were admitted now
+        """
         self._prefixes = prefixes
         self._pool = pool
         self._cache = cache
-        self._writes_reused_only = writes_reused_only
+        self._policy = policy
+        self._uses = UseCounts(min_uses)
         self._token_cost = token_cost
+        self._step_seconds = step_seconds
+        self._has_room = has_room
         self._waiting: deque[LoadingRequest] = deque()
         self._load: Load | None = None
-        self._reader = ThreadPoolExecutor(1, "radixserve-store-reader")
-        self._writer = ThreadPoolExecutor(1, "radixserve-store-writer")
+        self._reader = Worker("radixserve-store-reader")
+        self._writer = Worker("radixserve-store-writer")
         self._late_read: Future[BufferedRun | None] | None = None  # its thread may hang
         self._step_tokens = step_tokens
         self._buffers = BufferPool(prefixes.max_file_bytes)
         self._unsaved: deque[Unsaved] = deque()
+        self._deferred: deque[Unsaved] = deque()  # to be copied when the engine is idle
+        self._num_deferred = 0  # their tokens
+        self._busy_at = 0.0  # time.monotonic()
+        self._cpu_before_s = 0.0  # time.thread_time() of the engine's thread at the first request
+        self._resting = threading.Event()  # set while the engine has been idle for a while
         self._writes: dict[str, Unsaved] = {}  # under way, by the names of their first runs
         self._bandwidth = _FIRST_BANDWIDTH
         self._latency_s = _FIRST_LATENCY_S
+        self._write_s = _FIRST_WRITE_S  # CPU seconds for each byte
+        self._copy_s = 0.0  # for each byte, in the engine's thread
+        self._missed_s = 0.0  # that loads would have saved, of what was not worth writing
         self._counts = TierStats()
         self._logged_at = -_LOG_EVERY_S
+        self._is_closing = False
 
     # -- loading ------------------------------------------------------------------------------
 
@@ -208,22 +247,27 @@ class KVConnector:
 
     def lookup(self, tokens: IntArray, namespace: str, cached_len: int) -> StoredLookup:
         """See `StoredLookup`. `cached_len`: leading tokens of the prompt that are cached."""
-        stored_len = self.stored_len(tokens, namespace)
+        stored = self._prefixes.match(tokens, namespace)
+        stored_len, in_memory = stored.length, self._prefixes.store.in_memory
+        host_len = sum(run.num_tokens for run in stored.runs if in_memory(run.name))
         num_tokens = max(0, min(stored_len, len(tokens) - 1) - cached_len)
         seconds, computed = self._token_cost()
         load_s = self._load_seconds(num_tokens) if num_tokens else 0.0
         compute_s = num_tokens * seconds / computed if computed >= _MIN_MEASURED else None
-        return StoredLookup(stored_len, num_tokens, load_s, compute_s)
+        return StoredLookup(stored_len, num_tokens, load_s, compute_s, host_len)
 
-    def queue_load(self, request: Request, on_loaded: Callable[[int], None]) -> bool:
+    def queue_load(
+        self, request: Request, on_loaded: Callable[[int], None], queued_at: float = 0.0
+    ) -> bool:
         """Queue a request to load its stored prefix before it is scheduled. Returns False, and does
         nothing, if loading does not pay: the prefix is cached, not stored, or computed sooner.
-        `on_loaded`: see `LoadingRequest`."""
+        `on_loaded`, `queued_at`: see `LoadingRequest`."""
+        self._note_busy()
         is_stuck = self._late_read is not None and not self._late_read.done()
         missing = None if is_stuck else self._plan_load(request, self._loading_requests())
         if missing is None:
             return False
-        self._waiting.append(LoadingRequest(request, on_loaded, missing.num_tokens))
+        self._waiting.append(LoadingRequest(request, on_loaded, missing.num_tokens, queued_at))
         return True
 
     def cancel_loads(self, request_id: str | None = None) -> None:
@@ -237,33 +281,56 @@ class KVConnector:
 
     @property
     def has_work(self) -> bool:
-        """Whether requests wait for a load or K/V is to be copied."""
-        return len(self) > 0 or len(self._unsaved) > 0
+        """Whether requests wait for a load or K/V is to be copied now."""
+        if len(self) > 0:
+            return True
+        if self._policy == "finish":
+            return len(self._unsaved) > 0
+        return self.idle_timeout == 0.0
+
+    @property
+    def idle_timeout(self) -> float | None:
+        """Seconds until an idle engine should copy K/V; None where nothing is to be copied."""
+        waits = self._policy != "evict" and (self._unsaved or self._deferred)
+        return max(0.0, self._busy_at + _IDLE_S - time.monotonic()) if waits else None
 
     def step(self, *, may_wait: bool) -> None:
         """Put the runs that have been read into pages, for up to 5 ms. `may_wait`: wait up to 5 ms
-        for the first one."""
-        while self._load is None and self._waiting:
-            self._load = self._begin(self._waiting.popleft())
-        load = self._load
-        if load is None:
-            return None
-        if may_wait:
-            wait([load.reads[0][1]], _STEP_S)
-        began = time.monotonic()
-        while load.reads[0][1].done() and time.monotonic() - began < _STEP_S:
-            if not self._install_run(load, *load.reads.popleft()):
-                return self._end_load(load)
-            if not load.reads:
+        for those that are being read."""
+        until = time.monotonic() + _STEP_S
+        while (load := self._load or self._begin_next()) is not None:
+            run, read = load.reads[0]
+            if may_wait:
+                wait([read], max(0.0, until - time.monotonic()))
+            if not read.done():
+                if time.monotonic() > load.deadline:
+                    self._late_read = read
+                    self._counts.failed_reads += 1
+                    self._warn(f"reading {run.name} takes too long; its tokens are computed")
+                    self._end_load(load)
+                return
+            load.reads.popleft()
+            if not self._install_run(load, run, read):
+                self._end_load(load)
+            elif not load.reads:
                 self._time_load(load)
-                return self._end_load(load)
-            self._set_deadline(load)
-        if time.monotonic() > load.deadline:
-            run, self._late_read = load.reads[0]
-            self._counts.failed_reads += 1
-            self._warn(f"reading {run.name} takes too long; its tokens are computed")
-            self._end_load(load)
-        return None
+                self._end_load(load)
+            else:
+                self._set_deadline(load)
+            if time.monotonic() > until:
+                if self._load is None:
+                    self._begin_next()  # it is read while the step is computed
+                return
+
+    def _begin_next(self) -> Load | None:
+        """Start the next load that pays and whose request would find pages: what is loaded long
+        before its request is admitted would be evicted again."""
+        while self._load is None and self._waiting:
+            waiter = self._waiting[0]
+            if not self._has_room(len(waiter.request.token_ids) + 1, waiter.queued_at):
+                return None
+            self._load = self._begin(self._waiting.popleft())
+        return self._load
 
     def _plan_load(self, request: Request, ahead: Sequence[LoadingRequest]) -> LoadPlan | None:
         """Returns what to load for a request, after the loads of the requests `ahead`; None if
@@ -297,7 +364,8 @@ class KVConnector:
 
     def _time_load(self, load: Load) -> None:
         """Update the measured latency of loads with a load that has succeeded."""
-        seconds = time.monotonic() - load.began
+        steps_s = self._step_seconds() - load.steps_before_s
+        seconds = time.monotonic() - load.began - steps_s  # computing would have waited for these
         num_bytes = load.num_loaded * self._prefixes.layout.token_bytes
         latency_s = max(_FIRST_LATENCY_S, seconds - num_bytes / self._bandwidth)
         self._latency_s += 0.2 * (latency_s - self._latency_s)
@@ -311,10 +379,9 @@ class KVConnector:
             waiter.on_loaded(0)
             return None
         stored = missing.stored
-        tokens, namespace = request.token_ids[: stored.length], request.params.namespace
-        cached = self._cache.lookup(tokens, namespace, allow_full=True, compare_namespaces=False)
-        runs = [run for run in stored.runs if run.start + run.num_tokens > cached.cached_len]
-        load = Load(waiter, stored, deque(runs))
+        cached_len = stored.length - missing.num_tokens
+        runs = [run for run in stored.runs if run.start + run.num_tokens > cached_len]
+        load = Load(waiter, stored, deque(runs), self._step_seconds())
         for _ in range(_READ_AHEAD):
             self._read_next(load)
         self._set_deadline(load)
@@ -411,27 +478,107 @@ class KVConnector:
     # -- writing ------------------------------------------------------------------------------
 
     def save(self, sequence: CacheSequence, num_reused: int) -> None:
-        """Queue the K/V of a request that ends to be stored. It is copied out of the pool now only
-        if the pool may soon evict it. `num_reused`: leading tokens that the request did not
-        compute. Never raises."""
-        length = sequence.committed_len
-        if self._writes_reused_only:
-            length = min(length, num_reused)
+        """Queue the K/V of a request that ends to be stored, as far as the policy wants it. It is
+        copied out of the pool now only if the pool may soon evict it. `num_reused`: leading tokens
+        that the request did not compute. Never raises."""
+        length, now = sequence.committed_len, time.monotonic()
         if length < MIN_TOKENS or sequence.is_stale:
             return
-        tokens = sequence.tokens[:length].copy()
-        self._unsaved.append(Unsaved(tokens, sequence.namespace, time.monotonic()))
+        tokens, namespace = sequence.tokens[:length].copy(), sequence.namespace
+        num_wanted = self._num_wanted(tokens, namespace, num_reused)
+        if num_wanted >= MIN_TOKENS:
+            self._unsaved.append(Unsaved(tokens[:num_wanted], namespace, now))
+        if self._policy == "auto" and length - num_wanted >= MIN_TOKENS:
+            self._defer(Unsaved(tokens, namespace, now, only_idle=True))
         while self._unsaved and self._is_short_of_pages():
             self._copy_or_warn(self._unsaved[0])
 
+    def _num_wanted(self, tokens: IntArray, namespace: str, num_reused: int) -> int:
+        """Leading tokens of an ended request that are to be written even while others run."""
+        if self._policy in ("finish", "evict"):
+            return len(tokens)
+        num_again = self._uses.note(tokens, namespace)
+        if self._policy == "reuse":
+            return max(num_again, num_reused) if self._uses.min_uses == 2 else num_again
+        num_returned = max(0, num_again - num_reused)
+        self._counts.returned_tokens += num_returned
+        seconds, computed = self._token_cost()
+        if computed < _MIN_MEASURED:
+            return len(tokens)
+        token_bytes = self._prefixes.layout.token_bytes
+        write_s = token_bytes * (self._write_s + self._copy_s)
+        saved_s = self._cpu_share * seconds / computed - token_bytes / self._bandwidth
+        if saved_s <= 0.0:
+            return 0
+        rate = self._return_rate
+        end = len(tokens) if write_s < rate * saved_s else num_again
+        if end - num_reused < MIN_TOKENS:  # what was found in memory is not about to be evicted
+            return 0
+        gain_s = saved_s * (num_returned + rate * (end - num_reused - num_returned))
+        num_unstored = end - self._prefixes.match(tokens[:end], namespace).length
+        if num_unstored * write_s < gain_s + self._missed_s:
+            self._missed_s = 0.0
+            return end
+        self._missed_s += gain_s  # of requests that share a long prefix each gains little
+        return 0
+
+    @property
+    def _cpu_share(self) -> float:
+        """Of the time in which steps were computed, that the engine's thread had a core: the cost
+        of writes is CPU time. 1 on a device."""
+        steps_s = self._step_seconds()
+        if not self._pool.is_in_host_memory or not steps_s:
+            return 1.0
+        return min(1.0, (time.thread_time() - self._cpu_before_s) / steps_s)
+
+    @property
+    def _return_rate(self) -> float:
+        """The share of evicted tokens that are asked for again, by what was seen so far."""
+        returned, evicted = _FIRST_RETURNS
+        returned += self._counts.returned_tokens + self._counts.loaded_tokens
+        return min(1.0, returned / (evicted + self._cache.num_evicted_tokens))
+
+    def _defer(self, unsaved: Unsaved) -> None:
+        """Copy it when the engine is idle, if the pool still has it then."""
+        self._deferred.append(unsaved)
+        self._num_deferred += len(unsaved.tokens)
+        while self._num_deferred > self._cache.num_pages * self._cache.page_size:
+            oldest = self._deferred.popleft()
+            self._num_deferred -= len(oldest.tokens)
+            self._counts.skipped_tokens += len(oldest.tokens)
+
+    def _next_deferred(self) -> Unsaved:
+        """The one that was used last, taken out of the queue."""
+        unsaved = self._deferred.pop()
+        self._num_deferred -= len(unsaved.tokens)
+        return unsaved
+
+    def _note_busy(self) -> None:
+        if not self._busy_at:
+            self._cpu_before_s = time.thread_time()
+        self._busy_at = time.monotonic()
+        if self._resting.is_set():
+            self._resting.clear()
+
     def copy_unsaved(self, *, is_idle: bool) -> None:
         """Copy one run of K/V out of the pool if it is due, see the module. Never raises."""
+        if not is_idle:
+            self._note_busy()
+        elif self.idle_timeout == 0.0:
+            self._resting.set()
+            if not self._unsaved and self._deferred:
+                self._unsaved.append(self._next_deferred())
+        is_resting = self._resting.is_set() or (is_idle and self._policy == "finish")
         while self._unsaved:
+            unsaved = self._unsaved[0]
+            if unsaved.only_idle and not is_resting:
+                self._end_copying(unsaved)
+                continue
             is_short = self._is_short_of_pages()
-            waited_s = time.monotonic() - self._unsaved[0].since
-            if not (is_idle or is_short or waited_s > _MAX_UNSAVED_S):
+            is_late = time.monotonic() - unsaved.since > _MAX_UNSAVED_S
+            if not (is_resting or is_short or (is_late and self._policy != "evict")):
                 return
-            self._copy_or_warn(self._unsaved[0])
+            self._copy_or_warn(unsaved)
             if not is_short:
                 return
 
@@ -450,13 +597,20 @@ class KVConnector:
         except Exception as error:  # of a device, or of memory
             self._counts.failed_writes += 1
             self._warn(f"K/V cannot be copied: {error!r}")
+        self._end_copying(unsaved)
+
+    def _end_copying(self, unsaved: Unsaved) -> None:
+        """Write what was copied of it."""
         self._unsaved.remove(unsaved)
         stored = unsaved.stored
         if stored is None:
             return
         num_copied = sum(run.kv.shape[2] for run in unsaved.runs)
         end = stored.length + num_copied
-        self._counts.unwritten_tokens += len(unsaved.tokens) - end
+        if unsaved.only_idle:
+            self._counts.skipped_tokens += len(unsaved.tokens) - end
+        else:
+            self._counts.unwritten_tokens += len(unsaved.tokens) - end
         if num_copied:
             unsaved.tokens = unsaved.tokens[:end]
             self._writes[stored.next_name] = unsaved
@@ -478,7 +632,10 @@ class KVConnector:
         num_bytes = (cached_len - begin) * self._prefixes.layout.token_bytes
         if cached_len <= begin or self._backlog + num_bytes > _BACKLOG_BYTES:
             return False
+        began = time.thread_time()
         unsaved.runs.append(self._copy(pages, begin, cached_len))
+        copy_s = (time.thread_time() - began) / num_bytes
+        self._copy_s += 0.1 * (copy_s - self._copy_s)
         return cached_len - begin == MAX_RUN_TOKENS
 
     def _copy(self, pages: IntArray, begin: int, end: int) -> BufferedRun:
@@ -503,10 +660,14 @@ class KVConnector:
         stored = unsaved.stored
         assert stored is not None
         num_left = len(unsaved.tokens) - stored.length
+        began = time.thread_time()
         try:
-            for num_tokens in self._put(unsaved.tokens, unsaved.namespace, stored, unsaved.runs):
+            kv = self._paced(unsaved)
+            for num_tokens in self._put(unsaved.tokens, unsaved.namespace, stored, kv):
                 self._counts.written_tokens += num_tokens
                 num_left -= num_tokens
+            write_s = (time.thread_time() - began) / unsaved.num_bytes
+            self._write_s += 0.1 * (write_s - self._write_s)
         except Exception as error:
             self._counts.failed_writes += 1
             self._warn(f"K/V cannot be stored: {error}")
@@ -516,14 +677,21 @@ class KVConnector:
             for run in unsaved.runs:
                 self._buffers.give_back(run.buffer)
 
+    def _paced(self, unsaved: Unsaved) -> Iterator[ByteArray]:
+        """The K/V of its runs; what is not worth the time of a busy engine waits until it rests."""
+        for run in unsaved.runs:
+            if unsaved.only_idle and not self._is_closing:
+                self._resting.wait(_MAX_PAUSE_S)
+            yield run.kv
+
     def _put(
-        self, tokens: IntArray, namespace: str, stored: StoredPrefix, runs: list[BufferedRun]
+        self, tokens: IntArray, namespace: str, stored: StoredPrefix, kv: Iterable[ByteArray]
     ) -> Iterator[int]:
         """Write what follows the stored prefix, and yield the tokens of each run once it is
         written. The first runs count as used last: none of them is removed before those that
         follow it."""
         written = list(stored.runs)
-        for run in self._prefixes.put(tokens, namespace, stored, [run.kv for run in runs]):
+        for run in self._prefixes.put(tokens, namespace, stored, kv):
             written.append(run)
             yield run.num_tokens
         self._prefixes.touch(StoredPrefix(len(tokens), written, ""))
@@ -542,7 +710,7 @@ class KVConnector:
                 return num_written
             run = self._copy(pages, stored.length, end)
             try:
-                num_written += sum(self._put(tokens[:end], namespace, stored, [run]))
+                num_written += sum(self._put(tokens[:end], namespace, stored, [run.kv]))
             finally:
                 self._buffers.give_back(run.buffer)
 
@@ -581,22 +749,38 @@ class KVConnector:
                 self._unsaved.remove(unsaved)
                 for run in unsaved.runs:
                     self._buffers.give_back(run.buffer)
+        kept = [] if namespace is None else [u for u in self._deferred if u.namespace != namespace]
+        self._deferred = deque(kept)
+        self._num_deferred = sum(len(unsaved.tokens) for unsaved in kept)
+        self._uses.clear()
         self._writer.submit(self._prefixes.forget, namespace)
 
     # -- the whole ----------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Wait until all queued K/V is written. Not to be called from the engine's thread."""
-        while self._unsaved:
+        while self._unsaved or self._deferred:
             time.sleep(0.001)
         self._writer.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Write the queued K/V and end the threads."""
-        while self._unsaved:
+        """Write the queued K/V, the last used first, and end the threads. Where the store hangs,
+        what is not written in time is lost."""
+        until = time.monotonic() + _CLOSE_S
+        self._is_closing = True
+        self._resting.set()
+        while self._unsaved or self._deferred:
+            if not self._unsaved:
+                self._unsaved.append(self._next_deferred())
+            while self._writes and self._backlog > _BACKLOG_BYTES // 2:
+                if time.monotonic() > until:
+                    break
+                time.sleep(0.001)
             self._copy_or_warn(self._unsaved[0])
-        self._reader.shutdown(wait=False, cancel_futures=True)
-        self._writer.shutdown()
+        self._reader.shutdown(0.0)
+        if not self._writer.shutdown(max(0.0, until - time.monotonic())):
+            num_bytes = sum(unsaved.num_bytes for unsaved in list(self._writes.values()))
+            _log.warning("kv_store: writing takes too long; up to %d bytes are lost", num_bytes)
 
     def check(self) -> None:
         """Audit the waiting requests, the load in progress, the buffers, and, if no other process
@@ -606,6 +790,9 @@ class KVConnector:
         assert len(ids) == len(set(ids)), "a request waits for two loads"
         num_copied = sum(len(unsaved.runs) for unsaved in self._unsaved)
         assert not self._writes, "a write has ended and is kept"
+        num_deferred = sum(len(unsaved.tokens) for unsaved in self._deferred)
+        assert num_deferred == self._num_deferred, "deferred tokens are miscounted"
+        assert not any(unsaved.runs for unsaved in self._deferred), "a deferred sequence was copied"
         assert 0 <= self._backlog <= _BACKLOG_BYTES, "more K/V waits than may"
         load, num_reads = self._load, 0
         if load is not None:
@@ -637,8 +824,9 @@ class KVConnector:
         return {
             **vars(self._counts),
             "loading_requests": len(self),
-            "unsaved_requests": len(self._unsaved),
+            "unsaved_requests": len(self._unsaved) + len(self._deferred),
             "read_bytes_per_s": round(self._bandwidth),
+            "write_ns_per_kb": round(1e12 * (self._write_s + self._copy_s)),
             "load_latency_us": round(1e6 * self._latency_s),
             "store_bytes": self._prefixes.store.num_bytes,
             "store_dropped_files": self._prefixes.store.num_dropped,
@@ -673,27 +861,51 @@ def open_connector(
     config: EngineConfig,
     runner: ModelRunner,
     cache: PrefixCache,
-    token_cost: Callable[[], tuple[float, int]],
+    **callables: Any,
 ) -> KVConnector:
-    """Returns the connector to the folder `config.kv_store`. `token_cost`: see `KVConnector`.
-    Raises InvalidRequest if the model's K/V cannot be stored or the folder cannot be made."""
-    assert config.kv_store is not None
+    """Returns the connector to the store that `config` names. `callables`: see `KVConnector`.
+    Raises InvalidRequest if the model's K/V cannot be stored or the store cannot be used."""
     assert isinstance(cache, RadixCache)
     pool, layout, settings = runner.storable_pool()
-    folder = Path(config.kv_store).expanduser()
-    try:
-        store = FolderStore(folder, parse_bytes(config.kv_store_size, "kv_store_size"))
-        store.drop_temporary()
-    except OSError as error:
-        raise InvalidRequest(f"kv_store={config.kv_store!r} cannot be used: {error}") from error
+    store = open_store(config, pool)
     settings["layout"] = layout.as_list()
     name = f"{runner.info.architecture} {config.seed}"
-    model = model_fingerprint(runner.model_path, name, settings, folder)
+    is_folder = config.kv_store is not None and not config.kv_store.startswith(SCHEMES)
+    folder = Path(config.kv_store or "") if is_folder else _CACHE_FOLDER
+    model = model_fingerprint(runner.model_path, name, settings, folder.expanduser())
     return KVConnector(
         StoredPrefixes(store, model, layout),
         pool,
         cache,
-        writes_reused_only=config.kv_store_write == "reuse",
+        policy=config.kv_store_write,
+        min_uses=config.kv_store_min_uses,
         step_tokens=config.chunked_prefill_size,
-        token_cost=token_cost,
+        **callables,
     )
+
+
+def open_store(config: EngineConfig, pool: KVPool) -> RunStore:
+    """The store that `config` names, for the K/V of a pool. Raises InvalidRequest."""
+    host = None
+    if config.host_cache_memory is not None:
+        if pool.is_in_host_memory:
+            raise InvalidRequest(
+                "host_cache_memory cannot be used on the CPU: there the pool is in host memory; "
+                "make it larger with kv_cache_memory"
+            )
+        size = parse_bytes(config.host_cache_memory, "host_cache_memory")
+        host = HostStore(size, pool.make_pinned)
+    if config.kv_store is None:
+        assert host is not None
+        return host
+    try:
+        store: RunStore
+        if config.kv_store.startswith(SCHEMES):
+            store = RedisStore(config.kv_store)
+        else:
+            folder = Path(config.kv_store).expanduser()
+            store = FolderStore(folder, parse_bytes(config.kv_store_size, "kv_store_size"))
+            store.drop_temporary()
+    except OSError as error:
+        raise InvalidRequest(f"kv_store={config.kv_store!r} cannot be used: {error}") from error
+    return store if host is None else TieredStore(host, store)

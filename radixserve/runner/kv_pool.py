@@ -97,6 +97,15 @@ class KVPool:
         copy_slots(self.kv.flatten(2, 3), read, write)  # [L, 2, num_slots, Hkv, W]
 
     @property
+    def is_in_host_memory(self) -> bool:
+        return self.kv.device.type == "cpu"
+
+    def make_pinned(self, num_bytes: int) -> ByteArray:
+        """Host memory that the pool's device reads at full speed."""
+        memory: ByteArray = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+        return memory
+
+    @property
     def layout(self) -> KVLayout:
         """The layout of a token in `kv` and `others`."""
         shapes = tuple(self._shapes[layer] for layer in self._layers_of_tokens())

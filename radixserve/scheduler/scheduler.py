@@ -100,6 +100,11 @@ class Scheduler:
 
     # -- requests and sessions ----------------------------------------------------------------
 
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Of the times at which requests are queued, in seconds."""
+        return self._clock
+
     def check_fits(self, request: Request) -> None:
         """InvalidRequest if the request could never fit."""
         capacity = self._cache.num_pages * self._cache.page_size
@@ -115,11 +120,21 @@ class Scheduler:
         sequence and the prompt tokens that it did not compute."""
         self._finish_hook = function
 
-    def add(self, request: Request, *, waited_s: float = 0.0, num_loaded: int = 0) -> None:
+    def has_room(self, num_tokens: int, queued_at: float) -> bool:
+        """Whether a request of so many tokens, queued elsewhere at that time, would find pages now,
+        beside the running requests and those that were queued before it. True where no request is
+        open. O(requests)."""
+        if not self._requests:
+            return True
+        num_pages = self._page_budget.pages_for(num_tokens)
+        num_pages += self._waiting.pages_before(queued_at)
+        return num_pages <= self._cache.num_available - self._page_budget.num_outstanding()
+
+    def add(self, request: Request, *, queued_at: float | None = None, num_loaded: int = 0) -> None:
         """Queue a request, and open the session that it names, with the cache's own lease, unless
         it is open. InvalidRequest if the id is in use or the request could never fit.
 
-        waited_s    how long it has been held back elsewhere, in seconds
+        queued_at   by `clock`, if it was held back elsewhere before
         num_loaded  tokens of its prompt that were loaded meanwhile
         """
         if request.request_id in self._requests:
@@ -128,7 +143,7 @@ class Scheduler:
         session = self.sessions.get(request.session) if request.session else None
         wanted = request.token_ids[: request.score_start + 1]  # see `RequestState.match_tokens`
         prefix_watch = self._cache.watch(wanted, request.params.namespace)
-        queued_at = self._clock() - waited_s
+        queued_at = self._clock() if queued_at is None else queued_at
         tenant = self._shares.enter(request.params.namespace)
         state = RequestState(request, self._num_arrived, prefix_watch, queued_at, tenant, session)
         state.num_loaded = num_loaded

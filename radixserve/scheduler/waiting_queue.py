@@ -367,6 +367,16 @@ class WaitingQueue:
         size = self._cache.page_size
         return -(-(len(state.tokens) + 1) // size) - state.prefix_watch.cached_len // size
 
+    def pages_before(self, time: float) -> int:
+        """Available pages that the requests need which were queued before that time, those of their
+        cached prefixes included unless they are locked. O(requests)."""
+        size = self._cache.page_size
+        return sum(
+            -(-(len(state.tokens) + 1) // size) - state.prefix_watch.locked_len // size
+            for state in self._by_watch.values()
+            if state.queued_at < time
+        )
+
     @property
     def min_page_need(self) -> float:
         """Smallest page need of queued requests without a producer; inf if none. O(1)."""

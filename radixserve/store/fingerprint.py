@@ -57,5 +57,6 @@ def _read_cache(folder: Path) -> dict[str, str]:
 def _write_cache(folder: Path, known: Mapping[str, str]) -> None:
     temporary = folder / f".{os.getpid()}-{_CACHE}"
     with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         temporary.write_text(json.dumps(known))
         os.replace(temporary, folder / _CACHE)

@@ -22,11 +22,11 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from radixserve.store.run_file import WRITE_BYTES, Buffer
+from radixserve.store.run_store import RunStore, StoredFile
 
 _SUFFIX = ".kv"
 _ROOM_AFTER = 0.9  # of max_bytes: the fill after files were removed
@@ -38,19 +38,9 @@ _STALE_S = 3600.0  # a temporary file of that age has no writer
 _numbers = itertools.count()
 
 
-class StoredFile(NamedTuple):
-    """A file of the store."""
-
-    path: Path
-    num_bytes: int
-    used_at: float  # time.time() of its last use
-
-
-class FolderStore:
-    """Bytes by name. Any thread may call; OSError means that the disk refused.
-
-    The files that were not used for longest go when the store would grow beyond `max_bytes`.
-    """
+class FolderStore(RunStore):
+    """A `RunStore` on a disk. The files that were not used for longest go when the store would grow
+    beyond `max_bytes`."""
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
         """Makes the folder, readable by its owner alone. O(files)."""
@@ -129,7 +119,7 @@ class FolderStore:
         with self._lock:
             for file in list(self.list(prefix)):
                 with contextlib.suppress(OSError):
-                    file.path.unlink()
+                    self.path_of(file.name).unlink()
             self.num_bytes = sum(file.num_bytes for file in self.list())
 
     def list(self, prefix: str = "") -> Iterator[StoredFile]:
@@ -138,11 +128,12 @@ class FolderStore:
         for path in self._paths(prefix, _NAME):
             with contextlib.suppress(OSError):
                 status = path.stat()
-                yield StoredFile(path, status.st_size, status.st_mtime)
+                name = path.relative_to(self.folder).as_posix()[: -len(_SUFFIX)]
+                yield StoredFile(name, status.st_size, status.st_mtime)
 
-    def name_of(self, file: StoredFile) -> str:
-        """The name by which `get` finds it."""
-        return str(file.path.relative_to(self.folder))[: -len(_SUFFIX)]
+    def path_of(self, name: str) -> Path:
+        """Where the file of that name lies."""
+        return Path(self._path(name))
 
     def prune(self, max_bytes: int) -> int:
         """Remove the files that were not used for longest, down to `max_bytes`. Returns how many
@@ -162,7 +153,7 @@ class FolderStore:
             if self.num_bytes <= max_bytes:
                 break
             with contextlib.suppress(OSError):
-                file.path.unlink()
+                self.path_of(file.name).unlink()
                 self.num_bytes -= file.num_bytes
                 num_dropped += 1
         return num_dropped

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 
 from radixserve.arrays import IntArray
-from radixserve.store.folder_store import FolderStore
 from radixserve.store.run_file import (
     BadRun,
     ByteArray,
@@ -29,6 +28,7 @@ from radixserve.store.run_file import (
     decode_run,
     encode_run,
 )
+from radixserve.store.run_store import RunStore
 
 MAX_RUN_TOKENS = 512  # longer runs are divided, so that reading one overlaps with loading another
 _HEAD_BYTES = 4096
@@ -60,7 +60,7 @@ class StoredPrefix(NamedTuple):
 class StoredPrefixes:
     """One thread calls `match`, any thread the others."""
 
-    def __init__(self, store: FolderStore, model: str, layout: KVLayout) -> None:
+    def __init__(self, store: RunStore, model: str, layout: KVLayout) -> None:
         """`model`: the fingerprint of what computes the K/V, in hexadecimal digits."""
         self.store = store
         self.layout = layout
@@ -150,9 +150,10 @@ class StoredPrefixes:
         first. Reads all runs' tokens; damaged files are left out."""
         heads: dict[tuple[str, str], RunHead] = {}
         for file in sorted(self.store.list(self._model), key=lambda file: -file.used_at):
-            head = self._head_of(self.store.name_of(file))
+            head = self._head_of(file.name)
             if head is not None and head.layout == self.layout.as_list():
-                heads[file.path.parent.name, file.path.stem] = head
+                _, folder, name = file.name.split("/")
+                heads[folder, name] = head
         begins = {(folder, head.parent, head.start) for (folder, _), head in heads.items()}
         for (folder, name), head in heads.items():
             end = head.start + len(head.tokens)

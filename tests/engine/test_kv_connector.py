@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from radixserve import InvalidRequest, Runtime, SamplingParams
-from radixserve.engine.kv_connector import LoadingRequest
+from radixserve.engine.kv_connector import KVConnector, LoadingRequest
 from radixserve.errors import RequestFailed
 from radixserve.output import Completion
 from tests.store.faulty_store import DAMAGES, Faults
@@ -34,11 +34,17 @@ def answers(completions: Sequence[Completion]) -> list[tuple[list[int], str | No
 def run(folder: Path | None, prompts: Any, **settings: Any) -> list[Completion]:
     """The answers of a runtime of its own, closed afterwards."""
     pages = {"num_pages": NUM_PAGES // settings.get("page_size", 1)}
-    store = {} if folder is None else {"kv_store": str(folder)}
+    store = {} if folder is None else {"kv_store": str(folder), "kv_store_write": "finish"}
     with Runtime("demo", **{**pages, **store, **settings}) as runtime:
         completions = [runtime.generate(prompt, PARAMS) for prompt in prompts]
         runtime.check()
         return completions
+
+
+def runtime_with_store(folder: Path, **settings: Any) -> Runtime:
+    """Which writes all tokens of a request at once, whatever was measured."""
+    settings = {"num_pages": NUM_PAGES, "kv_store_write": "finish", **settings}
+    return Runtime("demo", kv_store=str(folder), **settings)
 
 
 def files(folder: Path) -> list[Path]:
@@ -74,7 +80,7 @@ def test_another_kv_dtype_is_stored_and_kept_apart(tmp_path: Path) -> None:
 def test_more_than_the_pool_holds_is_loaded_again(tmp_path: Path) -> None:
     prompts = [tokens(seed, 300) for seed in range(8)]
     plain = run(None, prompts)
-    with Runtime("demo", num_pages=700, kv_store=str(tmp_path)) as runtime:
+    with runtime_with_store(tmp_path, num_pages=700) as runtime:
         for expected in ("computed", "loaded"):
             for prompt, answer in zip(prompts, plain, strict=True):
                 completion = runtime.generate(prompt, PARAMS)
@@ -89,7 +95,7 @@ def test_more_than_the_pool_holds_is_loaded_again(tmp_path: Path) -> None:
 def test_requests_that_share_a_stored_prefix_load_it_once(tmp_path: Path) -> None:
     shared = tokens(0, 600)
     run(tmp_path, [shared])
-    with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
+    with runtime_with_store(tmp_path) as runtime:
         completions = runtime.generate([shared + tokens(seed, 20) for seed in range(1, 7)], PARAMS)
         assert sum(completion.usage.loaded_tokens for completion in completions) == 600
         assert all(completion.usage.computed_tokens == 20 for completion in completions)
@@ -97,7 +103,7 @@ def test_requests_that_share_a_stored_prefix_load_it_once(tmp_path: Path) -> Non
 
 
 def test_a_request_in_memory_or_not_stored_is_not_loaded(tmp_path: Path) -> None:
-    with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
+    with runtime_with_store(tmp_path) as runtime:
         runtime.generate([tokens(0, 100), tokens(0, 100), tokens(1, 100)], PARAMS)
         assert runtime.cache_stats()["kv_store"]["loaded_tokens"] == 0
         runtime._core._engine._connector.flush()
@@ -108,7 +114,7 @@ def test_a_request_in_memory_or_not_stored_is_not_loaded(tmp_path: Path) -> None
 def test_lookup_says_what_lies_where_and_what_it_costs(tmp_path: Path) -> None:
     prompt = tokens(0, 300)
     run(tmp_path, [prompt])
-    with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
+    with runtime_with_store(tmp_path) as runtime:
         lookup = runtime.lookup(prompt)
         assert (lookup.cached_len, lookup.reason) == (0, "never_seen")
         assert lookup.stored is not None
@@ -133,7 +139,7 @@ def test_lookup_says_what_lies_where_and_what_it_costs(tmp_path: Path) -> None:
 def test_a_load_that_waits_for_others_or_takes_long_does_not_pay(tmp_path: Path) -> None:
     """Computing is sooner: by the loads before it, by the bandwidth, by the latency."""
     run(tmp_path, [tokens(seed, 40) for seed in range(2)])
-    with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
+    with runtime_with_store(tmp_path) as runtime:
         connector = runtime._core._engine._connector
         connector._token_cost = lambda: (1.0, 1000)  # 1 ms a token
         assert connector._pays(40, ())
@@ -156,16 +162,112 @@ def test_only_what_was_reused_is_written_on_demand(tmp_path: Path) -> None:
     assert run(tmp_path, [shared + tokens(9, 50)])[0].usage.loaded_tokens == 100
 
 
+def test_with_auto_an_idle_or_closed_engine_writes_everything(tmp_path: Path) -> None:
+    settings = {"kv_store_write": "auto"}
+    with runtime_with_store(tmp_path, **settings) as runtime:
+        runtime.generate(tokens(0, 100), PARAMS)
+        deadline = time.monotonic() + 20
+        while not files(tmp_path):
+            assert time.monotonic() < deadline, "an idle engine writes nothing"
+            time.sleep(0.01)
+        runtime.check()
+        runtime.generate(tokens(1, 100), PARAMS)
+    for seed in (0, 1):
+        assert run(tmp_path, [tokens(seed, 100)])[0].usage.loaded_tokens == 99
+
+
+def saved(connector: KVConnector, runtime: Runtime, prompt: list[int]) -> int:
+    """Tokens that are to be written while others run, of a request that has computed a prompt."""
+    number = connector._num_wanted(np.array(prompt, np.int32), "", 0)
+    runtime.check()
+    return number
+
+
+def test_with_auto_a_busy_engine_writes_what_pays(tmp_path: Path) -> None:
+    """What is cheap to write beside computing it; else what had been evicted and came back."""
+    with runtime_with_store(tmp_path, kv_store_write="auto") as runtime:
+        connector = runtime._core._engine._connector
+        token_bytes = connector._prefixes.layout.token_bytes
+        connector._copy_s, connector._bandwidth = 0.0, 1e15
+        connector._write_s = 5e-6 / token_bytes  # 5 us a token
+        connector._token_cost = lambda: (1.0, 1000)  # 1 ms a token
+        assert saved(connector, runtime, tokens(0, 200)) == 200
+        connector._token_cost = lambda: (1.0, 100_000)  # 10 us a token
+        assert saved(connector, runtime, tokens(1, 200)) == 0
+        assert connector._counts.returned_tokens == 128 + 64 - 192
+        assert saved(connector, runtime, tokens(1, 150) + tokens(2, 50)) == 128
+        assert connector._counts.returned_tokens == 128
+        again = np.array(tokens(1, 200), np.int32)
+        # 192 tokens are to be written; the third time, loads would have saved more altogether.
+        for num_reused, num_wanted in ((187, 0), (110, 0), (110, 192)):
+            assert connector._num_wanted(again, "", num_reused) == num_wanted
+        connector._token_cost = lambda: (1.0, 10_000_000)  # computed sooner than written
+        assert saved(connector, runtime, tokens(1, 200)) == 0
+        connector._counts.returned_tokens = 10**9  # all that is evicted comes back
+        connector._token_cost = lambda: (1.0, 100_000)
+        assert saved(connector, runtime, tokens(3, 200)) == 200
+
+
+def test_what_does_not_pay_leaves_a_full_pool_unwritten(tmp_path: Path) -> None:
+    with runtime_with_store(tmp_path, kv_store_write="auto", num_pages=700) as runtime:
+        connector = runtime._core._engine._connector
+        connector._token_cost = lambda: (1e-9, 1000)
+        runtime.generate([tokens(seed, 300) for seed in range(8)], PARAMS)
+        connector.flush()
+        runtime.check()
+        stats = connector.stats()
+    assert stats["skipped_tokens"] >= 8 * 303 - 700
+    assert 0 < stats["written_tokens"] <= 700
+    assert stats["unwritten_tokens"] == 0
+
+
+def test_on_evict_writes_when_pages_are_short_and_at_the_end(tmp_path: Path) -> None:
+    with runtime_with_store(
+        tmp_path, kv_store_write="evict", num_pages=1500, chunked_prefill_size=64
+    ) as runtime:
+        runtime.generate(tokens(0, 300), PARAMS)
+        time.sleep(0.2)
+        assert not files(tmp_path)
+        for seed in (1, 2, 3):
+            runtime.generate(tokens(seed, 300), PARAMS)
+        runtime._core._engine._connector._writer.submit(lambda: None).result()
+        assert files(tmp_path)
+    usages = [completion.usage for completion in run(tmp_path, [tokens(s, 300) for s in range(4)])]
+    assert [usage.loaded_tokens for usage in usages] == [299] * 4
+
+
+def test_only_what_was_used_often_is_written_on_demand(tmp_path: Path) -> None:
+    settings = {"kv_store_write": "reuse", "kv_store_min_uses": 3}
+    with runtime_with_store(tmp_path, **settings) as runtime:
+        for number in range(3):
+            assert not files(tmp_path)
+            runtime.generate(tokens(0, 150) + tokens(5 + number, 50), PARAMS)
+            runtime._core._engine._connector.flush()
+    assert run(tmp_path, [tokens(0, 200)])[0].usage.loaded_tokens == 128  # a multiple of 64
+
+
+def test_loads_wait_for_pages(tmp_path: Path) -> None:
+    """What is loaded while others hold the pool would be evicted before it is used."""
+    prompts = [tokens(seed, 300) for seed in range(8)]
+    expected = run(tmp_path, prompts)
+    with runtime_with_store(tmp_path, num_pages=700) as runtime:
+        completions = runtime.generate(prompts, PARAMS)  # all at once
+        runtime.check()
+        assert answers(completions) == answers(expected)
+        assert [completion.usage.loaded_tokens for completion in completions] == [299] * 8
+        assert runtime.cache_stats()["kv_store"]["loaded_tokens"] == 8 * 299
+
+
 def test_namespaces_are_apart_and_a_flush_forgets_the_store_too(tmp_path: Path) -> None:
     mine = SamplingParams(max_tokens=2, temperature=0.0, namespace="mine")
     prompt = tokens(0, 100)
-    with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
+    with runtime_with_store(tmp_path) as runtime:
         runtime.generate(prompt, mine)
-    with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
+    with runtime_with_store(tmp_path) as runtime:
         assert runtime.generate(prompt, PARAMS).usage.loaded_tokens == 0
         assert runtime.generate(prompt, mine).usage.loaded_tokens == 99
         runtime.flush_cache("mine")
-    with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
+    with runtime_with_store(tmp_path) as runtime:
         assert runtime.generate(prompt, mine).usage.loaded_tokens == 0
         assert runtime.generate(prompt, PARAMS).usage.loaded_tokens == 99
 
@@ -184,7 +286,7 @@ class TestFaults:
         caplog.clear()
         with (
             caplog.at_level(logging.WARNING, "radixserve"),
-            Runtime("demo", num_pages=NUM_PAGES, kv_store=str(folder)) as runtime,
+            runtime_with_store(folder) as runtime,
         ):
             completion = runtime.generate(tokens(0, 1200), PARAMS)
             assert answers([completion]) == answers(cold)
@@ -284,7 +386,7 @@ class TestFaults:
         for path in files(tmp_path):
             path.unlink()
         faults.write = fault
-        with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
+        with runtime_with_store(tmp_path) as runtime:
             assert answers([runtime.generate(tokens(0, 1200), PARAMS)]) == answers(cold)
             connector = runtime._core._engine._connector
             connector.flush()
@@ -306,7 +408,7 @@ class TestFaults:
         monkeypatch.setattr("radixserve.engine.kv_connector._BACKLOG_BYTES", 3_000_000)
         faults.write = fault
         prompts = [tokens(seed, 300) for seed in range(8)]
-        with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
+        with runtime_with_store(tmp_path) as runtime:
             connector = runtime._core._engine._connector
             completions = [runtime.generate(prompt, PARAMS) for prompt in prompts]
             while connector._unsaved:
@@ -333,7 +435,7 @@ class TestFaults:
         """Its tokens are computed; while the reader's thread hangs, nothing waits for it."""
         faults.read = "stalled"
         monkeypatch.setattr("radixserve.engine.kv_connector._PATIENCE_S", 0.05)
-        with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
+        with runtime_with_store(tmp_path) as runtime:
             completion = runtime.generate(tokens(0, 1200), PARAMS)
             assert answers([completion]) == answers(cold)
             assert completion.usage.loaded_tokens == 0
@@ -344,11 +446,46 @@ class TestFaults:
             runtime.check()
             assert runtime.cache_stats()["kv_store"]["failed_reads"] == 1
 
+    def test_a_write_that_hangs_does_not_keep_an_engine_open(
+        self,
+        tmp_path: Path,
+        faults: Faults,
+        caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr("radixserve.engine.kv_connector._CLOSE_S", 0.2)
+        faults.write = "stalled"
+        with runtime_with_store(tmp_path) as runtime:
+            runtime.generate(tokens(0, 100), PARAMS)
+            began = time.monotonic()
+        assert time.monotonic() - began < 20
+        assert "writing takes too long" in caplog.text
+        assert not files(tmp_path)
+
+    def test_no_request_waits_long_for_a_disk_that_is_slower_than_computing(
+        self, tmp_path: Path, faults: Faults
+    ) -> None:
+        """Once loads were timed, what is computed sooner is not loaded."""
+        prompts = [tokens(seed, 40) for seed in range(24)]
+        expected = run(tmp_path, prompts)
+        faults.read = "slow"  # each read takes longer than to compute a prompt
+        with runtime_with_store(tmp_path) as runtime:
+            connector = runtime._core._engine._connector
+            connector._token_cost = lambda: (1e-2, 1000)  # 10 us a token
+            connector._latency_s = 0.0
+            connector._bandwidth = 1e12
+            completions = [runtime.generate(prompt, PARAMS) for prompt in prompts]
+            runtime.check()
+        assert answers(completions) == answers(expected)
+        loaded = [completion.usage.loaded_tokens for completion in completions]
+        assert loaded[0] == 39
+        assert loaded.count(39) <= 3
+
     def test_an_abort_while_a_load_is_under_way(
         self, tmp_path: Path, cold: list[Completion], faults: Faults
     ) -> None:
         faults.read = "stalled"
-        with Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as runtime:
+        with runtime_with_store(tmp_path) as runtime:
             with runtime.submit([tokens(0, 1200)] * 3, PARAMS) as held:
                 assert runtime.generate(tokens(5, 40), PARAMS).finish_reason == "length"
                 assert runtime.status().waiting == 3
@@ -363,7 +500,7 @@ class TestFaults:
         """While its reads hang, another request takes nearly the whole pool."""
         run(tmp_path, [tokens(0, 60)])
         faults.read = "stalled"
-        with Runtime("demo", num_pages=88, kv_store=str(tmp_path)) as runtime:
+        with runtime_with_store(tmp_path, num_pages=88) as runtime:
             first = tokens(0, 30)
             runtime.generate(first, PARAMS)  # a part of it is cached
             with runtime.submit([tokens(0, 61)], PARAMS) as held:
@@ -380,7 +517,7 @@ class TestFaults:
         def fail(_: object) -> None:
             raise ValueError("no step")
 
-        with Runtime("demo", num_pages=NUM_PAGES, page_size=16, kv_store=str(tmp_path)) as runtime:
+        with runtime_with_store(tmp_path, page_size=16) as runtime:
             runtime.generate(tokens(0, 100), PARAMS)
             runtime._core._engine._connector.flush()
             stored = files(tmp_path)
@@ -406,8 +543,8 @@ class TestFaults:
 def test_two_processes_share_a_folder(tmp_path: Path) -> None:
     """Both write and read; each finds what the other one wrote."""
     with (
-        Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as first,
-        Runtime("demo", num_pages=NUM_PAGES, kv_store=str(tmp_path)) as second,
+        runtime_with_store(tmp_path) as first,
+        runtime_with_store(tmp_path) as second,
     ):
         prompts = [tokens(seed, 200) for seed in range(4)]
         with (
@@ -474,6 +611,7 @@ def test_random_programs_with_a_store_equal_those_without(tmp_path: Path) -> Non
             "num_pages": 1000 // page_size,
             "page_size": page_size,
             "kv_store": str(tmp_path),
+            "kv_store_write": numbers.choice(["auto", "finish", "reuse", "evict"]),
             "kv_store_size": numbers.choice(["1MB", "4MB", "1GB"]),
             "chunked_prefill_size": numbers.choice([37, 512]),
         }

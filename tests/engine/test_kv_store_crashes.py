@@ -37,6 +37,7 @@ def serve(folder, seed):
     numbers = random.Random(seed)
     page_size = numbers.choice([1, 16])
     settings = dict(num_pages=1200 // page_size, page_size=page_size, kv_store_size="12MB")
+    settings["kv_store_write"] = numbers.choice(["finish", "finish", "auto", "evict", "reuse"])
     with Runtime("demo", kv_store=folder, **settings) as runtime:
         while True:
             index = numbers.randrange(len(prompts()))
@@ -114,6 +115,30 @@ def kill_servers(folder: Path, expected: list[Any], num_kills: int) -> tuple[int
                 num_loaded, num_answers = num_loaded + loaded, num_answers + 1
             assert main(["cache", "verify", str(folder)]) == 0
     return num_loaded, num_answers
+
+
+def test_two_processes_write_and_read_one_folder(tmp_path: Path, expected: list[Any]) -> None:
+    """At the same time; one of them is killed."""
+    num_loaded, num_answers = [0, 0], 0
+    with servers(tmp_path) as first, servers(tmp_path) as second:
+        children = []
+        for number, process in enumerate((first, second)):
+            print(number, file=process.stdin, flush=True)
+            children.append(int(process.stdout.readline()))
+        try:
+            while num_answers < 24 or not all(num_loaded):
+                assert num_answers < 500, "a process loads nothing"
+                for number, process in enumerate((first, second)):
+                    index, token_ids, digest, loaded = json.loads(process.stdout.readline())
+                    assert (token_ids, digest) == expected[index]
+                    num_loaded[number] += loaded
+                    num_answers += 1
+        finally:
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+        for process in (first, second):
+            rest_of(process.stdout)
+    assert main(["cache", "verify", str(tmp_path)]) == 0
 
 
 def rest_of(stdout: IO[str]) -> list[str]:

@@ -7,6 +7,7 @@ import hashlib
 import os
 import random
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,10 +15,19 @@ import pytest
 from radixserve import SamplingParams
 from radixserve.arrays import IntArray
 from radixserve.cache import RadixSequence
+from radixserve.config import KVStoreWrite
 from radixserve.engine import kv_connector
 from radixserve.engine.kv_connector import KVConnector
 from radixserve.request import Request
-from radixserve.store import KVLayout, StoredPrefixes, stored_prefixes
+from radixserve.store import (
+    HostStore,
+    KVLayout,
+    RunStore,
+    StoredPrefixes,
+    TieredStore,
+    stored_prefixes,
+    use_counts,
+)
 from radixserve.store.run_file import ByteArray
 from tests.cache.world import Prefix, World, random_step, random_tokens
 from tests.store.faulty_store import DAMAGES, Faults
@@ -33,6 +43,8 @@ class CellPool:
     def __init__(self, world: World, prefixes: dict[bytes, Prefix]) -> None:
         """`prefixes`: by digest, of all pools that used the store."""
         self._world, self._prefixes = world, prefixes
+
+    is_in_host_memory = True
 
     def read(self, slots: IntArray, into: ByteArray) -> ByteArray:
         kv = into[: 16 * len(slots)].reshape(1, 2, len(slots), 8)
@@ -63,9 +75,18 @@ class StoreWorld(World):
     """A world whose sequences are stored when they are released, and loaded when they return."""
 
     def __init__(
-        self, num_pages: int, page_size: int, folder: Path, max_bytes: int, faults: Faults
+        self,
+        num_pages: int,
+        page_size: int,
+        folder: Path,
+        max_bytes: int,
+        faults: Faults,
+        host_bytes: int,
+        policy: KVStoreWrite,
+        rng: random.Random,
     ) -> None:
         super().__init__(num_pages, page_size)
+        self.host_bytes, self.policy, self.rng = host_bytes, policy, rng
         self.folder, self.max_bytes, self.faults = folder, max_bytes, faults
         self.prefixes: dict[bytes, Prefix] = {}
         self.loading: dict[str, tuple[Prefix, str]] = {}  # requests by id: tokens and namespace
@@ -73,10 +94,20 @@ class StoreWorld(World):
         self.connector = self.open_store()
 
     def open_store(self) -> KVConnector:
-        store = self.faults.store(self.folder, self.max_bytes)
+        store: RunStore = self.faults.store(self.folder, self.max_bytes)
+        if self.host_bytes:
+            store = TieredStore(HostStore(self.host_bytes), store)
         prefixes = StoredPrefixes(store, MODEL, LAYOUT)
         pool = CellPool(self, self.prefixes)
-        return KVConnector(prefixes, pool, self.cache, step_tokens=4)  # type: ignore[arg-type]
+        return KVConnector(
+            prefixes,
+            pool,  # type: ignore[arg-type]
+            self.cache,
+            policy=self.policy,
+            step_tokens=4,
+            token_cost=lambda: (self.rng.choice([1e-9, 1.0, 1.0, 1.0]), self.rng.choice([0, 1000])),
+            has_room=lambda _, __: self.rng.random() < 0.9,
+        )
 
     def restart(self) -> None:
         """Another process: an empty cache over what is stored."""
@@ -168,7 +199,18 @@ def run_program(folder: Path, seed: int, num_steps: int) -> StoreWorld:
     page_size = rng.choice([1, 1, 2, 5, 16])
     num_pages = rng.randint(60, 400) // page_size
     max_bytes = rng.choice([3_000, 20_000, 1 << 30])
-    world = StoreWorld(num_pages, page_size, folder / str(seed), max_bytes, Faults())
+    policy = rng.choice(["finish", "finish", *get_args(KVStoreWrite)])
+    host_bytes = rng.choice([0, 0, 500, 3000, 1 << 30])
+    world = StoreWorld(
+        num_pages,
+        page_size,
+        folder / str(seed),
+        max_bytes,
+        Faults(),
+        host_bytes,
+        policy,
+        random.Random(seed),
+    )
     for _ in range(num_steps):
         if rng.random() < 0.3:
             random_step(world, rng, 40)
@@ -182,15 +224,18 @@ def run_program(folder: Path, seed: int, num_steps: int) -> StoreWorld:
 
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of a few tokens, and loads that pay."""
+    """Runs of a few tokens, and engines that are idle at once."""
     for module in (kv_connector, stored_prefixes):
         monkeypatch.setattr(module, "MAX_RUN_TOKENS", 7)
     monkeypatch.setattr(kv_connector, "MIN_TOKENS", 2)
+    monkeypatch.setattr(kv_connector, "_IDLE_S", 0.0)
+    monkeypatch.setattr(kv_connector, "_MAX_PAUSE_S", 0.001)
+    monkeypatch.setattr(use_counts, "_STEP", 4)
     monkeypatch.setattr(kv_connector, "_LOG_EVERY_S", 1e9)
 
 
 def test_random_programs_with_a_store(tmp_path: Path) -> None:
-    worlds = [run_program(tmp_path, seed, 400) for seed in range(8)]
+    worlds = [run_program(tmp_path, seed, 400) for seed in range(10)]
     assert sum(world.num_loaded for world in worlds) > 100
     assert sum(world.faults.num_calls for world in worlds) > 10
 
@@ -200,4 +245,4 @@ def test_random_programs_with_a_store(tmp_path: Path) -> None:
 def test_many_random_programs_with_a_store(tmp_path: Path) -> None:
     first = int(os.environ.get("RADIXSERVE_SEED", "1000"))
     worlds = [run_program(tmp_path, seed, 300) for seed in range(first, first + 400)]
-    assert sum(world.num_loaded for world in worlds) > 10_000
+    assert sum(world.num_loaded for world in worlds) > 4_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,7 @@ def test_usage_and_lookup_tell_memory_from_store(tmp_path: Path) -> None:
         lookup = server.post("/v1/cache/lookup", {"prompt": PROMPT})
         assert (lookup["cached_tokens"], lookup["load_tokens"]) == (0, 199)
         assert lookup["stored_tokens"] >= 200
+        assert lookup["host_tokens"] == 0
         assert lookup["load_s"] > 0
         assert lookup["compute_s"] is None
         assert "stored" not in lookup
@@ -35,6 +37,59 @@ def test_usage_and_lookup_tell_memory_from_store(tmp_path: Path) -> None:
             usage = server.post("/v1/completions", BODY)["usage"]
             assert usage["prompt_tokens_details"] == expected
         text = server.client.get("/metrics").text
-        assert "radixserve:store_loaded_tokens_total" in text
+        for name in (
+            *("loaded_tokens_total", "skipped_tokens_total", "returned_tokens_total"),
+            *("read_bytes_per_second", "load_latency_seconds", "loading_requests"),
+        ):
+            assert f"radixserve:store_{name}" in text
         lookup = server.post("/v1/cache/lookup", {"prompt": PROMPT})
         assert (lookup["load_tokens"], lookup["load_s"]) == (0, 0)
+
+
+TEXT = "A text that a chat begins with, long enough to be stored and to be loaded. " * 3
+MESSAGES = [{"role": "user", "content": TEXT}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "keys"),
+    [
+        (
+            "/v1/chat/completions",
+            {"model": "demo", "messages": MESSAGES, "max_tokens": 1},
+            ("usage", "prompt_tokens_details", "loaded_tokens"),
+        ),
+        (
+            "/v1/responses",
+            {"model": "demo", "input": TEXT, "max_output_tokens": 1, "store": False},
+            ("usage", "input_tokens_details", "loaded_tokens"),
+        ),
+        (
+            "/v1/messages",
+            {"model": "demo", "messages": MESSAGES, "max_tokens": 1},
+            ("usage", "loaded_input_tokens"),
+        ),
+        ("/generate", {"prompt": TEXT, "max_tokens": 1}, ("loaded_tokens",)),
+        (
+            "/generate",
+            {"text": TEXT, "sampling_params": {"max_new_tokens": 1}},
+            ("meta_info", "loaded_tokens"),
+        ),
+    ],
+)
+def test_every_protocol_names_loaded_tokens_where_there_are_any(
+    tmp_path: Path, path: str, body: dict[str, Any], keys: tuple[str, ...]
+) -> None:
+    loaded = []
+    for _ in range(2):
+        with (
+            Runtime("demo", num_pages=2000, kv_store=str(tmp_path)) as runtime,
+            LocalServer(runtime) as server,
+        ):
+            for _ in range(2):
+                fields = server.post(path, body)
+                for key in keys[:-1]:
+                    fields = fields[key]
+                loaded.append(fields.get(keys[-1]))
+    assert loaded[:2] == [None, None]  # computed, and found in memory
+    assert loaded[2] > 16
+    assert loaded[3] is None

@@ -160,11 +160,11 @@ class TestFolderStore:
         assert store.get(A) == b"abcdef"
         assert store.get(A, 2) == b"ab"
         assert store.has(A)
-        assert [store.name_of(file) for file in store.list()] == [A]
+        assert [file.name for file in store.list()] == [A]
         assert store.num_bytes == 6
         store.put(B, [b"xyz"])
         store.drop_folder(A[:65])
-        assert [store.name_of(file) for file in store.list()] == [B]
+        assert [file.name for file in store.list()] == [B]
         store.drop(B)
         store.drop(B)
         assert store.num_bytes == 0
@@ -182,7 +182,7 @@ class TestFolderStore:
         store.put(name_of(99), [bytes(10)])
         assert store.num_bytes <= 100
         assert store.num_dropped == 2
-        left = {store.name_of(file) for file in store.list()}
+        left = {file.name for file in store.list()}
         assert left == {name_of(99), name_of(0), *(name_of(index) for index in range(3, 10))}
 
     def test_a_file_larger_than_the_store_is_refused_and_leaves_nothing(
@@ -237,7 +237,7 @@ class TestStoredPrefixes:
         write(prefixes, tokens, "a")
         assert prefixes.match(tokens, "a").length == 100
         assert prefixes.match(tokens, "b").length == 0
-        names = [prefixes.store.name_of(file) for file in prefixes.store.list()]
+        names = [file.name for file in prefixes.store.list()]
         assert not any(part == "a" for name in names for part in name.split("/"))
         prefixes.forget("b")
         assert prefixes.match(tokens, "a").length == 100
@@ -262,9 +262,9 @@ class TestStoredPrefixes:
         tokens = random_tokens(5, 30)
         write(prefixes, tokens)
         (file,) = prefixes.store.list()
-        data = bytearray(file.path.read_bytes())
+        data = bytearray(prefixes.store.path_of(file.name).read_bytes())
         data[-20] ^= 4
-        file.path.write_bytes(data)
+        prefixes.store.path_of(file.name).write_bytes(data)
         (run,) = prefixes.match(tokens).runs
         with pytest.raises(BadRun, match="was dropped"):
             prefixes.read(run, tokens)
@@ -343,7 +343,7 @@ def kill_writers(folder: Path, num_kills: int) -> None:
             writer.kill()
         store = FolderStore(folder, 1 << 30)
         for file in store.list():
-            run = decode_run(store.get(store.name_of(file)) or b"", LAYOUT)
+            run = decode_run(store.get(file.name) or b"", LAYOUT)
             assert np.array_equal(run.kv, kv_of(run.tokens, run.start))
         store.drop_folder("")
 

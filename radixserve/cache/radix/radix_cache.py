@@ -232,6 +232,11 @@ class RadixCache(PrefixCache):
         length = self._cached_len(length, node)
         return answer if length == answer.cached_len else answer._replace(cached_len=length)
 
+    @property
+    def num_evicted_tokens(self) -> int:
+        """Tokens whose K/V was evicted since the start."""
+        return self._tree.num_evicted_tokens
+
     def cached_pages(self, tokens: TokenIds, namespace: str = "") -> tuple[int, IntArray]:
         """Returns the length of the longest cached prefix, and its page ids [n] int32: token i is
         in slot i % page_size of pages[i // page_size]. Locks nothing: the result is valid until

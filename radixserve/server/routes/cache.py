@@ -64,6 +64,7 @@ async def lookup(request: Request, body: LookupRequest) -> Response:
         stored = lookup_fields.pop("stored")
         if stored is not None:
             lookup_fields["stored_tokens"] = stored.stored_len
+            lookup_fields["host_tokens"] = stored.host_len
             lookup_fields |= {name: getattr(stored, name) for name in _STORED_FIELDS}
     return answer({"object": "list", "data": lookups} if is_list else lookups[0])
 

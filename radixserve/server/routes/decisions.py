@@ -175,7 +175,7 @@ async def decide(request: Request, body: DecisionsRequest) -> Response:
         watched.num_requests = num_requests
         decisions = await batch.arun(num_requests)
     usage = add_usages([decision.usage for decision in decisions])
-    counts = usage_body(usage.prompt_tokens, usage.cached_tokens, 0)
+    counts = usage_body(usage.prompt_tokens, usage.cached_tokens, 0, usage.loaded_tokens)
     watched.note_usage(batch.num_requests, counts)
     return answer(
         {

@@ -25,6 +25,7 @@ from radixserve.server.wire.errors import ApiError
 from radixserve.server.wire.json_response import event
 from radixserve.server.wire.sampling import keep_last, read_sampling
 from radixserve.server.wire.schema import GenerateRequest, NativeSampling, Sampling
+from radixserve.server.wire.usage import loaded_field
 
 router = APIRouter(route_class=JsonRoute)
 _RENAMED = {  # names of SamplingParams by SGLang's names in sampling_params
@@ -144,6 +145,7 @@ class _GenerateBuilder(AnswerBuilder):
                 "finish_reason": completion.finish_reason,
                 "prompt_tokens": usage.prompt_tokens,
                 "cached_tokens": usage.cached_tokens,
+                **loaded_field(usage.loaded_tokens),
                 "computed_tokens": usage.computed_tokens,
                 "completion_tokens": usage.completion_tokens,
                 "time_s": completion.metrics.total_s,
@@ -153,6 +155,7 @@ class _GenerateBuilder(AnswerBuilder):
         meta |= {
             "finish_reason": _finish_reason(completion),
             "cached_tokens": usage.cached_tokens,
+            **loaded_field(usage.loaded_tokens),
             "e2e_latency": completion.metrics.total_s,
         }
         if completion.logprobs is not None and self._request.return_logprob:

@@ -62,10 +62,19 @@ _STORE_COUNTERS = (
     ("store_loaded_tokens", "loaded_tokens", "tokens whose K/V was read from the kv_store"),
     ("store_written_tokens", "written_tokens", "tokens whose K/V was written to it"),
     ("store_unwritten_tokens", "unwritten_tokens", "not written: the disk was slow or refused"),
+    ("store_skipped_tokens", "skipped_tokens", "not written: evicted, and not worth it before"),
+    ("store_returned_tokens", "returned_tokens", "computed again after they had been evicted"),
     ("store_failed_reads", "failed_reads", "files that were damaged, gone or late"),
     ("store_failed_writes", "failed_writes", "files that could not be written"),
 )
-_NOTHING_EVICTED = {"evicted_window_pages": 0, "evicted_checkpoints": 0}  # if a model lacks them
+# The same of its gauges, with the unit of ours in that of its "kv_store".
+_STORE_GAUGES = (
+    ("store_bytes", "store_bytes", 1.0, "of files"),
+    ("store_loading_requests", "loading_requests", 1.0, "that wait for their stored prefix"),
+    ("store_read_bytes_per_second", "read_bytes_per_s", 1.0, "as measured"),
+    ("store_load_latency_seconds", "load_latency_us", 1e-6, "of a load beside its bytes"),
+)
+_NOTHING_EVICTED = {"evicted_window_pages": 0, "evicted_checkpoints": 0}  # without such layers
 _TIMINGS = (
     ("time_to_first_token_seconds", "ttft", "from arrival to the first token"),
     ("inter_token_latency_seconds", "inter_token", "between tokens, a request's mean for each"),
@@ -113,7 +122,8 @@ class _Figures(Collector):
         if (store := stats.get("kv_store")) is not None:
             for name, key, text in _STORE_COUNTERS:
                 yield from self._counters(name, None, text, float(store[key]))
-            yield from self._gauges("store_bytes", None, "of files", float(store["store_bytes"]))
+            for name, key, scale, text in _STORE_GAUGES:
+                yield from self._gauges(name, None, text, store[key] * scale)
         size = stats["page_size"]
         retained, lost = stats["pages_retained"] * size, stats["retained_evicted_pages"] * size
         yield from self._gauges("retained_tokens", None, "kept by hints now", float(retained))

@@ -113,7 +113,7 @@ def scores_body(
             entry["token_ids"] = candidate_score.token_ids
         data.append(entry)
     usage = add_usages([candidate_score.usage for candidate_score in scores])
-    counts = usage_body(usage.prompt_tokens, usage.cached_tokens, 0)
+    counts = usage_body(usage.prompt_tokens, usage.cached_tokens, 0, usage.loaded_tokens)
     watched.note_usage(len(scores), counts)
     head = {"object": "list", "model": server.model_name}
     return {**head, "data": data, "usage": counts}

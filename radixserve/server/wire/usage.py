@@ -45,22 +45,24 @@ def completion_usage(groups: Iterable[Group]) -> dict[str, Any]:
         missing += group[0].usage.missing_state_tokens
         loaded += group[0].usage.loaded_tokens
         generated += sum(completion.usage.completion_tokens for completion in group)
-    body = usage_body(prompt, cached, generated)
-    if loaded:
-        body["prompt_tokens_details"]["loaded_tokens"] = loaded
+    body = usage_body(prompt, cached, generated, loaded)
     if missing:
         body["prompt_tokens_details"]["missing_state_tokens"] = missing
     return body
 
 
-def usage_body(prompt: int, cached: int, generated: int) -> dict[str, Any]:
-    """OpenAI's `usage` of these numbers of tokens."""
+def usage_body(prompt: int, cached: int, generated: int, loaded: int = 0) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": cached, **loaded_field(loaded)},
     }
+
+
+def loaded_field(loaded: int, name: str = "loaded_tokens") -> dict[str, int]:
+    """The tokens among the cached ones that came from the kv_store, where there are any."""
+    return {name: loaded} if loaded else {}
 
 
 class StreamUsage:

@@ -20,6 +20,7 @@ from radixserve.server.turn.chat_turn import ChatTurn
 from radixserve.server.turn.http_generation import HttpGeneration
 from radixserve.server.wire.errors import ApiError, anthropic_error_body
 from radixserve.server.wire.json_response import named_event
+from radixserve.server.wire.usage import loaded_field
 
 PING = named_event("ping", {"type": "ping"})
 
@@ -129,6 +130,7 @@ def message_usage(usage: Usage, num_thinking: int, num_retained: int) -> dict[st
         "input_tokens": prompt - cached - created,
         "cache_creation_input_tokens": created,
         "cache_read_input_tokens": cached,
+        **loaded_field(usage.loaded_tokens, "loaded_input_tokens"),
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": num_thinking},
     }

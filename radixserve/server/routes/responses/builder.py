@@ -18,6 +18,7 @@ from radixserve.server.turn.cache_diagnosis import openai_diagnostics
 from radixserve.server.turn.chat_turn import ChatTurn
 from radixserve.server.wire.errors import ApiError
 from radixserve.server.wire.json_response import named_event
+from radixserve.server.wire.usage import loaded_field
 
 _PREFIXES = {"reasoning": "rs", "text": "msg", "tool_call": "fc"}
 _STATUSES = {"length": "incomplete"}  # by finish_reason; others are "completed"
@@ -232,7 +233,11 @@ def response_usage(usage: Usage, num_reasoning: int) -> dict[str, Any]:
     """The `usage` of a response. input_tokens includes cached tokens, as in OpenAI's API."""
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "input_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "cache_write_tokens": 0,
+            **loaded_field(usage.loaded_tokens),
+        },
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": num_reasoning},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

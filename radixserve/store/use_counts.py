@@ -1,0 +1,42 @@
+"""`UseCounts`: how often prefixes of token sequences were used, whether or not they are cached."""
+
+from __future__ import annotations
+
+import zlib
+from collections import OrderedDict
+
+import numpy as np
+
+from radixserve.arrays import IntArray
+
+_STEP = 64  # tokens: prefixes are counted at multiples of it
+_MAX_PREFIXES = 65_536
+
+
+class UseCounts:
+    """Counts the uses of prefixes that end at multiples of 64 tokens; the prefixes that were not
+    used for longest are forgotten. A prefix is known by its length and a CRC-32, so that two of
+    them are very rarely taken for one: nothing may depend on it but what is worth keeping."""
+
+    def __init__(self, min_uses: int) -> None:
+        """`min_uses`: of a prefix that `note` is to return."""
+        self.min_uses = min_uses
+        self._counts: OrderedDict[tuple[int, int], int] = OrderedDict()
+
+    def note(self, tokens: IntArray, namespace: str) -> int:
+        """Count a use of each prefix of `tokens`. Returns the length of the longest one that was
+        used at least `min_uses` times, this use included. O(tokens)."""
+        data = np.ascontiguousarray(tokens, np.int32).data.cast("B")
+        checksum, longest, counts = zlib.crc32(namespace.encode()), 0, self._counts
+        for end in range(_STEP, len(tokens) + 1, _STEP):
+            checksum = zlib.crc32(data[4 * (end - _STEP) : 4 * end], checksum)
+            count = counts[end, checksum] = counts.pop((end, checksum), 0) + 1
+            if count >= self.min_uses:
+                longest = end
+        while len(counts) > _MAX_PREFIXES:
+            counts.popitem(last=False)
+        return longest
+
+    def clear(self) -> None:
+        """Forget all uses."""
+        self._counts.clear()
