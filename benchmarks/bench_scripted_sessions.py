@@ -9,9 +9,9 @@ exponential, or mixed (exponential; every second session thinks nine times as lo
 --limit is `max_overtake` of all; by default each admission has its own.
 
 In simulated time, in which all settings are tried: greedy with fixed max_running_requests, with a
-fixed number of live sessions, and with other orders of eviction; priced with sessions known by name
-and found by their tokens. With --engine on the real one, a tiny random model: priced beside
-greedy, as plain requests and as branches; their answers are compared.
+fixed number of live sessions, and with other orders of eviction, mru and random among them; priced
+with sessions known by name and found by their tokens. With --engine on the real one, a tiny random
+model: priced beside greedy, as plain requests and as branches; their answers are compared.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import numpy as np
 from harness.arguments import parse
 from harness.shapes import SHAPES, save_checkpoint
 from rival_admission import LiveSessions
+from rival_eviction import ORDERS, replaced
 
 from radixserve.replay import CacheSpec, Serving, Trace
 from radixserve.replay.closed_loop import ClientGate, ClosedLoop, replay_closed_loop
@@ -102,6 +103,9 @@ def simulate(
         by_rule[f"live {number}"] = run(lambda *of, number=number: LiveSessions(*of, number))
     for policy in EVICTIONS:
         by_rule[policy] = run(policy=policy, max_overtake=limit)
+    for name, order in ORDERS.items():
+        with replaced("fifo", order):
+            by_rule[name] = run(policy="fifo", max_overtake=limit)
     priced = {"policy": "expected-return", "admission": "priced", "max_overtake": limit}
     by_rule["priced"] = run(**priced)
     by_rule["priced, named"] = run(named=True, **priced)
