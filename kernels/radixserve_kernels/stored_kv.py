@@ -34,7 +34,8 @@ def multiply_hadamard(x: Tensor) -> Tensor:
         low, high = x.unflatten(-1, (-1, 2, distance)).unbind(-2)
         x = torch.stack((low + high, low - high), -2).flatten(-3)
         distance *= 2
-    return x * (1 / size) ** 0.5
+    scale: float = size**-0.5
+    return x * scale
 
 
 def to_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
