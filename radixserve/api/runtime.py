@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from radixserve.runner.base import MemoryPlan, ResolvedConfig
 
 DEMO = Path(__file__).parent.parent / "models" / "demo"
+_IDLE_POLL_S = 0.02  # until an engine that is busy is asked again
 
 
 class Runtime:
@@ -690,17 +692,31 @@ class Runtime:
         prefixes.reverse()  # the last used is written last
         return sum(self._core.call(messages.SavePrefix(name, *prefix)) for prefix in prefixes)
 
-    def load_cache(self, folder: str | os.PathLike[str]) -> int:
+    def load_cache(self, folder: str | os.PathLike[str], *, while_idle: bool = False) -> int:
         """Fill free pages with the K/V that a folder has for this model, the last used first, until
-        no page is free. Returns the tokens loaded. Damaged files are left out. Raises what
-        `save_cache` raises."""
+        no page is free. Other requests continue between runs of up to 512 tokens.
+
+        while_idle  wait before each run until no request is open
+
+        Returns the tokens loaded. Damaged files are left out. Raises what `save_cache` raises.
+        """
         name, num_loaded = os.fspath(folder), 0
+        count: int | None = 0
+        loads: list[messages.LoadPrefix] = []
         for namespace, tokens in self._core.call(messages.ListStored(name)):
-            count = self._core.call(messages.LoadPrefix(name, namespace, tokens))
+            loads.append(messages.LoadPrefix(name, namespace, tokens))
+            while count := self._load_run(loads[-1], while_idle=while_idle):
+                num_loaded += count
             if count is None:
                 break
-            num_loaded += count
+        for load in reversed(loads):  # so that what was used last is evicted last
+            self._load_run(load, while_idle=while_idle)
         return num_loaded
+
+    def _load_run(self, load: messages.LoadPrefix, *, while_idle: bool) -> int | None:
+        while while_idle and (status := self.status()).is_alive and not status.is_idle:
+            time.sleep(_IDLE_POLL_S)
+        return self._core.call(load)
 
     def check(self) -> None:
         """Audit the cache, the scheduler and the kv_store. Raises AssertionError, which names the

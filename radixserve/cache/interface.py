@@ -326,6 +326,14 @@ class PrefixCache(ABC):
         if freezer is not None and num_created >= freezer.due:
             freezer.note(num_created, self._owner.num_nodes)
 
+    def discount(self, sequence: CacheSequence, num_tokens: int) -> None:
+        """Take the `acquire` of `num_tokens` that returned `sequence` out of the counters: it was
+        not a request's."""
+        stats = self._allocator.stats
+        stats.num_acquired -= 1
+        stats.acquired_tokens -= num_tokens
+        stats.matched_tokens -= sequence.cached_len
+
     @abstractmethod
     def open_events(self, epoch: int | None = None) -> EventLog:
         """Open a log of all stores and evictions from now on. `epoch`: see `EventLog`. Raises

@@ -275,6 +275,8 @@ class Engine:
     def store(self, folder: str) -> KVConnector:
         """Returns the store in a folder, which need not be the kv_store of the settings. Raises
         InvalidRequest."""
+        if self._connector is not None and folder == self._config.kv_store:
+            return self._connector
         connector = self._stores.get(folder)
         if connector is None:
             config = replace(

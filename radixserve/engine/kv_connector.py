@@ -445,8 +445,10 @@ class KVConnector:
         return count > 0
 
     def _lock(self, tokens: IntArray, namespace: str) -> CacheSequence:
-        """Returns a sequence over the cached part of `tokens`, whose `cow_copies` were made."""
+        """Returns a sequence over the cached part of `tokens`, whose `cow_copies` were made. The
+        cache's counters leave it out."""
         sequence = self._cache.acquire(tokens, namespace, allow_full=True)
+        self._cache.discount(sequence, len(tokens))
         if sequence.cow_copies:
             self._pool.copy_page_prefixes(np.array(sequence.cow_copies, np.int32))
         return sequence
@@ -715,28 +717,24 @@ class KVConnector:
                 self._buffers.give_back(run.buffer)
 
     def load_now(self, tokens: IntArray, namespace: str) -> int | None:
-        """Put the stored part of `tokens` into free pages, without evicting any. Returns the tokens
-        loaded; None if the first run does not fit into the free pages. A damaged run ends the
-        load."""
+        """Put the next run of the stored part of `tokens` into free pages, without evicting any.
+        Returns the tokens loaded, 0 if all are cached or the run is damaged; None if it does not
+        fit into the free pages."""
         cache, stored = self._cache, self._prefixes.match(tokens, namespace)
-        num_loaded = 0
         with self._lock(tokens[: stored.length], namespace) as sequence:
             for run in stored.runs:
                 num_missing = run.start + run.num_tokens - sequence.length
                 if num_missing <= 0:
                     continue
                 if -(-num_missing // cache.page_size) + 1 > cache.num_free:
-                    return num_loaded or None
+                    return None
                 try:
                     kv = self._prefixes.read(run, tokens)
                 except (BadRun, OSError) as error:
                     self._warn(str(error))
-                    kv = None
-                count = 0 if kv is None else self._fill(sequence, run, tokens, kv)
-                if not count:
-                    break
-                num_loaded += count
-        return num_loaded
+                    return 0
+                return 0 if kv is None else self._fill(sequence, run, tokens, kv)
+        return 0
 
     def forget(self, namespace: str | None) -> None:
         """Drop the stored prefixes of a namespace, or all of this model if None. Returns at

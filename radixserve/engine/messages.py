@@ -129,8 +129,7 @@ class ListStored(EngineMessage[list[tuple[str, IntArray]]]):
 
 @dataclass(frozen=True, slots=True)
 class LoadPrefix(EngineMessage[int | None]):
-    """Put stored tokens into free pages; answers with the tokens loaded, None where the pool has
-    no room."""
+    """See `KVConnector.load_now`."""
 
     folder: str
     namespace: str

@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ import uvicorn
 
 from radixserve.api.progress import loading_bar
 from radixserve.api.runtime import Runtime
-from radixserve.errors import InvalidRequest
+from radixserve.errors import EngineDead, InvalidRequest, RadixServeError
 from radixserve.server.app import make_app
 from radixserve.server.config import ServerConfig
 from radixserve.server.gate.http_protocol import ConnectionCounts, bounded_protocol
@@ -114,6 +115,7 @@ class Process:
         settings = uvicorn_config(self.server)
         self._uvicorn = _Uvicorn(settings)
         self._stopping: asyncio.Task[None] | None = None
+        self._warming: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
         """Load the model and serve until a signal. Returns the exit code; raises what loading the
@@ -149,6 +151,8 @@ class Process:
         host, port = self._sock.getsockname()[:2]
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         _log.info("serving %s at http://%s", self.server.model_name, where)
+        if (store := self._engine.get("kv_store")) and not self._config.replicas:
+            self._warming = asyncio.create_task(_warm(runtime, store))
 
     def _make_runtime(self) -> Runtime:
         config = self._config
@@ -210,6 +214,20 @@ class Process:
         await asyncio.sleep(0.05)  # for answers that are being sent
         self._uvicorn.should_exit = True
         self._uvicorn.force_exit = True
+
+
+async def _warm(runtime: Runtime, store: str) -> None:
+    """Load what the kv_store has into free pages, the last used first, while no request is open."""
+    began = time.monotonic()
+    try:
+        num_tokens = await asyncio.to_thread(runtime.load_cache, store, while_idle=True)
+    except EngineDead:  # the server was stopped meanwhile
+        return
+    except (RadixServeError, OSError) as error:
+        _log.warning("kv_store: nothing more is loaded at the start: %s", error)
+        return
+    seconds = time.monotonic() - began
+    _log.info("kv_store: %d tokens loaded in %.1f s", num_tokens, seconds)
 
 
 class _Uvicorn(uvicorn.Server):

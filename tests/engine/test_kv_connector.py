@@ -576,6 +576,7 @@ def test_a_cache_is_saved_and_loaded(tmp_path: Path) -> None:
     with Runtime("demo", num_pages=NUM_PAGES, page_size=1) as runtime:
         assert runtime.load_cache(tmp_path / "a") == 300 + 3 * 43
         assert runtime.load_cache(tmp_path / "a") == 0
+        assert runtime.cache_stats()["acquired_tokens"] == 0  # only requests count
         completions = runtime.generate(prompts, PARAMS)
         assert answers(completions) == expected
         assert all(completion.usage.computed_tokens == 1 for completion in completions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 
 from radixserve import Runtime
 from tests.server.local_server import LocalServer
+from tests.server.served_process import Served
 
 PROMPT = list(range(10, 210))
 BODY = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0}
@@ -44,6 +46,33 @@ def test_usage_and_lookup_tell_memory_from_store(tmp_path: Path) -> None:
             assert f"radixserve:store_{name}" in text
         lookup = server.post("/v1/cache/lookup", {"prompt": PROMPT})
         assert (lookup["load_tokens"], lookup["load_s"]) == (0, 0)
+
+
+def test_a_restarted_server_is_warm_before_the_first_request(tmp_path: Path) -> None:
+    for is_restart in (False, True):
+        server = Served("demo", "--num-pages", "2000", "--kv-store", str(tmp_path))
+        try:
+            server.wait_until_ready()
+            deadline = time.monotonic() + 60
+            while is_restart and cached_pages(server) < 10 and time.monotonic() < deadline:
+                time.sleep(0.05)
+            usage = server.client.post("/v1/completions", json=BODY).json()["usage"]
+            expected = {"cached_tokens": 199} if is_restart else {"cached_tokens": 0}
+            assert usage["prompt_tokens_details"] == expected
+            server.process.terminate()
+            server.process.wait(60)
+        finally:
+            server.stop()
+
+
+def cached_pages(server: Served) -> float:
+    """Pages of the tree. The text of /metrics is as Prometheus reads it."""
+    (line,) = [
+        line
+        for line in server.client.get("/metrics").text.splitlines()
+        if line.startswith('radixserve:pages{owner="tree"}')
+    ]
+    return float(line.split()[1])
 
 
 TEXT = "A text that a chat begins with, long enough to be stored and to be loaded. " * 3
