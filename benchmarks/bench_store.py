@@ -425,7 +425,7 @@ def path(bench: Bench) -> Section:
                 for owner, method, part in (
                     (KVConnector, "save", "store"),
                     (KVConnector, "copy_unsaved", "store"),
-                    (KVConnector, "hold", "store"),
+                    (KVConnector, "queue_load", "store"),
                     (Engine, "begin_step", "steps"),
                     (Engine, "end_step", "steps"),
                 ):
