@@ -311,7 +311,6 @@ class WaitingQueue:
         self._by_watch: dict[PrefixWatch, RequestState] = {}
         self.num_tokens = 0  # of all of them
         self.num_changes = 0  # requests added, removed or unblocked since the start
-        self._needs: SortedList = SortedList()  # (pages, arrival) of requests without a producer
         self.backlog_bound: Callable[[int], float] | None = None  # seconds, by waiting tokens
 
     def __len__(self) -> int:
@@ -379,8 +378,10 @@ class WaitingQueue:
 
     @property
     def min_page_need(self) -> float:
-        """Smallest page need of queued requests without a producer; inf if none. O(1)."""
-        return self._needs[0][0] if self._needs else math.inf
+        """Smallest page need of queued requests without a producer; inf if none. O(tenants that
+        wait)."""
+        needs = (queue.needs[0][0] for queue in self._queues.values() if queue.needs)
+        return min(needs, default=math.inf)
 
     def min_page_need_of(self, tenant: Tenant) -> float:
         """The same of one tenant's. O(1)."""
@@ -404,12 +405,10 @@ class WaitingQueue:
         if need != state.page_need:
             self._forget_need(state)
             state.page_need = need
-            self._needs.add((need, state.arrival))
             self._queues[state.tenant].needs.add((need, state.arrival))
 
     def _forget_need(self, state: RequestState) -> None:
         if state.page_need is not None:
-            self._needs.remove((state.page_need, state.arrival))
             self._queues[state.tenant].needs.remove((state.page_need, state.arrival))
             state.page_need = None
 
