@@ -427,7 +427,7 @@ def test_many_prompts_of_a_tenant_take_its_share_of_the_slots(
         return guarded.client.post("/v1/completions", json=given, headers=as_(name)).status_code
 
     with ThreadPoolExecutor(2) as pool:
-        with held(own_runtime):
+        with held(own_runtime, steps=450):  # both have begun by then
             others = pool.submit(ask, [5], "bob")
             wait_until(lambda: bool(state.in_flight))
             assert state.num_at_once("ann") == slots // 2
