@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -112,27 +113,22 @@ class ScheduledRows:
     Indexing and iteration return rows as `ScheduledRequest`s, made when they are read.
     """
 
-    request_ids: list[str]
-    input_ids: array[int]  # [T] int32
-    num_tokens: list[int]
-    starts: list[int]
-    page_ids: list[IntArray]
-    samples: list[SampleSpec | None]
-    first_new_pages: list[int]
-    req_pool_indices: list[int]
-    future_indices: list[int]  # [] if all tokens are known
-    targets: dict[int, LogprobTargets]  # by row
-    states: list[RowStates]  # [] if the model has no states
-
-    @classmethod
-    def empty(cls) -> ScheduledRows:
-        """Returns the columns of no rows, to which rows can be added."""
-        return cls([], array("i"), [], [], [], [], [], [], [], {}, [])
+    request_ids: list[str] = field(default_factory=list)
+    input_ids: array[int] = field(default_factory=partial(array, "i"))  # [T] int32
+    num_tokens: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    page_ids: list[IntArray] = field(default_factory=list)
+    samples: list[SampleSpec | None] = field(default_factory=list)
+    first_new_pages: list[int] = field(default_factory=list)
+    req_pool_indices: list[int] = field(default_factory=list)
+    future_indices: list[int] = field(default_factory=list)  # [] if all tokens are known
+    targets: dict[int, LogprobTargets] = field(default_factory=dict)  # by row
+    states: list[RowStates] = field(default_factory=list)  # [] if the model has no states
 
     @classmethod
     def of(cls, rows: Iterable[ScheduledRequest]) -> ScheduledRows:
         """Returns the columns of `rows`."""
-        columns, rows = cls.empty(), tuple(rows)
+        columns, rows = cls(), tuple(rows)
         for number, row in enumerate(rows):
             columns.request_ids.append(row.request_id)
             columns.input_ids.extend(row.token_ids.tolist())

@@ -46,5 +46,5 @@ def test_rows_are_what_they_were(seed: int, has_futures: bool) -> None:
 
 
 def test_no_rows() -> None:
-    assert not ScheduledRows.empty()
+    assert not ScheduledRows()
     assert list(ScheduledRows.of([])) == []

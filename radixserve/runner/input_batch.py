@@ -188,7 +188,7 @@ def padding_batch(num_rows: int, page_size: int) -> InputBatch:
     """Padding rows alone."""
     none, zero = np.empty(0, np.int64), np.zeros(1, np.int64)
     host = AttentionMetadata(none, zero, zero, none, (), row_slots=none, first_new_page=none)
-    batch = InputBatch(ScheduledRows.empty(), none, none, none, none, host, page_size)
+    batch = InputBatch(ScheduledRows(), none, none, none, none, host, page_size)
     return batch.padded(num_rows)
 
 

@@ -39,7 +39,7 @@ class Batch:
         self.sequences: list[CacheSequence] = []  # [R] and its sequence at that time
         self.schedule: SchedulerOutput | None = None  # set by `build`
         self._step = step
-        self._rows = ScheduledRows.empty()
+        self._rows = ScheduledRows()
         self._planned: set[RequestState] = set()  # see `has`
         self._host_sampled_rows: list[
             tuple[RequestState, CacheSequence]

@@ -540,7 +540,7 @@ def test_copies_alone(checkpoints: dict[str, Path]) -> None:
     runner.pool.kv.copy_(torch.randn_like(runner.pool.kv))
     before = runner.pool.kv.clone()
     copies = np.array([[0, 3, 3], [0, 4, 1], [1, 5, 4]], np.int32)
-    output = Driver(runner, 4).compute(SchedulerOutput(0, ScheduledRows.empty(), copies, 0, 0))
+    output = Driver(runner, 4).compute(SchedulerOutput(0, ScheduledRows(), copies, 0, 0))
     assert output.outputs == ()
     assert set(output.seconds) == {"prepare", "forward", "sample"}
     assert torch.equal(runner.pool.kv[:, :, 3, :3], before[:, :, 0, :3])

@@ -134,9 +134,7 @@ def test_steps_without_rows_and_those_that_are_refused(checkpoints: dict[str, Pa
     pages = np.concatenate([row.page_ids for row in rows])
     pairs = np.stack((pages, np.arange(len(pages), dtype=np.int32)), 1)
     first, rest = WindowUpdates(pairs[:9], []), WindowUpdates(pairs[9:], [])
-    runner.collect(
-        runner.launch(SchedulerOutput(0, ScheduledRows.empty(), nothing, 0, 0, windows=first))
-    )
+    runner.collect(runner.launch(SchedulerOutput(0, ScheduledRows(), nothing, 0, 0, windows=first)))
     broken = rows[0]._replace(page_ids=rows[0].page_ids[:-1])
     with pytest.raises(ValueError, match="has 4 pages"):
         runner.launch(SchedulerOutput(1, ScheduledRows.of([broken]), nothing, 0, 0, windows=rest))

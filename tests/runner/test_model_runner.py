@@ -191,7 +191,7 @@ def test_rows_without_a_sample_and_empty_schedules(checkpoints: dict[str, Path])
     stream = driver.add(prompts_of([20])[0])
     driver.step([(stream, 6)])
     assert stream.outputs == []
-    nothing = SchedulerOutput(0, ScheduledRows.empty(), np.zeros((0, 3), np.int32), 0, 0)
+    nothing = SchedulerOutput(0, ScheduledRows(), np.zeros((0, 3), np.int32), 0, 0)
     output = driver.compute(nothing)
     assert output.outputs == ()
     assert set(output.seconds) == {"prepare", "forward", "sample"}

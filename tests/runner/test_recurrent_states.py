@@ -286,7 +286,7 @@ def test_copies_without_rows(folder: Path) -> None:
         runner.launch(SchedulerOutput(0, ScheduledRows.of([first]), NO_COPIES, 6, 0))
     ).outputs
     runner.collect(
-        runner.launch(SchedulerOutput(1, ScheduledRows.empty(), NO_COPIES, 0, 0, ((1, 3), (3, 2))))
+        runner.launch(SchedulerOutput(1, ScheduledRows(), NO_COPIES, 0, 0, ((1, 3), (3, 2))))
     )
     found = []
     for step, state_id in ((2, 1), (3, 2)):

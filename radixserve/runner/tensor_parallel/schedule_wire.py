@@ -70,7 +70,6 @@ class ScheduleUnpacker:
             page_ids=page_ids,
             samples=[_SAMPLED_ON_RANK0 if samples else None for samples in is_sampled],
             targets={row: LogprobTargets(*fields) for row, fields in targets.items()},
-            states=[],
         )
         return SchedulerOutput(step, rows, copies, num_prefill, num_decode)
 
