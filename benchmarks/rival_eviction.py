@@ -14,7 +14,7 @@ from radixserve.cache.radix.eviction import POLICIES, EvictionOrder, PathUse, Ra
 from radixserve.cache.radix.node import Node
 
 
-class MRU(RankedEviction):
+class MRUEviction(RankedEviction):
     """The node that became evictable last is evicted first, and so the rest of its session."""
 
     def reason(self, node: Node) -> str:
@@ -29,7 +29,7 @@ class MRU(RankedEviction):
         del node, use
 
 
-class Random(MRU):
+class RandomEviction(MRUEviction):
     """Any evictable node, each equally likely."""
 
     def __init__(self, num_pages: int) -> None:
@@ -45,7 +45,7 @@ class Random(MRU):
         return (self._random.getrandbits(32), tick)
 
 
-ORDERS: dict[str, type[EvictionOrder]] = {"mru": MRU, "random": Random}
+ORDERS: dict[str, type[EvictionOrder]] = {"mru": MRUEviction, "random": RandomEviction}
 
 
 @contextmanager

@@ -12,11 +12,7 @@ from torch import Tensor
 from radixserve.arrays import IntArray
 from radixserve_kernels.cpu_compiler import compile_once, find_compiler
 
-AHEAD = (
-    0,
-    8,
-    16,
-)  # rows that are prefetched before they are read; 0: the processor does that alone
+AHEAD = (0, 8, 16)  # rows to prefetch before they are read; 0: the processor does that alone
 _FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-w")
 
 

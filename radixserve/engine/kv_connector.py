@@ -45,10 +45,10 @@ from radixserve.store import (
     TieredStore,
     UseCounts,
 )
+from radixserve.store.daemon_executor import DaemonExecutor
 from radixserve.store.fingerprint import model_fingerprint
 from radixserve.store.redis_store import SCHEMES, RedisStore
 from radixserve.store.run_file import ByteArray
-from radixserve.store.worker import Worker
 
 if TYPE_CHECKING:
     from radixserve.runner.base import ModelRunner
@@ -205,8 +205,8 @@ class KVConnector:
         self._has_room = has_room
         self._waiting: deque[LoadingRequest] = deque()
         self._load: Load | None = None
-        self._reader = Worker("radixserve-store-reader")
-        self._writer = Worker("radixserve-store-writer")
+        self._reader = DaemonExecutor("radixserve-store-reader")
+        self._writer = DaemonExecutor("radixserve-store-writer")
         self._late_read: Future[BufferedRun | None] | None = None  # its thread may hang
         self._step_tokens = step_tokens
         self._buffers = BufferPool(prefixes.max_file_bytes)
@@ -747,7 +747,11 @@ class KVConnector:
                 self._unsaved.remove(unsaved)
                 for run in unsaved.runs:
                     self._buffers.give_back(run.buffer)
-        kept = [] if namespace is None else [u for u in self._deferred if u.namespace != namespace]
+        kept = [
+            unsaved
+            for unsaved in self._deferred
+            if namespace is not None and unsaved.namespace != namespace
+        ]
         self._deferred = deque(kept)
         self._num_deferred = sum(len(unsaved.tokens) for unsaved in kept)
         self._uses.clear()

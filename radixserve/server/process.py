@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -115,7 +116,6 @@ class Process:
         settings = uvicorn_config(self.server)
         self._uvicorn = _Uvicorn(settings)
         self._stopping: asyncio.Task[None] | None = None
-        self._warming: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
         """Load the model and serve until a signal. Returns the exit code; raises what loading the
@@ -152,7 +152,9 @@ class Process:
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         _log.info("serving %s at http://%s", self.server.model_name, where)
         if (store := self._engine.get("kv_store")) and not self._config.replicas:
-            self._warming = asyncio.create_task(_warm(runtime, store))
+            threading.Thread(
+                target=_warm, args=(runtime, store), name="radixserve-warm", daemon=True
+            ).start()
 
     def _make_runtime(self) -> Runtime:
         config = self._config
@@ -216,11 +218,12 @@ class Process:
         self._uvicorn.force_exit = True
 
 
-async def _warm(runtime: Runtime, store: str) -> None:
-    """Load what the kv_store has into free pages, the last used first, while no request is open."""
+def _warm(runtime: Runtime, store: str) -> None:
+    """Load what the kv_store has into free pages, the last used first, while no request is open.
+    A thread of its own: a server that is never idle would occupy one of the pool for good."""
     began = time.monotonic()
     try:
-        num_tokens = await asyncio.to_thread(runtime.load_cache, store, while_idle=True)
+        num_tokens = runtime.load_cache(store, while_idle=True)
     except EngineDead:  # the server was stopped meanwhile
         return
     except (RadixServeError, OSError) as error:

@@ -42,6 +42,9 @@ class FolderStore(RunStore):
     """A `RunStore` on a disk. The files that were not used for longest go when the store would grow
     beyond `max_bytes`."""
 
+    num_bytes = 0
+    num_dropped = 0
+
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
         """Makes the folder, readable by its owner alone. O(files)."""
         self.folder = Path(folder)
@@ -50,7 +53,6 @@ class FolderStore(RunStore):
         self._lock = threading.Lock()
         self._users = self._lock_shared()
         self.num_bytes = sum(file.num_bytes for file in self.list())
-        self.num_dropped = 0  # files removed because the store was full
 
     def put(self, name: str, parts: Iterable[Buffer]) -> int:
         """Write a file, in place of one of that name; returns its bytes. Raises OSError, and

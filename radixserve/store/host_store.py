@@ -20,7 +20,10 @@ class _HostFile(NamedTuple):
 
 
 class HostStore(RunStore):
-    """The files that were not used for longest go when more than `max_bytes` would be held."""
+    """Drops the least recently used files to keep at most `max_bytes`."""
+
+    num_bytes = 0
+    num_dropped = 0
 
     def __init__(
         self,
@@ -30,8 +33,6 @@ class HostStore(RunStore):
         """`allocate`: memory of so many bytes, for instance pinned memory, which a device reads at
         full speed."""
         self.max_bytes = max_bytes
-        self.num_dropped = 0
-        self.num_bytes = 0
         self._allocate = allocate
         self._files: OrderedDict[str, _HostFile] = OrderedDict()  # the last used last
         self._lock = threading.Lock()
@@ -90,8 +91,8 @@ class HostStore(RunStore):
     def check(self) -> None:
         with self._lock:
             num_bytes = sum(len(file.data) for file in self._files.values())
-        assert num_bytes == self.num_bytes, f"{self.num_bytes} bytes counted, {num_bytes} held"
-        assert num_bytes <= self.max_bytes, f"{num_bytes} bytes held, more than may be"
+        assert num_bytes == self.num_bytes, f"{self.num_bytes} bytes counted, {num_bytes} stored"
+        assert num_bytes <= self.max_bytes, f"{num_bytes} bytes stored, more than allowed"
 
     def _remove(self, name: str) -> None:
         file = self._files.pop(name, None)
@@ -107,12 +108,12 @@ class TieredStore(RunStore):
         self.host, self.store = host, store
 
     @property
-    def num_bytes(self) -> int:  # type: ignore[override]
+    def num_bytes(self) -> int:
         """Of the second store."""
         return self.store.num_bytes
 
     @property
-    def num_dropped(self) -> int:  # type: ignore[override]
+    def num_dropped(self) -> int:
         """Of the second store."""
         return self.store.num_dropped
 

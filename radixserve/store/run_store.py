@@ -21,8 +21,15 @@ class RunStore(ABC):
     """Bytes by name. Any thread may call. OSError means that the store refused or cannot be
     reached; no K/V is wrong then. A store may lose a file at any time."""
 
-    num_bytes = 0  # of all files; 0 where the store does not count them
-    num_dropped = 0  # files that the store removed to make room
+    @property
+    def num_bytes(self) -> int:
+        """Of all files; 0 where the store does not count them."""
+        return 0
+
+    @property
+    def num_dropped(self) -> int:
+        """Files that the store removed to make room."""
+        return 0
 
     @abstractmethod
     def put(self, name: str, parts: Iterable[Buffer]) -> int:

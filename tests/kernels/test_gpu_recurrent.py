@@ -144,8 +144,8 @@ def expected_of(
         goals = [(end, written), *((i + 1, int(states.kept[i])) for i in range(start, end))]
         for stop, state_id in goals:
             if state_id >= 0:
-                found = case.plain(rows[start:stop], before)[1]
-                for tensor, state in zip(after, found, strict=True):
+                states_after = case.plain(rows[start:stop], before)[1]
+                for tensor, state in zip(after, states_after, strict=True):
                     tensor[state_id] = state
     return torch.cat(outs), after
 
@@ -222,8 +222,8 @@ def test_sigmoid_gate() -> None:
         wide = torch.randn(5, 2 * 1_030).to(dtype)
         x, gate = wide.chunk(2, -1)
         expected = x.double() * gate.double().sigmoid()
-        found = gpu_ops.sigmoid_gate(x, gate)
+        gated = gpu_ops.sigmoid_gate(x, gate)
         step = torch.finfo(dtype).eps
-        torch.testing.assert_close(found.double(), expected, rtol=4 * step, atol=4 * step)
+        torch.testing.assert_close(gated.double(), expected, rtol=4 * step, atol=4 * step)
         gpu_ops.sigmoid_gate(x, gate, x)
-        assert torch.equal(x, found)
+        assert torch.equal(x, gated)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +55,7 @@ Find = Callable[[str], Reference]
 
 @pytest.fixture(scope="module")
 def find(tmp_path_factory: pytest.TempPathFactory) -> Find:
-    made: dict[str, Reference] = {}
-
-    def find_reference(family: str) -> Reference:
-        if family not in made:
-            made[family] = Reference(make_checkpoint(tmp_path_factory.mktemp(family), family))
-        return made[family]
-
-    return find_reference
+    return cache(lambda family: Reference(make_checkpoint(tmp_path_factory.mktemp(family), family)))
 
 
 def check(runtime: Runtime, reference: Reference) -> None:
@@ -120,8 +113,8 @@ def test_kernels_themselves(family: str, find: Find) -> None:
 @pytest.mark.parametrize("family", ONE_OF_EACH)
 def test_the_same_bits_in_chunks_of_any_size(family: str, find: Find) -> None:
     digests = set()
-    for chunk, cache in ((7, "radix"), (16, "off"), (64, "radix")):
-        settings = {**SETTINGS, "exact": True, "cache": cache, "chunked_prefill_size": chunk}
+    for chunk, mode in ((7, "radix"), (16, "off"), (64, "radix")):
+        settings = {**SETTINGS, "exact": True, "cache": mode, "chunked_prefill_size": chunk}
         with DeviceRuntime(find(family).folder, **settings) as runtime:
             assert runtime.resolved_config.inexact == ""
             for _ in range(2):

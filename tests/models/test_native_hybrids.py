@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -96,14 +96,7 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def find(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    made: dict[str, Reference] = {}
-
-    def find_reference(family: str) -> Reference:
-        if family not in made:
-            made[family] = Reference(make_checkpoint(tmp_path_factory.mktemp(family), family))
-        return made[family]
-
-    return find_reference
+    return cache(lambda family: Reference(make_checkpoint(tmp_path_factory.mktemp(family), family)))
 
 
 def cases() -> list[Any]:

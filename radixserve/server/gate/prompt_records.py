@@ -47,7 +47,7 @@ class PromptParts:
             (index for index, role in enumerate(roles) if role not in ("system", "developer")),
             len(roles),
         )
-        others = {**(variables or {})}
+        others = dict(variables or {})
         verbosity = others.pop("verbosity", None)
         return cls(
             tools=hash(repr(list(tools))),

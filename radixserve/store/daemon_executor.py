@@ -1,4 +1,4 @@
-"""`Worker`: a thread that does one thing after the other, and that never keeps a process alive."""
+"""`DaemonExecutor`: a thread that runs calls in turn and that never keeps a process alive."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Worker:
+class DaemonExecutor:
     """As a ThreadPoolExecutor of one thread. But the interpreter does not wait for the thread at
-    its end: a disk that hangs may hold it for ever."""
+    its end: a disk that hangs may block it for ever."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]

@@ -8,19 +8,19 @@ import threading
 
 import pytest
 
-from radixserve.store.worker import Worker
+from radixserve.store.daemon_executor import DaemonExecutor
 
 HANGS = """
 import threading
-from radixserve.store.worker import Worker
-worker = Worker("hangs")
+from radixserve.store.daemon_executor import DaemonExecutor
+worker = DaemonExecutor("hangs")
 worker.submit(threading.Event().wait)
 print(worker.shutdown(0.01), flush=True)
 """
 
 
 def test_it_calls_in_order_and_returns_or_raises() -> None:
-    worker, called = Worker("test"), list[int]()
+    worker, called = DaemonExecutor("test"), list[int]()
     futures = [worker.submit(called.append, number) for number in range(5)]
     division = worker.submit(lambda: 1 // 0)
     assert [future.result(20) for future in futures] == [None] * 5
@@ -33,7 +33,7 @@ def test_it_calls_in_order_and_returns_or_raises() -> None:
 
 
 def test_what_is_cancelled_before_its_turn_is_not_called() -> None:
-    worker, started, called = Worker("test"), threading.Event(), list[int]()
+    worker, started, called = DaemonExecutor("test"), threading.Event(), list[int]()
     worker.submit(started.wait, 20)
     future = worker.submit(called.append, 1)
     assert future.cancel()
