@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -105,7 +104,6 @@ class RowStates(NamedTuple):
     written_state_id: int = -1
 
 
-@dataclass(slots=True, eq=False)
 class ScheduledRows:
     """The R rows of a step as columns. Item i of each list is a field of row i, see
     `ScheduledRequest`. The tokens of all rows are concatenated in `input_ids`.
@@ -113,17 +111,18 @@ class ScheduledRows:
     Indexing and iteration return rows as `ScheduledRequest`s, made when they are read.
     """
 
-    request_ids: list[str] = field(default_factory=list)
-    input_ids: array[int] = field(default_factory=partial(array, "i"))  # [T] int32
-    num_tokens: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    page_ids: list[IntArray] = field(default_factory=list)
-    samples: list[SampleSpec | None] = field(default_factory=list)
-    first_new_pages: list[int] = field(default_factory=list)
-    req_pool_indices: list[int] = field(default_factory=list)
-    future_indices: list[int] = field(default_factory=list)  # [] if all tokens are known
-    targets: dict[int, LogprobTargets] = field(default_factory=dict)  # by row
-    states: list[RowStates] = field(default_factory=list)  # [] if the model has no states
+    def __init__(self) -> None:
+        self.request_ids: list[str] = []
+        self.input_ids: array[int] = array("i")  # [T] int32
+        self.num_tokens: list[int] = []
+        self.starts: list[int] = []
+        self.page_ids: list[IntArray] = []
+        self.samples: list[SampleSpec | None] = []
+        self.first_new_pages: list[int] = []
+        self.req_pool_indices: list[int] = []
+        self.future_indices: list[int] = []  # [] if all tokens are known
+        self.targets: dict[int, LogprobTargets] = {}  # by row
+        self.states: list[RowStates] = []  # [] if the model has no states
 
     @classmethod
     def of(cls, rows: Iterable[ScheduledRequest]) -> ScheduledRows:
@@ -196,8 +195,7 @@ class WindowUpdates(NamedTuple):
     # pages; to be made in order
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
+class SchedulerOutput(NamedTuple):
     """One step: the copies, then one forward over all rows, then a token for each sampled row."""
 
     step: int

@@ -26,8 +26,8 @@ def test_a_request_costs_no_more_calls_than_it_did() -> None:
     )
     assert figures is not None, printed
     num_calls, num_files, num_kinds, num_records, num_matches = map(int, figures.groups())
-    assert 20 < num_calls <= 85
-    assert 5 < num_files <= 27
+    assert 20 < num_calls <= 81
+    assert 5 < num_files <= 28
     assert 5 < num_records < num_kinds <= 31
     assert num_records <= 18
     assert 1 <= num_matches <= 2

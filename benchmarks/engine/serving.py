@@ -84,7 +84,7 @@ class Case:
     arrival: str
     floor: Floor
     records: dict[str, Record]
-    published: dict[str, float]  # CPU seconds of engines measured elsewhere, best first
+    published: dict[str, float]  # CPU seconds of engines on another machine, best first
 
     def section(self, *, with_profile: bool) -> Section:
         floor, rows = self.floor, self._rows()
@@ -155,7 +155,7 @@ class Case:
         return rows
 
     def _comparisons(self) -> list[str]:
-        """What the cache costs or saves, what exactness costs, and the best published figure."""
+        """Costs and savings of the cache, the cost of exactness, and the best published figure."""
         lines = []
         radix = self.records.get("radix")
         for name in ("off", "inexact"):
@@ -170,6 +170,7 @@ class Case:
                 f" quartiles {low:.3f} to {high:.3f}"
             )
         for name, seconds in list(self.published.items())[:1]:
-            beside = "" if radix is None else f"; radix is {radix.cpu_s / seconds:.2f} x that"
-            lines.append(f"best measured elsewhere: {name}, {seconds:g} CPU s{beside}")
+            there = self.published.get("transformers")
+            beside = "" if there is None else f"; transformers took {there:g} there"
+            lines.append(f"best measured on another machine: {name}, {seconds:g} CPU s{beside}")
         return lines

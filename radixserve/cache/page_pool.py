@@ -25,18 +25,19 @@ MAX_RUNS = 1024
 class PagePool:
     """Page ids 0 .. num_pages - 1; a page is free or allocated, never both.
 
-    Free pages that belong to no run form a ring, read from `_head` on and written behind its end:
+    Free pages that belong to no run form a ring, read from `_head` on and written from `_tail` on:
     pages are reused in the order in which they were freed, and none is ever moved.
     """
 
-    __slots__ = ("_head", "_num_queued", "_ring", "_runs", "num_free", "num_pages")
+    __slots__ = ("_head", "_num_reserved", "_ring", "_runs", "_tail", "num_free", "num_pages")
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.num_free = num_pages  # in the ring and in runs
         self._ring = array("i", np.arange(num_pages, dtype=np.int32).tobytes())
         self._head = 0  # index of the page that leaves first
-        self._num_queued = num_pages  # in the ring
+        self._tail = 0  # index at which the next page enters
+        self._num_reserved = 0  # in runs
         self._runs: dict[int, int] = {}  # first id -> end of a run, the least recently used first
 
     @property
@@ -46,35 +47,31 @@ class PagePool:
 
     def allocate(self, count: int) -> array[int]:
         """Take `count` pages, or raise OutOfPages and take none. O(count)."""
-        if count > self._num_queued:
+        if count > self.num_free - self._num_reserved:
             if count > self.num_free:
                 raise OutOfPages(f"{count} pages wanted, {self.num_free} free of {self.num_pages}")
-            while count > self._num_queued:
+            while count > self.num_free - self._num_reserved:
                 self._end_run(next(iter(self._runs)))
-        head = self._head
-        end = head + count
-        self._num_queued -= count
         self.num_free -= count
+        head = self._head
+        end = self._head = head + count
         if end < self.num_pages:
-            self._head = end
             return self._ring[head:end]
-        self._head = end = end - self.num_pages
+        end = self._head = end - self.num_pages
         return self._ring[head:] + self._ring[:end]
 
     def free(self, pages: array[int]) -> None:
         """Give pages back. O(pages)."""
-        size, count = self.num_pages, len(pages)
-        start = self._head + self._num_queued
-        self._num_queued += count
+        count, tail = len(pages), self._tail
         self.num_free += count
-        if start >= size:
-            start -= size
-        end = start + count
-        if end <= size:
-            self._ring[start:end] = pages
-        else:
-            self._ring[start:] = pages[: size - start]
-            self._ring[: end - size] = pages[size - start :]
+        end = self._tail = tail + count
+        if end < self.num_pages:
+            self._ring[tail:end] = pages
+            return
+        left = self.num_pages - tail
+        self._ring[tail:] = pages[:left]
+        self._ring[: count - left] = pages[left:]
+        self._tail = count - left
 
     def allocate_after(self, page: int, count: int = 1) -> Sequence[int]:
         """Take `count` pages, `page` + 1 and so on where a run is reserved there, else a new run.
@@ -100,6 +97,7 @@ class PagePool:
             stop = min(end, first + count)
             taken.extend(range(first, stop))
             self.num_free -= stop - first
+            self._num_reserved -= stop - first
             count -= stop - first
             first = stop
             if stop < end:
@@ -114,9 +112,10 @@ class PagePool:
         if not end:
             run = self._begin_run()
             if run is None:
-                return self.allocate(1)[0] if self._num_queued else -1
+                return self.allocate(1)[0] if self.num_free > self._num_reserved else -1
             first, end = run
         self.num_free -= 1
+        self._num_reserved -= 1
         if first + 1 < end:
             runs[first + 1] = end
         return first
@@ -134,7 +133,7 @@ class PagePool:
     def free_array(self) -> IntArray:
         """Returns the free pages, in no order. O(free pages), fast."""
         ring = np.array(self._ring, np.int32)
-        indices = (self._head + np.arange(self._num_queued)) % self.num_pages
+        indices = (self._head + np.arange(self.num_free - self._num_reserved)) % self.num_pages
         kept = [np.arange(*run, dtype=np.int32) for run in self._runs.items()]
         return np.concatenate((ring[indices], *kept))
 
@@ -143,7 +142,7 @@ class PagePool:
         None if they are not consecutive."""
         ring, head = self._ring, self._head
         end = head + RUN_PAGES
-        if self._num_queued < RUN_PAGES or end > self.num_pages:
+        if self.num_free - self._num_reserved < RUN_PAGES or end > self.num_pages:
             return None
         left, right = ring[head], ring[end - 1]
         if abs(right - left) != RUN_PAGES - 1:
@@ -153,7 +152,7 @@ class PagePool:
         if ring[head:end] != array("i", run if left == first else reversed(run)):
             return None
         self._head = end if end < self.num_pages else 0
-        self._num_queued -= RUN_PAGES
+        self._num_reserved += RUN_PAGES
         if len(self._runs) >= MAX_RUNS:
             self._end_run(next(iter(self._runs)))
         return first, first + RUN_PAGES
@@ -167,5 +166,5 @@ class PagePool:
         self._head = start if start >= 0 else start + size
         for offset, page in enumerate(range(first, end), start):
             self._ring[offset % size] = page
-        self._num_queued += count
+        self._num_reserved -= count
         return count

@@ -6,7 +6,6 @@ The memory that such a step needs beside weights and pool decides how many pages
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -62,7 +61,7 @@ def profile_schedules(
     ones = [1] * (max_running_requests - num_chunks)
     first = _schedule(0, chunks + ones, page_size, _SAMPLED, scores=True)
     spare_page = num_profile_pages(chunked_prefill_size, max_running_requests, page_size) - 1
-    yield replace(first, cow_copies=np.array([[0, spare_page, 1]], np.int32))
+    yield first._replace(cow_copies=np.array([[0, spare_page, 1]], np.int32))
     for step, (lengths, params) in enumerate(
         (
             ([min(16, *chunks)], _GREEDY),

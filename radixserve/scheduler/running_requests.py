@@ -19,6 +19,7 @@ class RunningRequests:
         self._states: dict[int, RequestState] = {}  # by arrival
         self._is_sorted = True  # by priority
         self._num_of: Counter[Tenant] = Counter()  # requests of each tenant
+        self.are_shared = False  # whether they belong to more than one tenant
         self._free_slots = list(range(max_running_requests))[::-1]
 
     def __len__(self) -> int:
@@ -26,11 +27,6 @@ class RunningRequests:
 
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states.values())
-
-    @property
-    def are_shared(self) -> bool:
-        """Whether they belong to more than one tenant."""
-        return len(self._num_of) > 1
 
     def num_of(self, tenant: Tenant) -> int:
         """Requests of a tenant."""
@@ -83,6 +79,7 @@ class RunningRequests:
         self._is_sorted &= last is None or last.priority_key < state.priority_key
         self._states[state.arrival] = state
         self._num_of[state.tenant] += 1
+        self.are_shared = len(self._num_of) > 1
         self._is_sorted &= not self.are_shared
         state.req_pool_idx = self._free_slots.pop()
         if state.sequence is not None:
@@ -95,6 +92,7 @@ class RunningRequests:
         self._num_of[state.tenant] -= 1
         if not self._num_of[state.tenant]:
             del self._num_of[state.tenant]
+            self.are_shared = len(self._num_of) > 1
 
     def free_slot(self, state: RequestState) -> None:
         """Others may use its slot from the next step on: its last row is in flight, or it is gone.

@@ -36,13 +36,9 @@ class TenantShares:
         self._weights = dict(weights or {})
         self._active: dict[str, Tenant] = {}
         self._idle: OrderedDict[str, Tenant] = OrderedDict()  # the first to leave is first
+        self.are_shared = False  # whether more than one tenant has requests
         self._last = 0.0  # of the tenant whose queue emptied last: its virtual time
         self._least = 0.0  # to which `begin_waiting` raises
-
-    @property
-    def are_shared(self) -> bool:
-        """Whether more than one tenant has requests."""
-        return len(self._active) > 1
 
     def enter(self, namespace: str) -> Tenant:
         """A request of the namespace was added; returns its tenant. O(1)."""
@@ -51,6 +47,7 @@ class TenantShares:
         if tenant is None:
             tenant = self._idle.pop(name, None) or Tenant(name, self._weights.get(name, 1.0))
             self._active[name] = tenant
+            self.are_shared = len(self._active) > 1
         tenant.num_requests += 1
         return tenant
 
@@ -60,6 +57,7 @@ class TenantShares:
         if tenant.num_requests:
             return
         del self._active[tenant.name]
+        self.are_shared = len(self._active) > 1
         self._idle[tenant.name] = tenant
         while self._idle:  # what `begin_waiting` would raise need not be remembered
             oldest = next(iter(self._idle.values()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,8 +37,8 @@ class Launched:
     def __init__(self, schedule: SchedulerOutput, runner: DelayedRunner) -> None:
         rows = ScheduledRows.of(_snapshot(row) for row in schedule.rows)
         copies = [*runner.owed_copies, *schedule.state_copies]
-        self.schedule = replace(
-            schedule, rows=rows, cow_copies=schedule.cow_copies.copy(), state_copies=copies
+        self.schedule = schedule._replace(
+            rows=rows, cow_copies=schedule.cow_copies.copy(), state_copies=copies
         )
         self.late_windows = runner.owed_windows  # schedules whose window pages come first
         runner.owed_copies, runner.owed_windows = [], []
@@ -196,7 +196,7 @@ class DelayedRunner(FakeRunner):
 
 def _with_rows(schedule: SchedulerOutput, rows: dict[int, ScheduledRequest]) -> SchedulerOutput:
     """Only those rows."""
-    return replace(schedule, rows=ScheduledRows.of(rows.values()))
+    return schedule._replace(rows=ScheduledRows.of(rows.values()))
 
 
 @dataclass

@@ -65,12 +65,12 @@ class ScheduleUnpacker:
             self._page_tables[slot] = table
             page_ids.append(table)
             begin += num_new
-        rows = ScheduledRows(
-            **columns,
-            page_ids=page_ids,
-            samples=[_SAMPLED_ON_RANK0 if samples else None for samples in is_sampled],
-            targets={row: LogprobTargets(*fields) for row, fields in targets.items()},
-        )
+        rows = ScheduledRows()
+        for name, column in columns.items():
+            setattr(rows, name, column)
+        rows.page_ids = page_ids
+        rows.samples = [_SAMPLED_ON_RANK0 if samples else None for samples in is_sampled]
+        rows.targets = {row: LogprobTargets(*fields) for row, fields in targets.items()}
         return SchedulerOutput(step, rows, copies, num_prefill, num_decode)
 
 
