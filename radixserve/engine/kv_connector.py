@@ -38,6 +38,7 @@ from radixserve.store import (
     BadRun,
     FolderStore,
     HostStore,
+    ReturnRate,
     RunStore,
     StoredPrefix,
     StoredPrefixes,
@@ -61,7 +62,7 @@ _BACKLOG_BYTES = 256 << 20  # most K/V that waits to be written; what exceeds it
 _READ_AHEAD = 2  # runs that are read while another is put into pages
 _PATIENCE_S = 2.0  # a read is given up after this and four times its expected time
 _FIRST_BANDWIDTH = 1e9  # bytes/s that are expected until reads were timed
-_FIRST_LATENCY_S = 0.5e-3  # fixed cost of a load until loads were timed, and the least assumed
+_FIRST_LATENCY_S = 0.1e-3  # fixed cost of a load until loads were timed, and the least assumed
 _FORGETTING = 0.02  # share of the measured latency forgotten each time that a load does not pay
 _STEP_S = 0.005  # time per step for filling pages
 _MAX_FREE_BUFFERS = 8  # unused buffers that are kept for the next reads and copies
@@ -71,7 +72,7 @@ _IDLE_S = 0.05  # without requests, until K/V is copied that is written when the
 _MAX_PAUSE_S = 0.2  # of the writer, for each run of such K/V, while requests run
 _MAX_UNSAVED_S = 5.0  # K/V is copied after so long even while the engine is busy
 _FIRST_WRITE_S = 1.2e-9  # for each byte, until writes were timed
-_FIRST_RETURNS = 40, 2000  # tokens that came back, of those that were evicted: assumed at the start
+_RETURNS_WINDOW = 4  # pools of evicted tokens, after which half of them are forgotten
 _LOG_EVERY_S = 60.0
 _CACHE_FOLDER = Path("~/.cache/radixserve")  # of fingerprints, where the store is not a folder
 
@@ -200,6 +201,7 @@ class KVConnector:
         self._cache = cache
         self._policy = policy
         self._uses = UseCounts(min_uses)
+        self._returns = ReturnRate(_RETURNS_WINDOW * cache.num_pages * cache.page_size)
         self._token_cost = token_cost
         self._step_seconds = step_seconds
         self._has_room = has_room
@@ -479,15 +481,18 @@ class KVConnector:
 
     # -- writing ------------------------------------------------------------------------------
 
-    def save(self, sequence: CacheSequence, num_reused: int) -> None:
+    def save(self, sequence: CacheSequence, num_prompt: int, num_reused: int) -> None:
         """Queue the K/V of a request that ends to be stored, as far as the policy wants it. It is
-        copied out of the pool now only if the pool may soon evict it. `num_reused`: leading tokens
-        that the request did not compute. Never raises."""
+        copied out of the pool now only if the pool may soon evict it. Never raises.
+
+        num_prompt  tokens of its prompt
+        num_reused  leading tokens that it did not compute
+        """
         length, now = sequence.committed_len, time.monotonic()
         if length < MIN_TOKENS or sequence.is_stale:
             return
         tokens, namespace = sequence.tokens[:length].copy(), sequence.namespace
-        num_wanted = self._num_wanted(tokens, namespace, num_reused)
+        num_wanted = self._num_wanted(tokens, namespace, num_prompt, num_reused)
         if num_wanted >= MIN_TOKENS:
             self._unsaved.append(Unsaved(tokens[:num_wanted], namespace, now))
         if self._policy == "auto" and length - num_wanted >= MIN_TOKENS:
@@ -495,24 +500,29 @@ class KVConnector:
         while self._unsaved and self._is_short_of_pages():
             self._copy_or_warn(self._unsaved[0])
 
-    def _num_wanted(self, tokens: IntArray, namespace: str, num_reused: int) -> int:
+    def _num_wanted(
+        self, tokens: IntArray, namespace: str, num_prompt: int, num_reused: int
+    ) -> int:
         """Leading tokens of an ended request that are to be written even while others run."""
         if self._policy in ("finish", "evict"):
             return len(tokens)
-        num_again = self._uses.note(tokens, namespace)
         if self._policy == "reuse":
+            num_again = self._uses.note(tokens, namespace)
             return max(num_again, num_reused) if self._uses.min_uses == 2 else num_again
-        num_returned = max(0, num_again - num_reused)
+        num_again = self._uses.note(tokens, namespace, num_reused)
+        num_returned = max(0, min(num_again, num_prompt) - num_reused)
         self._counts.returned_tokens += num_returned
         seconds, computed = self._token_cost()
         if computed < _MIN_MEASURED:
-            return len(tokens)
+            return 0
         token_bytes = self._prefixes.layout.token_bytes
         write_s = token_bytes * (self._write_s + self._copy_s)
+        rate = self._return_rate
+        if not num_returned and write_s >= rate * seconds / computed:
+            return 0
         saved_s = self._cpu_share * seconds / computed - token_bytes / self._bandwidth
         if saved_s <= 0.0:
             return 0
-        rate = self._return_rate
         end = len(tokens) if write_s < rate * saved_s else num_again
         if end - num_reused < MIN_TOKENS:  # what was found in memory is not about to be evicted
             return 0
@@ -535,10 +545,9 @@ class KVConnector:
 
     @property
     def _return_rate(self) -> float:
-        """The share of evicted tokens that are asked for again, by what was seen so far."""
-        returned, evicted = _FIRST_RETURNS
-        returned += self._counts.returned_tokens + self._counts.loaded_tokens
-        return min(1.0, returned / (evicted + self._cache.num_evicted_tokens))
+        """The share of evicted tokens that are asked for again, by what was seen lately."""
+        num_returned = self._counts.returned_tokens + self._counts.loaded_tokens
+        return self._returns.share(self._cache.num_evicted_tokens, num_returned)
 
     def _defer(self, unsaved: Unsaved) -> None:
         """Copy it when the engine is idle, if the pool still has it then."""

@@ -94,7 +94,7 @@ class Scheduler:
         )
         self._in_flight: list[Batch] = []  # at most two, the older one first
         self._num_arrived = 0
-        self._finish_hook: Callable[[CacheSequence, int], None] | None = None
+        self._finish_hook: Callable[[CacheSequence, int, int], None] | None = None
         self.counts = SchedulerStats()
         self._recent = RecentCounts(self.counts.tokens, clock())  # in the last minute
 
@@ -115,9 +115,9 @@ class Scheduler:
                 f"got {request.max_len}"
             )
 
-    def set_finish_hook(self, function: Callable[[CacheSequence, int], None]) -> None:
+    def set_finish_hook(self, function: Callable[[CacheSequence, int, int], None]) -> None:
         """Have it called before a running request ends and its pages are released, with its
-        sequence and the prompt tokens that it did not compute."""
+        sequence, the number of its prompt tokens, and how many of them it did not compute."""
         self._finish_hook = function
 
     def has_room(self, num_tokens: int, queued_at: float) -> bool:
@@ -594,7 +594,7 @@ class Scheduler:
             self._pricing.note_end(state, reason)
         # After an error pages may hold less than was committed: a copied head that no step made.
         if self._finish_hook is not None and state.sequence is not None and reason != "error":
-            self._finish_hook(state.sequence, state.num_reused)
+            self._finish_hook(state.sequence, state.num_prompt, state.num_reused)
         self._remove(state)
         self._shares.leave(state.tenant)
         usage = state.usage()

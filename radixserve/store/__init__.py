@@ -6,6 +6,7 @@ K/V, named by everything before them.
 
 from radixserve.store.folder_store import FolderStore
 from radixserve.store.host_store import HostStore, TieredStore
+from radixserve.store.return_rate import ReturnRate
 from radixserve.store.run_file import BadRun, KVLayout, KVRun, decode_run, encode_run
 from radixserve.store.run_store import RunStore, StoredFile
 from radixserve.store.stored_prefixes import MAX_RUN_TOKENS, StoredPrefix, StoredPrefixes, StoredRun
@@ -18,6 +19,7 @@ __all__ = [
     "HostStore",
     "KVLayout",
     "KVRun",
+    "ReturnRate",
     "RunStore",
     "StoredFile",
     "StoredPrefix",

@@ -23,12 +23,16 @@ class UseCounts:
         self.min_uses = min_uses
         self._counts: OrderedDict[tuple[int, int], int] = OrderedDict()
 
-    def note(self, tokens: IntArray, namespace: str) -> int:
-        """Count a use of each prefix of `tokens`. Returns the length of the longest one that was
-        used at least `min_uses` times, this use included. O(tokens)."""
+    def note(self, tokens: IntArray, namespace: str, start: int = 0) -> int:
+        """Count a use of each prefix of `tokens` that is longer than `start`. Returns the length of
+        the longest one that was used at least `min_uses` times, this use included; 0 where there is
+        none. O(tokens)."""
+        longest, counts, begin = 0, self._counts, start - start % _STEP
+        if begin + _STEP > len(tokens):
+            return 0
         data = np.ascontiguousarray(tokens, np.int32).data.cast("B")
-        checksum, longest, counts = zlib.crc32(namespace.encode()), 0, self._counts
-        for end in range(_STEP, len(tokens) + 1, _STEP):
+        checksum = zlib.crc32(data[: 4 * begin], zlib.crc32(namespace.encode()))
+        for end in range(begin + _STEP, len(tokens) + 1, _STEP):
             checksum = zlib.crc32(data[4 * (end - _STEP) : 4 * end], checksum)
             count = counts[end, checksum] = counts.pop((end, checksum), 0) + 1
             if count >= self.min_uses:

@@ -178,7 +178,7 @@ def test_with_auto_an_idle_or_closed_engine_writes_everything(tmp_path: Path) ->
 
 def saved(connector: KVConnector, runtime: Runtime, prompt: list[int]) -> int:
     """Tokens that are to be written while others run, of a request that has computed a prompt."""
-    number = connector._num_wanted(np.array(prompt, np.int32), "", 0)
+    number = connector._num_wanted(np.array(prompt, np.int32), "", len(prompt), 0)
     runtime.check()
     return number
 
@@ -190,7 +190,7 @@ def test_with_auto_a_busy_engine_writes_what_pays(tmp_path: Path) -> None:
         token_bytes = connector._prefixes.layout.token_bytes
         connector._copy_s, connector._bandwidth = 0.0, 1e15
         connector._write_s = 5e-6 / token_bytes  # 5 us a token
-        connector._token_cost = lambda: (1.0, 1000)  # 1 ms a token
+        connector._token_cost = lambda: (2.0, 1000)  # 2 ms a token
         assert saved(connector, runtime, tokens(0, 200)) == 200
         connector._token_cost = lambda: (1.0, 100_000)  # 10 us a token
         assert saved(connector, runtime, tokens(1, 200)) == 0
@@ -200,7 +200,11 @@ def test_with_auto_a_busy_engine_writes_what_pays(tmp_path: Path) -> None:
         again = np.array(tokens(1, 200), np.int32)
         # 192 tokens are to be written; the third time, loads would have saved more altogether.
         for num_reused, num_wanted in ((187, 0), (110, 0), (110, 192)):
-            assert connector._num_wanted(again, "", num_reused) == num_wanted
+            assert connector._num_wanted(again, "", 200, num_reused) == num_wanted
+        assert connector._counts.returned_tokens == 128 + 5 + 82 + 82
+        # Answers that are computed again do not count: a load would not have saved them.
+        assert connector._num_wanted(again, "", 110, 110) == 0
+        assert connector._counts.returned_tokens == 128 + 5 + 82 + 82
         connector._token_cost = lambda: (1.0, 10_000_000)  # computed sooner than written
         assert saved(connector, runtime, tokens(1, 200)) == 0
         connector._counts.returned_tokens = 10**9  # all that is evicted comes back

@@ -140,7 +140,7 @@ class StoreWorld(World):
             self.commit(seq, len(tokens))
 
     def release(self, seq: RadixSequence) -> None:
-        self.connector.save(seq, seq.cached_len)
+        self.connector.save(seq, seq.committed_len, seq.cached_len)
         super().release(seq)
 
     def preempt(self, seq: RadixSequence) -> None:
