@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from radixserve.attention.base import AttentionBackend
-from radixserve.attention.choice import has_kv_dtypes
+from radixserve.attention.choice import kv_dtypes_of
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import LanguageModel, ModelInfo
@@ -29,7 +29,7 @@ from radixserve.runner.kv_pool import KVPool
 from radixserve.schedule import ModelRunnerOutput, SchedulerOutput, WindowLayers
 from radixserve.store.run_file import KVLayout
 from radixserve_kernels.cpu_library import code_fingerprint
-from radixserve_kernels.stored_kv import INT8_FORM
+from radixserve_kernels.stored_kv import INT8_FORM, dtype_name
 
 logger = logging.getLogger("radixserve")
 
@@ -138,7 +138,7 @@ class SingleDeviceRunner(ModelRunner):
         self.model_path, info = parts.model_path, parts.model.info
         kv_dtype = choose_kv_dtype(
             *(config.kv_dtype, info.dtype, parts.device, parts.backend_name),
-            can_widen=has_kv_dtypes(parts.backend_name),
+            offered=kv_dtypes_of(parts.backend_name),
         )
         self.info = info if kv_dtype is None else replace(info, kv_dtype=kv_dtype)
         self.model, self._device, self._config = parts.model, parts.device, config
@@ -149,7 +149,7 @@ class SingleDeviceRunner(ModelRunner):
             pool_bytes=self.pool.num_bytes,
             pool_tokens=self.num_pages * self.pool.page_size,
             kv_bytes_per_token=self.info.kv_bytes_per_token,
-            kv_dtype=str(self.info.stored_kv_dtype).removeprefix("torch."),
+            kv_dtype=dtype_name(self.info.stored_kv_dtype),
             states_bytes=self.num_states * self.info.state_bytes,
             window_tokens=self.pool.num_window_pages * self.pool.page_size,
         )
@@ -199,7 +199,7 @@ class SingleDeviceRunner(ModelRunner):
             self.resolved_config,
             self.num_pages,
             self.pool.page_size,
-            str(self.info.stored_kv_dtype).removeprefix("torch."),
+            dtype_name(self.info.stored_kv_dtype),
             self.pool.num_bytes >> 20,
         )
         if self.num_states:

@@ -114,7 +114,7 @@ class CudaModelRunner(SingleDeviceRunner):
         if device.type == "cpu":
             keep_freed_memory()
         if config.attention_backend == "auto" and (
-            device.type == "cpu" or config.is_exact_on("cuda")
+            device.type == "cpu" or config.is_exact_on("cuda") or config.kv_dtype == "int8"
         ):
             to_load = replace(config, attention_backend="triton")
         parts = load_on_device(model_path, to_load, device, tp_group)
