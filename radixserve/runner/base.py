@@ -26,6 +26,7 @@ from radixserve.models.registry import load_model
 from radixserve.models.source import find_model
 from radixserve.runner.device import check_dtype, choose_kv_dtype, describe_device
 from radixserve.runner.kv_pool import KVPool
+from radixserve.runner.rounding_check import RoundingCheck
 from radixserve.schedule import ModelRunnerOutput, SchedulerOutput, WindowLayers
 from radixserve.store.run_file import KVLayout
 from radixserve_kernels.cpu_library import code_fingerprint
@@ -133,6 +134,7 @@ class SingleDeviceRunner(ModelRunner):
     model: LanguageModel
     pool: KVPool
     backend: AttentionBackend  # of steps that no graph serves
+    _rounding_check: RoundingCheck | None = None  # of K and V in 8 bits, until a long prompt came
 
     def __init__(self, parts: LoadedModel, config: EngineConfig) -> None:
         self.model_path, info = parts.model_path, parts.model.info
@@ -142,6 +144,20 @@ class SingleDeviceRunner(ModelRunner):
         )
         self.info = info if kv_dtype is None else replace(info, kv_dtype=kv_dtype)
         self.model, self._device, self._config = parts.model, parts.device, config
+
+    def _start_rounding_check(self) -> None:
+        """After pool and backend are made."""
+        if self.info.stored_kv_dtype.itemsize == 1:
+            self._rounding_check = RoundingCheck(
+                *(self.pool.layers, self.pool.page_size), scales_last=self.backend.scales_last
+            )
+
+    def _look_at_rounding(self) -> None:
+        """When a step that the check has noted was computed."""
+        if self._rounding_check is not None:
+            self._rounding_check.look()
+            if self._rounding_check.is_done:
+                self._rounding_check = None
 
     def memory_plan(self) -> MemoryPlan:
         return MemoryPlan(

@@ -73,6 +73,11 @@ class KVPool:
         return _zeros(size, self._dtype, self._device)
 
     @property
+    def layers(self) -> list[LayersKV]:
+        """`kv` and `others`."""
+        return [LayersKV(self.kv, self._layers), *self.others]
+
+    @property
     def num_bytes(self) -> int:
         tensors = [self.kv, *(layers.kv for layers in self.others)]
         if self.windows is not None:
@@ -92,9 +97,8 @@ class KVPool:
         offset = np.arange(len(of_copy)) - np.repeat(np.cumsum(num_tokens) - num_tokens, num_tokens)
         slots = [pages[of_copy] * self.page_size + offset for pages in (source, destination)]
         read, write = (torch.from_numpy(slot).to(self.kv.device) for slot in slots)
-        for layers in self.others:
-            copy_slots(layers.kv.flatten(2, 3), read, write)
-        copy_slots(self.kv.flatten(2, 3), read, write)  # [L, 2, num_slots, Hkv, W]
+        for layers in self.layers:
+            copy_slots(layers.kv.flatten(2, 3), read, write)  # [L, 2, num_slots, Hkv, W]
 
     @property
     def is_in_host_memory(self) -> bool:
@@ -149,7 +153,7 @@ class KVPool:
             return [_StoredLayers(self.kv, slice(None))]
         tensors = {
             layer: apart.kv[index : index + 1]
-            for apart in (LayersKV(self.kv, self._layers), *self.others)
+            for apart in self.layers
             for index, layer in enumerate(apart.layers)
         }
         layers: list[_StoredLayers] = []
