@@ -15,7 +15,8 @@ weights      widened: float32, activations too, so that nothing else is rounded.
 --libraries  the folder of llama.cpp's shared libraries, which needs a GGUF file:
              `npm install @node-llama-cpp/linux-x64` has them in bins/linux-x64
 --forms      ways to store 8 bits, rounded by PyTorch under widened weights: a scale for each head
-             or for 32 numbers, heads multiplied with a Hadamard matrix, keys before rotary
+             or for 32 numbers, heads multiplied with a Hadamard matrix, keys before rotary; and
+             float8_e4m3fn as devices store it
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from radixserve.models.decoder import Decoder, load_decoder
 from radixserve.models.source import ModelSource, find_model
 from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
-from radixserve_kernels.stored_kv import multiply_hadamard
+from radixserve_kernels.stored_kv import from_stored, multiply_hadamard, to_stored
 
 CPU = torch.device("cpu")
 COLUMNS = (
@@ -158,6 +159,11 @@ def by_32(x: Tensor) -> Tensor:
     return ((parts / scale).round() * scale.half().to(x.dtype)).flatten(-2)
 
 
+def by_fp8(x: Tensor) -> Tensor:
+    """As devices store it, without a scale."""
+    return from_stored(to_stored(x, torch.float8_e4m3fn), x.dtype)
+
+
 def spread(rounding: Rounding) -> Rounding:
     """Rounds what a Hadamard matrix makes of a head."""
     return lambda x: multiply_hadamard(rounding(multiply_hadamard(x)))
@@ -184,6 +190,7 @@ def other_forms(model: Decoder) -> dict[str, Logprobs]:
         "by 32": by_32,
         "by head, Hadamard (kv_dtype int8)": spread(by_head),
         "by 32, Hadamard": spread(by_32),
+        "fp8_e4m3 (kv_dtype fp8_e4m3)": by_fp8,
     }
     forms = {name: by_torch(model, rounding, rounding) for name, rounding in keys.items()}
     if len(model.tables) == 1:

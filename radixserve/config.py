@@ -20,7 +20,7 @@ from radixserve.errors import InvalidRequest
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 WeightDtype = Literal["auto", "int8"]
-KVDtype = Literal["auto", "bfloat16", "int8"]
+KVDtype = Literal["auto", "bfloat16", "int8", "fp8_e4m3"]
 ModelImpl = Literal["auto", "native", "transformers"]
 CacheKind = Literal["radix", "hash", "off"]
 HashAlgorithm = Literal["sha256", "xxh3"]
@@ -120,9 +120,9 @@ class EngineConfig(StrictFields):
     activation_bits     8 or 16: bits to which the CPU rounds activations before weights of 8 or 4
                         bits. 16 is closer to the widened weights and slower: it holds for the head,
                         attention's projections, and the first and last layer's MLPs
-    kv_dtype            dtype of stored K and V: "auto" (the model's), "bfloat16", or "int8", half
-                        as large, with a scale for each head of a token. Another dtype than the
-                        model's on the CPU only; see docs/quantization.md
+    kv_dtype            dtype of stored K and V: "auto" (the model's), "bfloat16", "int8", half as
+                        large, with a scale for each head of a token, or "fp8_e4m3" on CUDA devices,
+                        where int8 needs attention_backend "triton"; see docs/quantization.md
     model_impl          "auto" (the native decoder if it computes the model, else transformers'
                         code), "native", or "transformers", which is slower and useful to compare
     tensor_parallel_size  number of ranks that compute each layer together: one CUDA device per
@@ -264,11 +264,6 @@ class EngineConfig(StrictFields):
         if self.eviction is None:
             is_priced = self.admission == "priced" and self.cache == "radix"
             object.__setattr__(self, "eviction", "expected-return" if is_priced else "lru")
-        if str(self.kv_dtype) == "fp8_e4m3":
-            raise InvalidRequest(
-                'kv_dtype="fp8_e4m3" is not built: neither the CPU nor CUDA devices have it; '
-                '"int8" takes as little memory, on the CPU'
-            )
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
         if self.max_overtake is None:
@@ -327,10 +322,6 @@ class EngineConfig(StrictFields):
             raise InvalidRequest(
                 f'weight_dtype="{self.weight_dtype}" is computed on the CPU only; '
                 f'device="{self.device}" has "auto"'
-            )
-        if self.kv_dtype == "int8" and self.device.startswith("cuda"):
-            raise InvalidRequest(
-                f'kv_dtype="int8" is read on the CPU only; device="{self.device}" has "auto"'
             )
         if self.tensor_parallel_size > 1 and ":" in self.device:
             raise InvalidRequest(

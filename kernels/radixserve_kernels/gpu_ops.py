@@ -4,8 +4,9 @@ On CUDA nothing here waits for the device or looks at what is in a tensor:
 every call can be captured in a CUDA graph. All tensors of a call are on one device, which is the
 current one; features lie dense (stride 1), other axes may be strided if nothing else is said.
 
-Heads are NHD: q [T, Hq, D]. k_slots, v_slots [num_slots, Hkv, D] are a layer's K and V by slot:
-page p of P tokens is slots p * P to p * P + P - 1. A row's keys are those of its pages
+Heads are NHD: q [T, Hq, D]. k_slots, v_slots [num_slots, Hkv, W] are a layer's K and V by slot, as
+stored_kv.py has them, in int8 with the scales of a token behind its integers; in other dtypes W is
+D. Page p of P tokens is slots p * P to p * P + P - 1. A row's keys are those of its pages
 kv_indices[kv_indptr[r] : kv_indptr[r + 1]], the last filled up to last_page_len[r], all int32.
 lse is float32, base 2: log2 of the sum of exp(score); -inf without keys, where out is zero.
 """
@@ -226,6 +227,7 @@ def rope_and_store(
     out: Tensor | None = None,
     *,
     is_centered: bool = False,
+    scales_last: bool = True,
 ) -> Tensor:
     """Split qkv, normalise and rotate q and k, store k and v; returns q [T, Hq, D].
 
@@ -233,14 +235,15 @@ def rope_and_store(
     -1 stores nothing, slots are distinct otherwise. cos_sin [max_pos, D] float32: the cosines of
     the D/2 pairs (features 2i and 2i + 1 of a head), then the sines; None: nothing is rotated.
     qk_norm [Hq + Hkv, D]: `rms_norm` of each head before it is rotated, with is_centered as there.
-    What is stored is cast to the pool's dtype.
+    What is stored has the pool's form, in int8 with `scales_last` as `to_stored` has it.
     """
     inputs = (qkv, positions, slots, cos_sin, k_slots, v_slots)
     if out is None:
         head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
         out = qkv.new_empty((len(qkv), num_heads, head_dim))
     heads = (num_heads, num_kv_heads)
-    _run(qkv, "rope", "rope_and_store", *inputs, *heads, qk_norm, eps, is_centered, out)
+    more = (qk_norm, eps, is_centered, scales_last, out)
+    _run(qkv, "rope", "rope_and_store", *inputs, *heads, *more)
     return out
 
 
@@ -279,16 +282,19 @@ def compile_attention(
     num_heads: int,
     page_size: int,
     features: frozenset[str] = frozenset(),
+    dtype: torch.dtype | None = None,
     *,
     is_exact: bool = False,
 ) -> None:
     """Compile whatever `decode`, `extend` and `merge_states` may launch over a CUDA pool.
 
-    features: of AttentionFeatures, those that any layer uses. is_exact: with that flag only.
+    dtype: of queries, None: that of the pool. features: of AttentionFeatures, those that any layer
+    uses. is_exact: with that flag only.
     """
     from radixserve_kernels.gpu import warm_up
 
-    warm_up.compile_attention(k_slots, v_slots, num_heads, page_size, features, is_exact=is_exact)
+    slots = k_slots, v_slots
+    warm_up.compile_attention(*slots, num_heads, page_size, features, dtype, is_exact=is_exact)
 
 
 def choose_splits(num_rows: int, num_kv_heads: int, max_keys: int, num_sms: int) -> tuple[int, int]:

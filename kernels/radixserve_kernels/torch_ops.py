@@ -69,11 +69,20 @@ def act_and_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
     return active.to(gate.dtype).mul_(up)
 
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    scales_last: bool = False,
+) -> None:
     """Write k, v [T, Hkv, D] to distinct slots of k_cache, v_cache [num_slots, Hkv, W], as these
     store them: see `to_stored`."""
-    k_cache.index_copy_(0, slot_mapping, to_stored(k, k_cache.dtype))
-    v_cache.index_copy_(0, slot_mapping, to_stored(v, v_cache.dtype))
+    for x, cache in ((k, k_cache), (v, v_cache)):
+        stored = to_stored(x, cache.dtype, scales_last=scales_last)
+        as_bytes(cache).index_copy_(0, slot_mapping, as_bytes(stored))
 
 
 def copy_slots(kv: Tensor, source: Tensor, destination: Tensor) -> None:
@@ -81,4 +90,10 @@ def copy_slots(kv: Tensor, source: Tensor, destination: Tensor) -> None:
 
     kv [L, 2, num_slots, Hkv, W]; source, destination [n] int64 slots, destinations distinct.
     """
+    kv = as_bytes(kv)
     kv.index_copy_(2, destination, kv.index_select(2, source))
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """x as uint8 where its dtype has 8 bits: PyTorch copies few kinds of these by index."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

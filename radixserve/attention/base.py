@@ -142,6 +142,7 @@ class LayerKV(NamedTuple):
     k_slots: Tensor  # [num_slots, Hkv, W] as `to_stored` of stored_kv.py has them
     v_slots: Tensor
     slot_mapping: Tensor  # [T] int64; -1 of padding, which is not stored
+    scales_last: bool = False  # of int8: where a token's scales lie, as in `to_stored`
 
 
 class AttentionBackend(ABC):
@@ -164,7 +165,9 @@ class AttentionBackend(ABC):
     can_capture: ClassVar[bool] = False  # whether `make_graph_backend` can be called
     features: frozenset[str] = frozenset()  # of AttentionFeatures, those it computes
     has_window_pages: ClassVar[bool] = False  # whether it takes a WindowKV
-    has_kv_dtypes: ClassVar[bool] = False  # whether K and V may be stored in another dtype
+    kv_dtypes: ClassVar[frozenset[torch.dtype]] = frozenset()  # of stored K and V, beside that of
+    # queries
+    scales_last: ClassVar[bool] = False  # of int8: where a token's scales lie, as in `to_stored`
 
     def __init__(
         self,
@@ -218,11 +221,12 @@ class AttentionBackend(ABC):
         if layer in self.window_layers:
             assert batch.window is not None, "window pages are not known"
             slot_mapping = batch.window.slot_mapping
-        return LayerKV(*self.slots[layer], slot_mapping)
+        return LayerKV(*self.slots[layer], slot_mapping, self.scales_last)
 
     def store(self, k: Tensor, v: Tensor, layer: int) -> None:
         """Write k, v [T, Hkv, D] of the new tokens."""
-        store_kv(k, v, *self.layer_kv(layer))
+        k_slots, v_slots, slot_mapping, scales_last = self.layer_kv(layer)
+        store_kv(k, v, k_slots, v_slots, slot_mapping, scales_last=scales_last)
 
     def compiled_step(self) -> CompiledStep | None:
         """The planned step for compiled code that stores and attends itself, in all layers; None:

@@ -112,9 +112,9 @@ def has_window_pages(name: str) -> bool:
     return _BACKENDS[name].has_window_pages
 
 
-def has_kv_dtypes(name: str) -> bool:
-    """Whether the backend `name` reads K and V that are stored in another dtype than queries."""
-    return _BACKENDS[name].has_kv_dtypes
+def kv_dtypes_of(name: str) -> frozenset[torch.dtype]:
+    """In which the backend `name` reads K and V, beside the dtype of queries."""
+    return _BACKENDS[name].kv_dtypes
 
 
 def make_backend(
@@ -132,7 +132,7 @@ def make_backend(
     """The backend of that name over a pool's kv [L, 2, num_pages, P, Hkv, W], and `windows` where
     it `has_window_pages`. `others`, of cpu only: layers whose heads have other shapes.
 
-    `dtype`: of queries, None: that of kv; another one where it `has_kv_dtypes`.
+    `dtype`: of queries, None: that of kv, which is another one only among `kv_dtypes_of`.
     `variants`: the distinct ones of the model's layers, for each of which flashinfer plans; ()
     where all are plain. `shares`: whether rows attend together to pages that they have in common,
     where that pays; `is_exact`, of cpu and triton: only so that no bit of a result depends on it.

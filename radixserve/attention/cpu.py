@@ -42,7 +42,7 @@ class CpuBackend(AttentionBackend):
     name = "cpu"
     features = frozenset(("sliding_window", "attention_chunk_size", "logits_soft_cap", "sinks"))
     has_window_pages = True
-    has_kv_dtypes = True
+    kv_dtypes = frozenset((torch.bfloat16, torch.int8))
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ from radixserve.attention.base import (
     is_attention_dtype,
 )
 from radixserve.errors import ModelNotSupported
-from radixserve_kernels.stored_kv import from_stored
+from radixserve_kernels.stored_kv import KV_DTYPES, from_stored
 
 BLOCK_QUERIES = 64  # of a row in one block
 SHORT_KEYS = 512  # up to here padding keys costs less than another call
@@ -76,7 +76,7 @@ class ReferenceBackend(AttentionBackend):
         ("sliding_window", "attention_chunk_size", "logits_soft_cap", "sinks"),
     )
     has_window_pages = True
-    has_kv_dtypes = True
+    kv_dtypes = frozenset(KV_DTYPES.values())
 
     def __init__(
         self,
@@ -110,9 +110,7 @@ class ReferenceBackend(AttentionBackend):
             index = call.window_slots if layer in self.window_layers else call.slots
             assert index is not None
             keys, values = (
-                from_stored(slots.index_select(0, index), self.dtype)
-                .unflatten(0, (call.size, -1))
-                .transpose(1, 2)
+                from_stored(slots[index], self.dtype).unflatten(0, (call.size, -1)).transpose(1, 2)
                 for slots in self.slots[layer]
             )  # each [B, Hkv, K, D]
             mask = self._mask(call, features)

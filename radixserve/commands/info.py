@@ -200,19 +200,20 @@ def _shapes(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     from radixserve.models.names import RANDOM
     from radixserve.models.source import find_model
     from radixserve.models.weights import choose_dtype
+    from radixserve_kernels.stored_kv import KV_DTYPES, dtype_name
 
     source = find_model(RANDOM + name)
     dtype = choose_dtype(settings.get("dtype", "auto"), source.config, torch.device("cuda"))
     kv_dtype = settings.get("kv_dtype", "auto")
     info = dataclasses.replace(
-        describe(source, dtype), kv_dtype=None if kv_dtype == "auto" else getattr(torch, kv_dtype)
+        describe(source, dtype), kv_dtype=None if kv_dtype == "auto" else KV_DTYPES[kv_dtype]
     )
     return {
         **_facts_of(name, info),
         "has_tokenizer": False,
         "weight_bytes": info.weight_bytes,
         "kv_bytes_per_token": info.kv_bytes_per_token,
-        "kv_dtype": str(info.stored_kv_dtype).removeprefix("torch."),
+        "kv_dtype": dtype_name(info.stored_kv_dtype),
     }
 
 

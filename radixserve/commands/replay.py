@@ -126,7 +126,7 @@ _CACHES = {
     "--model-config PATH": "compute the bytes per token from a checkpoint folder or its "
     "config.json",
     "--kv-dtype NAME": 'with --model-config, the dtype of K/V: "auto" (that of the config), '
-    '"bfloat16" or "int8"',
+    '"bfloat16", "int8" or "fp8_e4m3"',
 }
 _CLUSTER = {
     "--replicas NUMBERS": "numbers of replicas, such as 4,16,64; each is compared with one cache "

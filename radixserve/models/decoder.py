@@ -173,6 +173,7 @@ class Decoder(LayeredModel):
             shape.eps,
             out,
             is_centered=shape.norm_type == "layer",
+            scales_last=kv.scales_last,
         )
 
     def mix(

@@ -46,7 +46,7 @@ def kv_bytes_per_token(path: str | os.PathLike[str], kv_dtype: str = "auto") -> 
     fields = _Fields(file, config)
     size, scale = _DTYPE_BYTES[dtype], 0
     if kv_dtype != "auto":
-        size, scale = (1, 2) if kv_dtype == "int8" else (2, 0)
+        size, scale = {"bfloat16": (2, 0), "int8": (1, 2), "fp8_e4m3": (1, 0)}[kv_dtype]
     num_layers = fields.count("num_hidden_layers", "n_layer")
     if config.get("kv_lora_rank"):
         numbers = fields.count("kv_lora_rank") + fields.count("qk_rope_head_dim")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from radixserve.attention.base import AttentionBackend
-from radixserve.attention.choice import has_kv_dtypes
+from radixserve.attention.choice import kv_dtypes_of
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import LanguageModel, ModelInfo
@@ -26,10 +26,11 @@ from radixserve.models.registry import load_model
 from radixserve.models.source import find_model
 from radixserve.runner.device import check_dtype, choose_kv_dtype, describe_device
 from radixserve.runner.kv_pool import KVPool
+from radixserve.runner.rounding_check import RoundingCheck
 from radixserve.schedule import ModelRunnerOutput, SchedulerOutput, WindowLayers
 from radixserve.store.run_file import KVLayout
 from radixserve_kernels.cpu_library import code_fingerprint
-from radixserve_kernels.stored_kv import INT8_FORM
+from radixserve_kernels.stored_kv import INT8_FORM, dtype_name
 
 logger = logging.getLogger("radixserve")
 
@@ -133,15 +134,30 @@ class SingleDeviceRunner(ModelRunner):
     model: LanguageModel
     pool: KVPool
     backend: AttentionBackend  # of steps that no graph serves
+    _rounding_check: RoundingCheck | None = None  # of K and V in 8 bits, until a long prompt came
 
     def __init__(self, parts: LoadedModel, config: EngineConfig) -> None:
         self.model_path, info = parts.model_path, parts.model.info
         kv_dtype = choose_kv_dtype(
             *(config.kv_dtype, info.dtype, parts.device, parts.backend_name),
-            can_widen=has_kv_dtypes(parts.backend_name),
+            offered=kv_dtypes_of(parts.backend_name),
         )
         self.info = info if kv_dtype is None else replace(info, kv_dtype=kv_dtype)
         self.model, self._device, self._config = parts.model, parts.device, config
+
+    def _start_rounding_check(self) -> None:
+        """After pool and backend are made."""
+        if self.info.stored_kv_dtype.itemsize == 1:
+            self._rounding_check = RoundingCheck(
+                *(self.pool.layers, self.pool.page_size), scales_last=self.backend.scales_last
+            )
+
+    def _look_at_rounding(self) -> None:
+        """When a step that the check has noted was computed."""
+        if self._rounding_check is not None:
+            self._rounding_check.look()
+            if self._rounding_check.is_done:
+                self._rounding_check = None
 
     def memory_plan(self) -> MemoryPlan:
         return MemoryPlan(
@@ -149,7 +165,7 @@ class SingleDeviceRunner(ModelRunner):
             pool_bytes=self.pool.num_bytes,
             pool_tokens=self.num_pages * self.pool.page_size,
             kv_bytes_per_token=self.info.kv_bytes_per_token,
-            kv_dtype=str(self.info.stored_kv_dtype).removeprefix("torch."),
+            kv_dtype=dtype_name(self.info.stored_kv_dtype),
             states_bytes=self.num_states * self.info.state_bytes,
             window_tokens=self.pool.num_window_pages * self.pool.page_size,
         )
@@ -199,7 +215,7 @@ class SingleDeviceRunner(ModelRunner):
             self.resolved_config,
             self.num_pages,
             self.pool.page_size,
-            str(self.info.stored_kv_dtype).removeprefix("torch."),
+            dtype_name(self.info.stored_kv_dtype),
             self.pool.num_bytes >> 20,
         )
         if self.num_states:

@@ -63,6 +63,7 @@ class CpuModelRunner(SingleDeviceRunner):
             # Rounded to 8 bits, a last bit may become a step.
             is_exact=config.is_exact_on("cpu") or self.info.is_quantized,
         )
+        self._start_rounding_check()
         self._describe()
 
     def _pool_size(self, backend_name: str, tp_group: TPGroup | None) -> PoolSize:
@@ -121,6 +122,9 @@ class CpuModelRunner(SingleDeviceRunner):
             else None
         )
         logits = self.model.forward(batch, self.backend)  # [S, V]
+        if self._rounding_check is not None:
+            self._rounding_check.note(inputs.host)
+            self._look_at_rounding()
         computed = time.perf_counter()
         outputs: tuple[SampleOutput | None, ...] = (None,) * plan.num_outputs
         if self._is_sampling:

@@ -63,7 +63,7 @@ GRAPH_PAGES = 1 << 24  # page ids of a decode step's rows, shared ones once a ro
 # What a runner holds on its device.
 _ON_DEVICE = (
     *("model", "pool", "backend", "_states", "_graphs", "_piecewise", "_tokens", "_deferred"),
-    *("_uploader", "_sampler"),
+    *("_uploader", "_sampler", "_rounding_check"),
 )
 
 
@@ -114,7 +114,7 @@ class CudaModelRunner(SingleDeviceRunner):
         if device.type == "cpu":
             keep_freed_memory()
         if config.attention_backend == "auto" and (
-            device.type == "cpu" or config.is_exact_on("cuda")
+            device.type == "cpu" or config.is_exact_on("cuda") or config.kv_dtype == "int8"
         ):
             to_load = replace(config, attention_backend="triton")
         parts = load_on_device(model_path, to_load, device, tp_group)
@@ -168,6 +168,7 @@ class CudaModelRunner(SingleDeviceRunner):
             pending.sample.transfer.event.wait()
             arrived = time.perf_counter()
             outputs = self._sampler.collect(pending.sample)
+            self._look_at_rounding()
             self._sample_deferred(outputs)
         pending.seconds["forward"] += arrived - began
         pending.seconds["sample"] += time.perf_counter() - arrived
@@ -230,6 +231,8 @@ class CudaModelRunner(SingleDeviceRunner):
             replay = graph.plan(batch)
             prepared = time.perf_counter()
             logits = replay()
+        if self._rounding_check is not None:
+            self._rounding_check.note(inputs.host)
         inputs.host.release()
         computed = time.perf_counter()
         if plan is None:
@@ -332,6 +335,7 @@ class CudaModelRunner(SingleDeviceRunner):
             self._uploader.windows = DeviceWindows(self.pool, device)
         self._make_states(self.num_states)
         self.backend = self._make_backend(backend_name)
+        self._start_rounding_check()
         if sizes and self.backend.can_capture:
             logger.info("capturing decode steps of %s rows", ", ".join(map(str, sizes)))
             began = time.perf_counter()

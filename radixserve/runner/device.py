@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from radixserve.errors import InvalidRequest
-
-_KV_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
+from radixserve_kernels.stored_kv import FP8_CAPABILITY, KV_DTYPES, dtype_name
 
 
 def choose_device(asked: str, attention_backend: str = "auto") -> torch.device:
@@ -52,26 +51,40 @@ def check_dtype(asked: str, device: torch.device) -> None:
 
 
 def choose_kv_dtype(
-    asked: str, dtype: torch.dtype, device: torch.device, backend_name: str, *, can_widen: bool
+    asked: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend_name: str,
+    *,
+    offered: frozenset[torch.dtype],
 ) -> torch.dtype | None:
     """The dtype of stored K and V for EngineConfig.kv_dtype and a model of `dtype`; None: `dtype`.
 
-    can_widen: whether the attention backend of that name reads K and V of another dtype than the
-    queries'. Raises InvalidRequest, with what can be used, where that is asked for and cannot be.
+    offered: in which the attention backend of that name reads K and V, beside `dtype`. Raises
+    InvalidRequest, with what can be used, for another one.
     """
-    if asked == "auto" or asked == str(dtype).removeprefix("torch."):
+    if asked in ("auto", dtype_name(dtype)):
         return None
-    reason = ""
-    if device.type != "cpu":
-        reason = f"the device is {device.type}"
-    elif not can_widen:
-        reason = f'attention_backend="{backend_name}" has none'
-    if reason:
-        raise InvalidRequest(
-            f'kv_dtype="{asked}" needs kernels that widen K and V, which the backends "cpu" and '
-            f'"torch" have on the CPU: {reason}; "auto" can be used'
-        )
-    return _KV_DTYPES[asked]
+    offered = frozenset(kind for kind in offered if not _missing_fp8(kind, device))
+    kind = KV_DTYPES[asked]
+    if kind in offered:
+        return kind
+    reason = _missing_fp8(kind, device) or (
+        f'attention_backend="{backend_name}" does not read K and V of {dtype_name(dtype)} queries '
+        "in it"
+    )
+    others = '", "'.join(["auto", *sorted(map(dtype_name, offered - {dtype}))])
+    raise InvalidRequest(f'kv_dtype="{asked}" cannot be used: {reason}; "{others}" can')
+
+
+def _missing_fp8(kind: torch.dtype, device: torch.device) -> str:
+    """Why the device has no numbers of this dtype; "" if it has."""
+    if kind != torch.float8_e4m3fn or device.type != "cuda":
+        return ""
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= FP8_CAPABILITY:
+        return ""
+    return f"the GPU's compute capability is {capability}, fp8_e4m3 needs {FP8_CAPABILITY}"
 
 
 def describe_device(device: torch.device) -> str:

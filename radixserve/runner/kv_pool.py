@@ -24,8 +24,8 @@ from radixserve.models.base import KVShape, ModelInfo
 from radixserve.runner.pool_sizing import PoolSize
 from radixserve.runner.system_memory import map_on_demand
 from radixserve.store.run_file import ByteArray, KVLayout
-from radixserve_kernels.stored_kv import stored_width
-from radixserve_kernels.torch_ops import copy_slots
+from radixserve_kernels.stored_kv import dtype_name, stored_width
+from radixserve_kernels.torch_ops import as_bytes, copy_slots
 
 _MIN_SPAN = 4  # slots in a row, on average, that are copied together
 Spans = list[tuple[int, int, int]]  # of slots in a row the indices [begin, end), and the first slot
@@ -73,6 +73,11 @@ class KVPool:
         return _zeros(size, self._dtype, self._device)
 
     @property
+    def layers(self) -> list[LayersKV]:
+        """`kv` and `others`."""
+        return [LayersKV(self.kv, self._layers), *self.others]
+
+    @property
     def num_bytes(self) -> int:
         tensors = [self.kv, *(layers.kv for layers in self.others)]
         if self.windows is not None:
@@ -92,9 +97,8 @@ class KVPool:
         offset = np.arange(len(of_copy)) - np.repeat(np.cumsum(num_tokens) - num_tokens, num_tokens)
         slots = [pages[of_copy] * self.page_size + offset for pages in (source, destination)]
         read, write = (torch.from_numpy(slot).to(self.kv.device) for slot in slots)
-        for layers in self.others:
-            copy_slots(layers.kv.flatten(2, 3), read, write)
-        copy_slots(self.kv.flatten(2, 3), read, write)  # [L, 2, num_slots, Hkv, W]
+        for layers in self.layers:
+            copy_slots(layers.kv.flatten(2, 3), read, write)  # [L, 2, num_slots, Hkv, W]
 
     @property
     def is_in_host_memory(self) -> bool:
@@ -113,7 +117,7 @@ class KVPool:
             num_layers=len(shapes),
             num_kv_heads=max(shape.num_heads for shape in shapes),
             head_dim=max(shape.dim for shape in shapes),
-            dtype=str(self._dtype).removeprefix("torch."),
+            dtype=dtype_name(self._dtype),
             itemsize=self._dtype.itemsize,
             scale_bytes=stored_width(0, self._dtype) * self._dtype.itemsize,
             shapes=shapes if self.others else (),
@@ -149,7 +153,7 @@ class KVPool:
             return [_StoredLayers(self.kv, slice(None))]
         tensors = {
             layer: apart.kv[index : index + 1]
-            for apart in (LayersKV(self.kv, self._layers), *self.others)
+            for apart in self.layers
             for index, layer in enumerate(apart.layers)
         }
         layers: list[_StoredLayers] = []
@@ -175,7 +179,7 @@ class _StoredLayers:
         """kv [L, 2, num_pages, P, Hkv, W]; row_part: bytes of a token's row that these layers
         have."""
         self.row_part = row_part
-        self._pool = kv.flatten(2, 3)  # [L, 2, num_slots, Hkv, W]
+        self._pool = as_bytes(kv.flatten(2, 3))  # [L, 2, num_slots, Hkv, W]
         # On a CPU the same as [L, 2, num_slots, words], in the widest words that make up a row and
         # what is before it. Numpy copies rows several times as fast as PyTorch.
         self._words: NDArray[Any] | None = None

@@ -56,6 +56,7 @@ class PiecewiseGraphs:
         """Capture; sizes: numbers of tokens, ascending. K and V have their final place by now."""
         device, most = backend.kv.device, sizes[-1]
         self._model, self._slots = model, backend.slots
+        self._scales_last = backend.scales_last
         self._input_ids, self._positions = torch.zeros((2, most), dtype=torch.int64, device=device)
         self._slot_mapping = torch.full_like(self._positions, -1)
         self._window_layers = backend.window_layers
@@ -133,6 +134,6 @@ class PiecewiseGraphs:
         if kv_layer is not None:
             is_windowed = kv_layer in self._window_layers
             slot_mapping = self._window_slots if is_windowed else self._slot_mapping
-            kv = LayerKV(*self._slots[kv_layer], slot_mapping[:size])
+            kv = LayerKV(*self._slots[kv_layer], slot_mapping[:size], self._scales_last)
         out = self._projected(number, size)
         model.project(number, after.x, self._positions[:size], kv, out)

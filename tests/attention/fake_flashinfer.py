@@ -109,7 +109,7 @@ class FakeWrapper:
         assert bound["logits_soft_cap"] >= 0
         assert bound["fixed_split_size"] is None
         assert not bound["disable_split_kv"]
-        assert bound["q_data_type"] == bound["kv_data_type"] is not None
+        assert bound["kv_data_type"] in (bound["q_data_type"], torch.float8_e4m3fn)
         if self._is_graph:
             assert len(kv_indptr) - 1 == self._num_requests, "the batch size is fixed"
             before = self._planned or bound
@@ -129,7 +129,8 @@ class FakeWrapper:
         shape = (len(k), plan["page_size"], plan["num_kv_heads"], q.shape[2])
         assert k.shape == v.shape == shape
         assert k.stride() == v.stride()
-        assert k.dtype == v.dtype == q.dtype == plan["q_data_type"]
+        assert q.dtype == plan["q_data_type"]
+        assert k.dtype == v.dtype == plan["kv_data_type"]
         assert q.shape[1] == plan["num_qo_heads"]
         assert q.stride(-1) == 1
         assert out is not None, "always given"

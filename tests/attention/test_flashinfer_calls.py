@@ -205,7 +205,7 @@ def test_arrays_are_staged_aligned() -> None:
 
 
 def heads(num: int, kv: int, dim: int = 128, page_size: int = 16) -> HeadShape:
-    return HeadShape(num, kv, dim, page_size, BF16)
+    return HeadShape(num, kv, dim, page_size, BF16, BF16)
 
 
 def test_heads_that_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:

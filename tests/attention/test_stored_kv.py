@@ -12,6 +12,9 @@ from torch import Tensor
 from radixserve.attention import cpu as cpu_backend
 from radixserve.attention.base import AttentionBackend, AttentionFeatures
 from radixserve.attention.cpu import CpuBackend
+from radixserve.attention.cuda.backend import PagedBackend
+from radixserve.attention.cuda.flashinfer import FlashInferBackend
+from radixserve.attention.cuda.triton import TritonBackend
 from radixserve.attention.reference import ReferenceBackend
 from radixserve.runner.input_batch import build_forward_batch
 from radixserve_kernels.cpu_ops import unsupported_reason
@@ -23,6 +26,7 @@ from radixserve_kernels.stored_kv import (
     to_stored,
 )
 from tests.attention.cases import CPU, LENGTHS, SHARED, Case, SharedCase, run
+from tests.attention.fake_flashinfer import Fake
 from tests.attention.test_features import LONG, SCORES, SPANS, make_features
 from tests.cpu_kernels import cpu_level
 
@@ -32,6 +36,8 @@ PAIRS = [  # dtypes of queries and of stored K and V
     (torch.bfloat16, torch.int8),
     (torch.float32, torch.bfloat16),
 ]
+FP8 = torch.float8_e4m3fn
+DEVICE_PAIRS = [*PAIRS, (torch.bfloat16, FP8), (torch.float32, FP8)]
 TOLERANCE = {torch.float32: (3e-6, 2e-5), torch.bfloat16: (2e-2, 2e-2)}
 ROUNDED_QUERIES = (2e-4, 1e-4)  # of float32 to 16 bits, where keys are multiplied as integers
 FEATURES: list[dict[str, Any]] = [
@@ -44,7 +50,7 @@ FEATURES: list[dict[str, Any]] = [
 
 
 def check(
-    make: type[CpuBackend | ReferenceBackend],
+    make: type[CpuBackend | ReferenceBackend | PagedBackend],
     case: Case,
     stored: torch.dtype,
     features: AttentionFeatures,
@@ -54,7 +60,7 @@ def check(
     dtype = case.q.dtype
     if make is CpuBackend and (reason := unsupported_reason(dtype)):
         pytest.skip(reason)
-    kv = to_stored(case.kv, stored)
+    kv = to_stored(case.kv, stored, scales_last=make.scales_last)
     backend: AttentionBackend = make(kv, case.q.shape[1], dtype=dtype, **settings)
     out = run(backend, case, features=features)
     assert out.dtype == dtype
@@ -88,11 +94,62 @@ def test_features_at_each_level(dtype: torch.dtype, stored: torch.dtype) -> None
     check_features(dtype, stored)
 
 
-@pytest.mark.parametrize(("dtype", "stored"), PAIRS)
+@pytest.mark.parametrize(("dtype", "stored"), DEVICE_PAIRS)
 def test_reference(dtype: torch.dtype, stored: torch.dtype) -> None:
     for fields in FEATURES:
         case = Case(LENGTHS["everything"], 2, 6, 2, 24, dtype=dtype)
         check(ReferenceBackend, case, stored, make_features(case, fields))
+
+
+@pytest.mark.parametrize(("dtype", "stored"), DEVICE_PAIRS)
+def test_triton(dtype: torch.dtype, stored: torch.dtype) -> None:
+    """Windows, chunks, caps and sinks; K and V come by `store`."""
+    for fields in FEATURES:
+        case = Case(LENGTHS["everything"], 2, 6, 2, 24, dtype=dtype)
+        check(TritonBackend, case, stored, make_features(case, fields), shares=False)
+
+
+@pytest.mark.usefixtures("always_share")
+@pytest.mark.parametrize(("dtype", "stored"), DEVICE_PAIRS)
+def test_shared_pages_on_a_device(dtype: torch.dtype, stored: torch.dtype) -> None:
+    lengths, groups = SHARED["three levels"]
+    case = SharedCase(lengths, 2, groups, heads=8, kv_heads=2, dim=32, dtype=dtype)
+    check(TritonBackend, case, stored, AttentionFeatures(), shares=True)
+
+
+@pytest.mark.usefixtures("interpreted", "always_share")
+@pytest.mark.parametrize("stored", [torch.int8, FP8])
+def test_triton_kernels(stored: torch.dtype) -> None:
+    lengths, groups = SHARED["different depths"]
+    case = SharedCase(lengths, 2, groups, heads=4, kv_heads=2, dim=16, dtype=torch.bfloat16)
+    check(TritonBackend, case, stored, AttentionFeatures())
+    case = Case(LENGTHS["chunks and decodes"], 2, 4, 2, 24, dtype=torch.bfloat16)
+    fields = SCORES["everything"]
+    check(TritonBackend, case, stored, make_features(case, fields), shares=False)
+
+
+@pytest.mark.usefixtures("always_share")
+@pytest.mark.parametrize("name", ["everything", "three levels"])
+def test_flashinfer(name: str, fake: Fake) -> None:
+    lengths, groups = SHARED[name] if name in SHARED else (LENGTHS[name], [])
+    case = SharedCase(lengths, 2, groups, heads=8, kv_heads=2, dim=64, dtype=torch.bfloat16)
+    check(FlashInferBackend, case, FP8, AttentionFeatures(), library=fake.library)
+    plans = [one for one in fake.arguments if "kv_data_type" in one]
+    assert {(one["q_data_type"], one["kv_data_type"]) for one in plans} == {(torch.bfloat16, FP8)}
+
+
+def test_a_graph_on_a_device() -> None:
+    """Of a pool in 8 bits, rows in 16."""
+    case = Case([(9, 1), (12, 1), (8, 1)], 2, 4, 2, 16)
+    for stored in (torch.int8, FP8):
+        pool = to_stored(case.kv, stored, scales_last=True)
+        backend = TritonBackend(pool, 4, dtype=torch.float32)
+        eager = run(backend, case)
+        graph = backend.make_graph_backend(4, 30, 0)
+        graph.plan(case.batch)
+        q = torch.full((4, 4, 16), torch.nan)
+        q[: len(case.q)] = case.q
+        torch.testing.assert_close(graph.attend(q, 1)[: len(case.q)], eager)
 
 
 @pytest.mark.usefixtures("cpu_level")
@@ -142,6 +199,25 @@ def error_of(x: Tensor) -> Tensor:
     rounded = multiply_hadamard(from_stored(to_stored(x, torch.int8), torch.float32))
     wide = multiply_hadamard(x)
     return (rounded - wide).abs().amax(-1) / (wide.abs().amax(-1) / 127)
+
+
+@pytest.mark.parametrize("dim", [24, 64])
+def test_scales_behind_all_heads(dim: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 3, dim)
+    rows, by_head = to_stored(x, torch.int8, scales_last=True), to_stored(x, torch.int8)
+    assert rows.shape == by_head.shape
+    assert torch.equal(rows.flatten(1)[:, : 3 * dim], by_head[..., :dim].flatten(1))
+    read = from_stored(rows, torch.float32, scales_last=True)
+    assert torch.equal(read, from_stored(by_head, torch.float32))
+
+
+def test_fp8() -> None:
+    """Nearest numbers, ties to even, the largest where a number is larger."""
+    x = torch.tensor([0.3, 100.0, 449.0, -1e9, 2**-9, 2**-10, 17.0, 19.0, math.inf, math.nan])
+    read = from_stored(to_stored(x, FP8), torch.float32)
+    expected = [0.3125, 96.0, 448.0, -448.0, 2**-9, 0.0, 16.0, 20.0, math.nan, math.nan]
+    torch.testing.assert_close(read, torch.tensor(expected), atol=0, rtol=0, equal_nan=True)
 
 
 def test_what_is_stored() -> None:

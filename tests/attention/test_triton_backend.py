@@ -17,6 +17,7 @@ from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
 from radixserve_kernels import gpu_ops
 from radixserve_kernels.gpu.warm_up import attention_launches
+from radixserve_kernels.stored_kv import stored_width
 from tests.attention.cases import CPU, LENGTHS, SHARED, Case, SharedCase, run
 from tests.attention.test_backends import check
 from tests.attention.test_paged_graph import store
@@ -55,13 +56,18 @@ def test_a_graph() -> None:
 
 
 @pytest.mark.usefixtures("always_share")
-@pytest.mark.parametrize("group", [1, 4, 7, 32])
-def test_nothing_is_left_to_be_compiled(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("group", "stored"),
+    [*((n, torch.bfloat16) for n in (1, 4, 7, 32)), (4, torch.int8), (4, torch.float8_e4m3fn)],
+)
+def test_nothing_is_left_to_be_compiled(
+    group: int, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever rows come, eagerly or in a graph, the warm-up has launched its like."""
     seen: set[tuple[Any, ...]] = set()
     monkeypatch.setattr(gpu_ops, "cpu_launcher", lambda launch: seen.add(launch.variant))
-    kv = torch.zeros(1, 2, 40_000, 1, 2, 32, dtype=torch.bfloat16)
-    backend = TritonBackend(kv, 2 * group)
+    kv = torch.zeros(1, 2, 40_000, 1, 2, stored_width(32, stored)).to(stored)
+    backend = TritonBackend(kv, 2 * group, dtype=torch.bfloat16)
     rng = np.random.default_rng(0)
     for step in range(60):
         shared = int(rng.choice([0, 40, 3_000])) if step else 9_000
@@ -80,7 +86,10 @@ def test_nothing_is_left_to_be_compiled(group: int, monkeypatch: pytest.MonkeyPa
         graph.attend(torch.zeros(num_rows, 2 * group, 32, dtype=torch.bfloat16), 0)
     seen = {one for one in seen if one[0] != "flat_indices_kernel"}  # of any step
     assert len({name for name, *_ in seen}) == 4
-    launches = list(attention_launches(*kv_view(kv, 0), 2 * group, backend.kernel_page_size))
+    slots, names = kv_view(kv, 0), frozenset[str]()
+    launches = list(
+        attention_launches(*slots, 2 * group, backend.kernel_page_size, names, torch.bfloat16)
+    )
     assert seen <= {launch.variant for launch in launches}
     assert len(seen) > 12
 

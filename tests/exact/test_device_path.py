@@ -42,8 +42,10 @@ def find(tmp_path_factory: pytest.TempPathFactory) -> Find:
     return find_folder
 
 
-def check(folder: Path, dtype: str, seeds: range, num_calls: int, longest: int = 60) -> None:
-    settings = {"num_pages": 600, "dtype": dtype, "device": "cpu", "exact": True}
+def check(
+    folder: Path, dtype: str, seeds: range, num_calls: int, longest: int = 60, **more: Any
+) -> None:
+    settings = {"num_pages": 600, "dtype": dtype, "device": "cpu", "exact": True, **more}
     with DeviceRuntime(folder, **{**settings, "cache": "off"}) as alone:
         assert alone.attention_backend == "triton"
         assert alone.resolved_config.inexact == ""
@@ -54,10 +56,11 @@ def check(folder: Path, dtype: str, seeds: range, num_calls: int, longest: int =
 
 
 def check_interpreted(
-    folder: Path, dtype: str, page_size: int, kinds: list[str], most_tokens: int
+    folder: Path, dtype: str, page_size: int, kinds: list[str], most_tokens: int, **more: Any
 ) -> None:
     """Each answer beside that of the same engine, emptied before each request."""
     settings = {"num_pages": 600 // page_size, "dtype": dtype, "device": "cpu", "exact": True}
+    settings |= more
     small = {"chunked_prefill_size": 16, "max_running_requests": 4}
     with DeviceRuntime(folder, **settings, **small, page_size=page_size) as runtime:
         program = Program.of(runtime, random.Random(page_size), longest=24)
@@ -72,6 +75,14 @@ def check_interpreted(
 def test_random_programs(family: str, dtype: str, find: Find) -> None:
     first = [model for model, _ in MODELS].index(family)
     check(find(family), dtype, range(first, first + 1), 3)
+
+
+@pytest.mark.parametrize(("family", "dtype"), MODELS[:2])
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
+def test_random_programs_in_8_bits(family: str, dtype: str, kv_dtype: str, find: Find) -> None:
+    """Prefill attends to what is stored, so that a hit changes nothing; gemma3 has windows."""
+    first = [model for model, _ in MODELS].index(family)
+    check(find(family), dtype, range(first, first + 1), 3, kv_dtype=kv_dtype)
 
 
 @pytest.mark.parametrize(("family", "dtype"), STATES)
@@ -93,6 +104,14 @@ def test_states_in_the_interpreter(family: str, dtype: str, find: Find) -> None:
 def test_a_program_in_the_interpreter(find: Find) -> None:
     """Windows and forks of an answer, in few tokens: the interpreter is slow."""
     check_interpreted(find("gemma3"), "bfloat16", 16, ["branches"], most_tokens=3)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
+def test_8_bits_in_the_interpreter(kv_dtype: str, find: Find) -> None:
+    more = {"kv_dtype": kv_dtype}
+    check_interpreted(find("gemma3"), "bfloat16", 16, ["branches"], most_tokens=3, **more)
 
 
 @pytest.mark.long

@@ -2,10 +2,11 @@
 
 Triton decides when it is imported whether `tl.sum` and its like are to be compiled or interpreted,
 and patches its modules while it interprets. Here each launch gets copies of its functions and of
-`tl`'s own, and puts everything back: compiled and interpreted kernels live in one process. Four
+`tl`'s own, and puts everything back: compiled and interpreted kernels live in one process. Five
 faults of the interpreter are mended: it multiplies the bits of bfloat16 matrices as integers, cuts
-off what float32 has more than bfloat16 instead of rounding, is slow with float16 matrices, and
-before Triton 3.9 stumbles over numpy 2.4, which makes no numbers of arrays with an axis.
+off what float32 has more than bfloat16 instead of rounding, rounds ties to float8_e4m3fn up and
+knows none of its NaNs, is slow with float16 matrices, and before Triton 3.9 stumbles over numpy
+2.4, which makes no numbers of arrays with an axis.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from radixserve_kernels.gpu.launch import JITFunction, KernelLaunch, tl
@@ -120,12 +122,23 @@ _cast, _dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
 
 def _mended_cast(self: Any, source: Any, kind: Any) -> Any:
     mine, wanted = source.dtype.scalar, kind.scalar
+    if mine != wanted and mine == tl.float8e4nv:
+        numbers = torch.from_numpy(np.ascontiguousarray(source.data)).view(torch.float8_e4m3fn)
+        source = TensorHandle(numbers.float().numpy(), tl.float32)
+        return source if wanted == tl.float32 else _mended_cast(self, source, kind)
     if mine != wanted and mine == tl.bfloat16:
         source = TensorHandle(_widened(source.data), tl.float32)
         return source if wanted == tl.float32 else _cast(self, source, kind)
     if mine != wanted and wanted == tl.bfloat16:
         return TensorHandle(_rounded(source.data.astype(np.float32)), wanted)
+    if mine != wanted and wanted == tl.float8e4nv:
+        numbers = torch.from_numpy(source.data.astype(np.float32)).to(torch.float8_e4m3fn)
+        return TensorHandle(numbers.view(torch.uint8).numpy(), wanted)
     return _cast(self, source, kind)
+
+
+def _mended_round(self: Any, source: Any, kind: Any, _rounding_mode: Any) -> Any:
+    return _mended_cast(self, source, kind)
 
 
 def _mended_dot(self: Any, a: Any, b: Any, total: Any, precision: Any, imprecise: Any) -> Any:
@@ -138,4 +151,8 @@ def _mended_tensor(tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
-_MENDED = {"cast_impl": _mended_cast, "create_dot": _mended_dot}
+_MENDED = {
+    "cast_impl": _mended_cast,
+    "create_dot": _mended_dot,
+    "create_fp_to_fp": _mended_round,
+}

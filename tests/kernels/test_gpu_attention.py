@@ -15,10 +15,13 @@ from torch import Tensor
 from radixserve_kernels import gpu_ops
 from radixserve_kernels.attention_features import PLAIN, AttentionFeatures
 from radixserve_kernels.gpu import records
-from tests.kernels.paged_case import PagedCase, assert_near, attention, make_case
+from radixserve_kernels.stored_kv import from_stored, to_stored
+from tests.kernels.paged_case import TOLERANCE, PagedCase, assert_near, attention, make_case
 
 both = pytest.mark.usefixtures("path")  # references, interpreted kernels, compiled ones
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+FP8 = torch.float8_e4m3fn
+STORED = [(F32, torch.int8), (BF16, torch.int8), (F16, torch.int8), (BF16, FP8), (F32, BF16)]
 
 # dtype, query heads, key heads, head dim, page size, keys of each row, num_splits, fixed_splits
 DECODES = [
@@ -131,21 +134,62 @@ def test_extend(shape: tuple, causal: bool) -> None:
     assert_near(*extend(case, q, qo_indptr, max_q, num_splits, causal), expected)
 
 
+def stored_in(case: PagedCase, stored: torch.dtype) -> tuple[PagedCase, PagedCase]:
+    """The same in another dtype, and what that stores as float32."""
+    slots = [to_stored(x, stored, scales_last=True) for x in (case.k_slots, case.v_slots)]
+    read = [from_stored(x, F32, scales_last=True) for x in slots]
+    return (
+        replace(case, k_slots=slots[0], v_slots=slots[1]),
+        replace(case, k_slots=read[0], v_slots=read[1]),
+    )
+
+
+@pytest.mark.parametrize("fields", [{}, FEATURES[1], FEATURES[4]], ids=str)
+@pytest.mark.parametrize(("dtype", "stored"), STORED)
+@both
+def test_stored_in_another_dtype(
+    dtype: torch.dtype, stored: torch.dtype, fields: dict[str, Any]
+) -> None:
+    """What is stored is attended to, by few queries and many, whole keys and splits of them, heads
+    of a power of two and others."""
+    torch.manual_seed(0)
+    features = AttentionFeatures(**fields)
+    lse_tolerance = TOLERANCE[dtype] if stored == torch.int8 else 1e-5  # turned queries are rounded
+    for head_dim, num_splits in ((16, 1), (24, 3)):
+        plain = make_case([200, 0, 20, 129], 2, head_dim, 4, F32)
+        case, read = stored_in(plain, stored)
+        q = queries(4, 4, head_dim, dtype)
+        expected = attention(read, q, range(5), head_dim**-0.5, causal=True, features=features)
+        assert_near(*decode(case, q, num_splits, None, features), expected, lse_tolerance)
+        new = [0, 30, 30, 45, 46]
+        q = queries(46, 4, head_dim, dtype)
+        expected = attention(read, q, new, head_dim**-0.5, causal=True, features=features)
+        found = extend(case, q, new, 30, num_splits, True, features)
+        assert_near(*found, expected, lse_tolerance)
+
+
 @pytest.mark.parametrize("fields", [{}, *FEATURES[1:]], ids=str)
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [(F32, None), (BF16, None), (F32, torch.int8), (BF16, FP8)]
+)
 @both
 def test_exact_bits(
-    dtype: torch.dtype, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    stored: torch.dtype | None,
+    fields: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A query has one result: in a prompt of any length, alone or not, as a decode, with splits of
     64 keys in one program or in three."""
     monkeypatch.setattr(records, "EXACT_SPLIT_KEYS", 64)
     torch.manual_seed(0)
     features, lens = AttentionFeatures(**fields), [150, 40]
-    case = make_case(lens, 2, 16, 2, dtype)
+    case = read = make_case(lens, 2, 16, 2, dtype)
+    if stored is not None:
+        case, read = stored_in(case, stored)
     q = queries(190, 4, 16, dtype)
     whole, whole_lse = extend(case, q, [0, 150, 190], 150, 1, True, features, is_exact=True)
-    expected = attention(case, q, [0, 150, 190], 0.25, causal=True, features=features)
+    expected = attention(read, q, [0, 150, 190], 0.25, causal=True, features=features)
     assert_near(whole, whole_lse, expected)
     tokens = [*range(129, 150), 189]
     for num_splits in (1, 3):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from radixserve_kernels import gpu_ops, torch_ops
+from radixserve_kernels.stored_kv import from_stored, stored_width, to_stored
 
 both = pytest.mark.usefixtures("path")  # references, interpreted kernels, compiled ones
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -205,3 +206,28 @@ def test_copied_ranges(most: int) -> None:
     expected = torch.cat([values[20:], values[7:10], values[7:8], out[-2:]])
     assert gpu_ops.copy_ranges(values, first, starts, out, most) is out
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("scales_last", [True, False])
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 24), (torch.bfloat16, 16)])
+@both
+def test_what_is_stored_in_8_bits(
+    dtype: torch.dtype, dim: int, stored: torch.dtype, scales_last: bool
+) -> None:
+    """The bits of `to_stored`, numbers of any size; padding stores nothing."""
+    torch.manual_seed(0)
+    x = (torch.randn(6, 8, dim) * torch.logspace(-9, 6, 6)[:, None, None]).to(dtype)
+    x[2, 5, 3], x[3, 7, 0] = torch.nan, torch.inf
+    pool = torch.zeros(2, 9, 2, stored_width(dim, stored)).to(stored)
+    slots, places = torch.tensor([1, 0, 8, 7, -1, 3]), torch.arange(6)
+    gpu_ops.rope_and_store(x.flatten(1), places, slots, None, *pool, 4, 2, scales_last=scales_last)
+    kept = slots >= 0
+    for rows, new in zip(pool, x[:, 4:].chunk(2, 1), strict=True):
+        expected = torch.zeros_like(rows)
+        fresh = to_stored(new[kept], stored, scales_last=scales_last)
+        torch_ops.as_bytes(expected)[slots[kept]] = torch_ops.as_bytes(fresh)
+        read, wanted = (
+            from_stored(one, torch.float32, scales_last=scales_last) for one in (rows, expected)
+        )
+        torch.testing.assert_close(read, wanted, rtol=0, atol=0, equal_nan=True)

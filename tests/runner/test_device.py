@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from radixserve import InvalidRequest, Runtime
+from radixserve.attention.choice import kv_dtypes_of
 from radixserve.config import EngineConfig
 from radixserve.models.base import ModelInfo, StateShape
 from radixserve.runner import cuda_graph
@@ -374,27 +375,36 @@ def test_what_the_log_says(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> 
     )
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"kv_dtype": "fp8_e4m3"}, "fp8_e4m3.* is not built"),
-        ({"kv_dtype": "int8", "device": "cuda"}, "on the CPU only"),
-        ({"kv_dtype": "float32"}, "kv_dtype must be"),
-    ],
-)
-def test_kv_dtypes_that_no_runner_has(settings: dict[str, Any], words: str) -> None:
+def test_kv_dtypes_that_no_runner_has() -> None:
+    with pytest.raises(InvalidRequest, match="kv_dtype must be"):
+        EngineConfig(kv_dtype="float32")  # type: ignore[arg-type]
+
+
+def choose(asked: str, dtype: torch.dtype, device: str, backend_name: str) -> torch.dtype | None:
+    offered = kv_dtypes_of(backend_name)
+    return choose_kv_dtype(asked, dtype, torch.device(device), backend_name, offered=offered)
+
+
+def test_kv_dtypes_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one than the model's needs a backend that reads it, and fp8 a device that has it."""
+    f32, bf16, fp8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert choose("auto", bf16, "cuda", "flashinfer") is None
+    assert choose("bfloat16", bf16, "cuda", "flashinfer") is None
+    assert choose("bfloat16", f32, "cpu", "cpu") == bf16
+    for backend in ("cpu", "torch"):
+        assert choose("int8", bf16, "cpu", backend) == torch.int8
+    for backend in ("triton", "torch"):
+        assert choose("int8", bf16, "cuda", backend) == torch.int8
+    for backend in ("triton", "flashinfer"):
+        assert choose("fp8_e4m3", bf16, "cuda", backend) == fp8
+    words = 'attention_backend="flashinfer" does not read .* in it; "auto", "fp8_e4m3" can'
     with pytest.raises(InvalidRequest, match=words):
-        EngineConfig(**settings)
-
-
-def test_kv_dtypes_of_a_model() -> None:
-    """Another one than the model's needs a backend that widens what it reads, on the CPU."""
-    cpu, cuda, bf16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
-    assert choose_kv_dtype("auto", bf16, cuda, "triton", can_widen=False) is None
-    assert choose_kv_dtype("bfloat16", bf16, cuda, "triton", can_widen=False) is None
-    assert choose_kv_dtype("bfloat16", torch.float32, cpu, "cpu", can_widen=True) == bf16
-    assert choose_kv_dtype("int8", bf16, cpu, "cpu", can_widen=True) == torch.int8
-    with pytest.raises(InvalidRequest, match="the device is cuda"):
-        choose_kv_dtype("bfloat16", torch.float32, cuda, "torch", can_widen=True)
-    with pytest.raises(InvalidRequest, match='attention_backend="triton" has none'):
-        Runtime("demo", num_pages=100, kv_dtype="int8", attention_backend="triton", device="cpu")
+        choose("int8", bf16, "cuda", "flashinfer")
+    with pytest.raises(InvalidRequest, match=r'"cpu" does not read .* "auto", "int8" can'):
+        choose("fp8_e4m3", bf16, "cpu", "cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    with pytest.raises(InvalidRequest, match=r"capability is \(8, 0\), .*; \"auto\", \"int8\" can"):
+        choose("fp8_e4m3", bf16, "cuda", "triton")
+    with pytest.raises(InvalidRequest, match='kv_dtype="fp8_e4m3" cannot be used'):
+        Runtime("demo", num_pages=100, kv_dtype="fp8_e4m3", device="cpu")

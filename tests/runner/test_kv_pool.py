@@ -11,8 +11,10 @@ import torch
 from radixserve.models.base import KVShape, ModelInfo
 from radixserve.runner.kv_pool import KVPool, _spans
 from radixserve.runner.pool_sizing import PoolSize
+from radixserve_kernels.torch_ops import as_bytes
 
 NUM_SLOTS = 60
+DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn]
 
 
 def make_info(dtype: torch.dtype, head_dim: int) -> ModelInfo:
@@ -41,7 +43,7 @@ def make_pool(dtype: torch.dtype, head_dim: int) -> KVPool:
     return pool
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [8, 7])
 @pytest.mark.parametrize("by_torch", [False, True])  # as on a device
 def test_slots_are_read_and_written(dtype: torch.dtype, head_dim: int, by_torch: bool) -> None:
@@ -71,7 +73,7 @@ def test_slots_are_read_and_written(dtype: torch.dtype, head_dim: int, by_torch:
         before = target.kv.clone().flatten(2, 3)
         first = len(slots) // 3
         target.write(slots[first:], kv[:, :, first:])
-        before[:, :, torch.from_numpy(slots[first:])] = expected[:, :, first:]
+        as_bytes(before)[:, :, torch.from_numpy(slots[first:])] = as_bytes(expected[:, :, first:])
         assert torch.equal(target.kv.flatten(2, 3).view(torch.uint8), before.view(torch.uint8))
 
 
@@ -104,7 +106,7 @@ def layers_of(pool: KVPool) -> list[torch.Tensor]:
     return [kv.flatten(1, 2).flatten(2).view(torch.uint8).clone() for kv in layers]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_layer_takes_what_its_heads_need(dtype: torch.dtype) -> None:
     pool = make_mixed_pool(dtype)
     scale = 2 if dtype == torch.int8 else 0
@@ -120,7 +122,7 @@ def test_a_layer_takes_what_its_heads_need(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("by_torch", [False, True])  # as on a device
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_layers_of_several_shapes_are_read_and_written(dtype: torch.dtype, by_torch: bool) -> None:
     pool, target = make_mixed_pool(dtype), make_mixed_pool(dtype)
     for layers in (*pool._layers_by_row, *target._layers_by_row):

@@ -63,10 +63,28 @@ def first_seen(position, window, chunk):
 
 
 @kernel()
+def turn_heads(
+    x,  # float32 [rows, block_dim]
+    rows: tl.constexpr,
+    block_dim: tl.constexpr,
+    size: tl.constexpr,  # of a block, a power of two
+):
+    """The bits of `multiply_hadamard`: each stage adds and subtracts neighbours, and puts the sums
+    of a block before its differences."""
+    for stage in tl.static_range(12):
+        if 1 << stage < size:
+            low, high = tl.split(tl.reshape(x, [rows, block_dim // size, size // 2, 2]))
+            halves = tl.permute(tl.join(low + high, low - high), (0, 1, 3, 2))
+            x = tl.reshape(halves, [rows, block_dim])
+    return x * size**-0.5
+
+
+@kernel()
 def attend_keys(
     query,  # [rows, block_dim]
     state,  # see `empty_state`
-    pool,  # K and V at the K/V head, page ids at the row's first, the stride of a slot
+    pool,  # K and V at the K/V head, page ids at the row's first, the stride of a slot; scales of
+    # K and V at the K/V head and the stride of a slot's, read if has_scales
     begin,
     end,  # keys
     limit,  # [rows] number of keys that each query sees; read if is_masked
@@ -81,10 +99,11 @@ def attend_keys(
     is_masked: tl.constexpr,
     has_span: tl.constexpr,
     has_cap: tl.constexpr,
+    has_scales: tl.constexpr,
 ):
     """The state after the keys [begin, end); without a mask these are whole blocks of keys."""
     m_i, l_i, acc = state
-    k_ptr, v_ptr, pages_ptr, stride_slot = pool
+    k_ptr, v_ptr, pages_ptr, stride_slot, k_scale_ptr, v_scale_ptr, stride_scale = pool
     features = tl.arange(0, block_dim)
     for start in range(begin, end, block_keys):
         position = start + tl.arange(0, block_keys)
@@ -105,7 +124,20 @@ def attend_keys(
         else:
             keys = tl.load(k_ptr + cells)
             values = tl.load(v_ptr + cells)
+        keys = keys.to(query.dtype)
+        if has_scales:
+            scales = slots * stride_scale
+            if is_masked:
+                k_scale = tl.load(k_scale_ptr + scales, mask=is_key, other=0.0).to(tl.float32)
+                v_scale = tl.load(v_scale_ptr + scales, mask=is_key, other=0.0).to(tl.float32)
+            else:
+                k_scale = tl.load(k_scale_ptr + scales).to(tl.float32)
+                v_scale = tl.load(v_scale_ptr + scales).to(tl.float32)
+            values = values.to(tl.float32) * v_scale[:, None]
+        values = values.to(query.dtype)
         scores = tl.dot(query, tl.trans(keys), input_precision=precision)
+        if has_scales:
+            scores = scores * k_scale[None, :]
         factor = scale
         if has_cap:
             scores = cap_scores(scores, scale, cap)
@@ -149,6 +181,7 @@ def attend_splits(
     has_whole: tl.constexpr,  # whether keys that every query sees are read without a mask
     has_span: tl.constexpr,
     has_cap: tl.constexpr,
+    has_scales: tl.constexpr,
 ):
     """The state after the keys [begin, end), see `attend_keys`: each split of the keys has a state
     of its own, and these are merged in order. Splits begin at multiples of split_keys, so that the
@@ -164,10 +197,12 @@ def attend_splits(
             state = attend_keys(
                 *(query, state, pool, first, first + whole, limit, lower, scale, cap),
                 *(page_size, head_dim, block_dim, block_keys, precision, False, has_span, has_cap),
+                has_scales,
             )
         state = attend_keys(
             *(query, state, pool, first + whole, last, limit, lower, scale, cap),
             *(page_size, head_dim, block_dim, block_keys, precision, True, has_span, has_cap),
+            has_scales,
         )
         out, lse = finished(state)
         m_i, l_i, acc = merge_split(m_i, l_i, acc, out, lse)
@@ -218,8 +253,10 @@ def write_state(
     lse_cells,  # [rows]
     is_query,  # [rows]
     head_dim: tl.constexpr,
+    block_rows: tl.constexpr,
     block_dim: tl.constexpr,
     is_split: tl.constexpr,
+    turned_size: tl.constexpr,  # of `turn_heads`, which turns the output back; 0: it is as it was
 ):
     """Store the finished output and, unless its pointer is None, the lse of each query. is_split:
     the state is that of `attend_splits` after a single split, which has these already."""
@@ -227,6 +264,8 @@ def write_state(
         lse, _, out = state
     else:
         out, lse = finished(state)
+    if turned_size:
+        out = turn_heads(out, block_rows, block_dim, turned_size)
     features = tl.arange(0, block_dim)
     is_written = is_query[:, None] & (features < head_dim)[None, :]
     cells = out_ptr + out_cells[:, None] + features[None, :]
@@ -270,12 +309,19 @@ def extend_blocks(
 
 
 def exact_extend_blocks(
-    num_rows: int, head_dim: int, dtype: torch.dtype, capability: Capability
+    num_rows: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    capability: Capability,
+    *,
+    has_scales: bool = False,
 ) -> BlockSizes:
-    """`extend_blocks` with `exact_keys` at a time; where those are more, of fewer queries."""
+    """`extend_blocks` with `exact_keys` at a time; where those are more, or K and V are integers
+    with scales, of fewer queries."""
     blocks = extend_blocks(num_rows, head_dim, dtype, capability)
     keys = exact_keys(head_dim, dtype)
-    if keys > blocks.keys and blocks.rows > 64:  # with 4 warps Ampere's registers do not do
+    # With 4 warps Ampere's registers do not do; with 128 queries Hopper's do not do for integers.
+    if (keys > blocks.keys or has_scales) and blocks.rows > 64:
         blocks = replace(extend_blocks(64, head_dim, dtype, capability), num_warps=8)
     return replace(blocks, keys=keys)
 

@@ -29,6 +29,7 @@ from radixserve_kernels.gpu.attention import (
     merge_split,
     precision_of,
     row_keys,
+    turn_heads,
     write_state,
 )
 from radixserve_kernels.gpu.launch import KernelLaunch, kernel, power_of_2, tl, wait_for_inputs
@@ -39,6 +40,7 @@ from radixserve_kernels.gpu.records import (
     KVSplit,
     PagedKeys,
 )
+from radixserve_kernels.stored_kv import hadamard_size, split_int8, stored_head_dim
 
 BLOCK_SPLITS = 16  # read by the merge
 
@@ -66,6 +68,9 @@ def decode_kernel(
     stride_q_head,
     stride_slot,
     stride_kv_head,
+    k_scale_ptr,
+    v_scale_ptr,
+    stride_scale,
     stride_out_row,
     stride_out_head,
     stride_out_split,
@@ -84,10 +89,15 @@ def decode_kernel(
     has_cap: tl.constexpr,
     split_keys: tl.constexpr,
     is_split: tl.constexpr,
+    has_scales: tl.constexpr,
+    turned_size: tl.constexpr,
+    turns_out: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """Grid [R, Hkv, splits]. split_keys: of exact results, those of a split; 0: others. is_split:
-    each program computes one of these splits."""
+    each program computes one of these splits. has_scales: K and V are integers with scales, and
+    turned as `turn_heads` does; turns_out: nothing comes after this, so that the output is turned
+    back."""
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     kv_split = tl.program_id(2)
@@ -116,27 +126,40 @@ def decode_kernel(
     cells = q_ptr + row.to(tl.int64) * stride_q_row + head[:, None] * stride_q_head
     is_read = is_query[:, None] & (features < head_dim)[None, :]
     query = tl.load(cells + features[None, :], mask=is_read, other=0.0)
+    if has_scales:
+        wide = query.to(tl.float32)
+        query = turn_heads(wide, block_rows, block_dim, turned_size).to(query.dtype)
 
     limit = tl.zeros([block_rows], tl.int32) + end
     lower = tl.zeros([block_rows], tl.int32) + lowest
     kv_offset = kv_head * stride_kv_head
-    pool = (k_ptr + kv_offset, v_ptr + kv_offset, indices_ptr + first_page, stride_slot)
+    pool = (
+        k_ptr + kv_offset,
+        v_ptr + kv_offset,
+        indices_ptr + first_page,
+        stride_slot,
+        k_scale_ptr + kv_head,
+        v_scale_ptr + kv_head,
+        stride_scale,
+    )
     if split_keys == 0:
         state = empty_state(block_rows, block_dim)
         state = attend_keys(
             *(query, state, pool, begin, end, limit, lower, scale, cap, page_size),
-            *(head_dim, block_dim, block_keys, precision, True, False, has_cap),
+            *(head_dim, block_dim, block_keys, precision, True, False, has_cap, has_scales),
         )
     else:
         state = attend_splits(
             *(query, pool, begin, end, 0, limit, lower, scale, cap, page_size, head_dim),
             *(block_rows, block_dim, block_keys, split_keys, precision, False, has_span, has_cap),
+            has_scales,
         )
     out_row = row.to(tl.int64) * stride_out_row + kv_split * stride_out_split
     out_cells = out_row + head * stride_out_head
     lse_cells = (row.to(tl.int64) * num_heads + head) * num_kv_splits + kv_split
     write_state(
-        *(state, out_ptr, lse_ptr, out_cells, lse_cells, is_query, head_dim, block_dim, is_split)
+        *(state, out_ptr, lse_ptr, out_cells, lse_cells, is_query, head_dim, block_rows, block_dim),
+        *(is_split, turned_size if turns_out else 0),
     )
 
 
@@ -151,6 +174,7 @@ def merge_exact_splits_kernel(
     stride_out_head,
     head_dim: tl.constexpr,
     block_dim: tl.constexpr,
+    turned_size: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """Grid [T, Hq]. In order, as `attend_splits` merges them."""
@@ -170,7 +194,10 @@ def merge_exact_splits_kernel(
         m_i, l_i, acc = merge_split(m_i, l_i, acc, out, lse)
     out_cells = row * stride_out_row + head * stride_out_head + none
     state = (m_i, l_i, acc)
-    write_state(*(state, out_ptr, lse_ptr, out_cells, cell, none == 0, head_dim, block_dim, False))
+    write_state(
+        *(state, out_ptr, lse_ptr, out_cells, cell, none == 0, head_dim, 1, block_dim, False),
+        turned_size,
+    )
 
 
 @kernel(varying=("lse_ptr", "num_kv_splits"))
@@ -185,6 +212,7 @@ def merge_splits_kernel(
     head_dim: tl.constexpr,
     block_dim: tl.constexpr,
     block_splits: tl.constexpr,
+    turned_size: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """Grid [T, Hq]."""
@@ -211,6 +239,9 @@ def merge_splits_kernel(
         l_i = l_i * alpha + tl.sum(weight, 0)
         m_i = m_new
     out = acc / tl.where(l_i > 0.0, l_i, 1.0)
+    if turned_size:
+        turned = turn_heads(tl.reshape(out, [1, block_dim]), 1, block_dim, turned_size)
+        out = tl.reshape(turned, [block_dim])
     cells = out_ptr + row * stride_out_row + head * stride_out_head + features
     tl.store(cells, out.to(out_ptr.dtype.element_ty), mask=features < head_dim)
     if lse_ptr is not None:
@@ -235,7 +266,7 @@ def decode(
         "block_rows": blocks.rows,
         "block_keys": blocks.keys,
     }
-    state, merge = split_state(q, split, result)
+    state, merge = split_state(q, split, result, turned_size(keys))
     grid = (len(q), keys.k_slots.shape[1], split.num_splits)
     attend = KernelLaunch(
         *(decode_kernel, grid, arguments | state, blocks.num_warps, blocks.num_stages),
@@ -260,6 +291,12 @@ def attention_arguments(
     window, chunk = features.span
     cap = features.logits_soft_cap or 0.0
     k_slots, v_slots = keys.k_slots, keys.v_slots
+    k_scales, v_scales, stride_scale = k_slots, v_slots, 0
+    if has_scales := k_slots.dtype == torch.int8:
+        k_slots, k_scales = split_int8(k_slots, scales_last=True)
+        v_slots, v_scales = split_int8(v_slots, scales_last=True)
+        stride_scale = k_scales.stride(0)
+    assert k_slots.shape[2] == q.shape[2], "queries and keys have the same features"
     assert scale > 0, f"scores are scaled by a positive number, not {scale}"
     assert q.stride(2) == k_slots.stride(2) == 1, "features must lie dense"
     assert k_slots.stride() == v_slots.stride(), "K and V must lie alike"
@@ -280,6 +317,11 @@ def attention_arguments(
         "stride_q_head": q.stride(1),
         "stride_slot": k_slots.stride(0),
         "stride_kv_head": k_slots.stride(1),
+        "k_scale_ptr": k_scales,
+        "v_scale_ptr": v_scales,
+        "stride_scale": stride_scale,
+        "has_scales": has_scales,
+        "turned_size": turned_size(keys),
         "group": group_of(q, keys),
         "num_heads": q.shape[1],
         "min_keys": MIN_SPLIT_KEYS,
@@ -291,6 +333,12 @@ def attention_arguments(
     }
 
 
+def turned_size(keys: PagedKeys) -> int:
+    """Numbers of a block that `turn_heads` turns; 0: K and V are stored as they are."""
+    is_turned = keys.k_slots.dtype == torch.int8
+    return hadamard_size(stored_head_dim(keys.k_slots.shape[2], torch.int8)) if is_turned else 0
+
+
 def split_arguments(split: KVSplit) -> dict[str, Any]:
     """How both attention kernels split the keys of exact results."""
     return {
@@ -300,7 +348,7 @@ def split_arguments(split: KVSplit) -> dict[str, Any]:
 
 
 def split_state(
-    q: Tensor, split: KVSplit, result: AttentionOutput
+    q: Tensor, split: KVSplit, result: AttentionOutput, turned_size: int
 ) -> tuple[dict[str, Any], list[KernelLaunch]]:
     """Where an attention kernel writes its states, and the merge of splits that follows."""
     out, lse = result
@@ -308,6 +356,7 @@ def split_state(
     assert lse is None or lse.is_contiguous(), "lse must lie dense"
     if split.num_splits == 1:
         names = {"out_ptr": out, "lse_ptr": lse, "stride_out_split": 0}
+        names["turns_out"] = turned_size > 0
         return names | _strides(out), []
     states, state_lse = _workspace(q, split)
     arguments = {
@@ -318,6 +367,7 @@ def split_state(
         "num_kv_splits": split.num_splits,
         "head_dim": q.shape[2],
         "block_dim": power_of_2(q.shape[2]),
+        "turned_size": turned_size,
     }
     merge_kernel = merge_exact_splits_kernel
     if not split.is_exact:
@@ -327,6 +377,7 @@ def split_state(
         enable_fp_fusion=not split.is_exact,
     )
     names = {"out_ptr": states, "lse_ptr": state_lse, "stride_out_split": q.shape[2]}
+    names["turns_out"] = False
     return names | _strides(states), [merge]
 
 

@@ -8,6 +8,9 @@ over end at once. Keys that all of the tile's queries see come first, without a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import Tensor
 
 from radixserve_kernels.attention_features import PLAIN, AttentionFeatures
@@ -22,6 +25,7 @@ from radixserve_kernels.gpu.attention import (
     is_long,
     keys_per_split,
     row_keys,
+    turn_heads,
     write_state,
 )
 from radixserve_kernels.gpu.decode import (
@@ -29,6 +33,7 @@ from radixserve_kernels.gpu.decode import (
     group_of,
     split_arguments,
     split_state,
+    turned_size,
 )
 from radixserve_kernels.gpu.kernel_choice import choice_of
 from radixserve_kernels.gpu.launch import (
@@ -80,6 +85,9 @@ def extend_kernel(
     stride_q_head,
     stride_slot,
     stride_kv_head,
+    k_scale_ptr,
+    v_scale_ptr,
+    stride_scale,
     stride_out_row,
     stride_out_head,
     stride_out_split,
@@ -101,11 +109,14 @@ def extend_kernel(
     has_cap: tl.constexpr,
     split_keys: tl.constexpr,
     is_split: tl.constexpr,
+    has_scales: tl.constexpr,
+    turned_size: tl.constexpr,
+    turns_out: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """Grid [tiles, Hkv, splits]; the last tiles of a row, which have most keys, come first.
 
-    split_keys, is_split: see `decode_kernel`.
+    split_keys, is_split, has_scales, turns_out: see `decode_kernel`.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -129,6 +140,9 @@ def extend_kernel(
     is_read = is_query[:, None] & (features < head_dim)[None, :]
     cells = q_ptr + (token * stride_q_row + head * stride_q_head)[:, None] + features[None, :]
     query = tl.load(cells, mask=is_read, other=0.0)
+    if has_scales:
+        wide = query.to(tl.float32)
+        query = turn_heads(wide, block_rows, block_dim, turned_size).to(query.dtype)
 
     if is_causal:
         limit = num_keys - num_new + new + 1  # [rows] keys that each query sees
@@ -144,7 +158,15 @@ def extend_kernel(
         lower = first_seen(limit - 1, window, chunk)
         lowest = first_seen(num_keys - num_new + offset, window, chunk)
     kv_offset = kv_head * stride_kv_head
-    pool = (k_ptr + kv_offset, v_ptr + kv_offset, indices_ptr + first_page, stride_slot)
+    pool = (
+        k_ptr + kv_offset,
+        v_ptr + kv_offset,
+        indices_ptr + first_page,
+        stride_slot,
+        k_scale_ptr + kv_head,
+        v_scale_ptr + kv_head,
+        stride_scale,
+    )
     if split_keys == 0:
         span = seen - lowest
         size = keys_per_split(span, num_kv_splits, num_kv_splits, min_keys, max_keys, block_keys)
@@ -160,7 +182,7 @@ def extend_kernel(
             state = attend_keys(
                 *(query, state, pool, first, last, limit, lower, scale, cap),
                 *(page_size, head_dim, block_dim, block_keys, precision, is_masked == 1),
-                *(has_span, has_cap),
+                *(has_span, has_cap, has_scales),
             )
     else:
         begin = lowest // block_keys * block_keys
@@ -171,12 +193,13 @@ def extend_kernel(
         state = attend_splits(
             *(query, pool, begin, end, seen_by_all, limit, lower, scale, cap, page_size, head_dim),
             *(block_rows, block_dim, block_keys, split_keys, precision, not has_span, has_span),
-            has_cap,
+            *(has_cap, has_scales),
         )
     out_cells = token * stride_out_row + head * stride_out_head + kv_split * stride_out_split
     lse_cells = (token * num_heads + head) * num_kv_splits + kv_split
     write_state(
-        *(state, out_ptr, lse_ptr, out_cells, lse_cells, is_query, head_dim, block_dim, is_split)
+        *(state, out_ptr, lse_ptr, out_cells, lse_cells, is_query, head_dim, block_rows, block_dim),
+        *(is_split, turned_size if turns_out else 0),
     )
 
 
@@ -195,9 +218,9 @@ def extend(
     """See `gpu_ops.extend`; `result` is written."""
     assert causal or features.span == (0, 0), "a window or chunk goes by the places of queries"
     group, num_rows = group_of(q, keys), len(keys.last_page_len)
-    choose = extend_blocks
+    choose: Callable[..., BlockSizes] = extend_blocks
     if split.is_exact:
-        choose = exact_extend_blocks
+        choose = partial(exact_extend_blocks, has_scales=turned_size(keys) > 0)
     blocks = choose(max_q * group, q.shape[2], q.dtype, capability or capability_of(q))
     measured = choice_of(q.device).extend_tile
     if measured is not None and is_long(blocks) and not split.is_exact:
@@ -214,7 +237,7 @@ def extend(
         "tile_tokens": tile_tokens,
         "rows_at_once": ROWS_AT_ONCE,
     }
-    state, merge = split_state(q, split, result)
+    state, merge = split_state(q, split, result, turned_size(keys))
     num_tiles = len(q) // tile_tokens + num_rows if len(q) else 0
     grid = (num_tiles, keys.k_slots.shape[1], split.num_splits)
     attend = KernelLaunch(

@@ -15,8 +15,8 @@ EXACT_SPLIT_KEYS = 1_024  # of each split of exact results, whatever the rows ar
 class PagedKeys(NamedTuple):
     """Where each row's keys and values lie: see `radixserve_kernels.gpu_ops`."""
 
-    k_slots: Tensor  # [num_slots, Hkv, D]
-    v_slots: Tensor  # [num_slots, Hkv, D]
+    k_slots: Tensor  # [num_slots, Hkv, W]
+    v_slots: Tensor  # [num_slots, Hkv, W]
     kv_indptr: Tensor  # [R + 1] int32
     kv_indices: Tensor  # [total pages] int32
     last_page_len: Tensor  # [R] int32

@@ -20,7 +20,7 @@ from radixserve_kernels.attention_features import AttentionFeatures
 from radixserve_kernels.delta_net import DeltaNet, run_delta_net
 from radixserve_kernels.gpu.records import AttentionOutput, KVSplit, PagedKeys, StateRows
 from radixserve_kernels.state_space import StateSpace, run_state_space
-from radixserve_kernels.stored_kv import to_stored
+from radixserve_kernels.stored_kv import from_stored, to_stored
 
 LOG2_E = math.log2(math.e)
 
@@ -142,6 +142,7 @@ def rope_and_store(
     qk_norm: Tensor | None,
     eps: float,
     is_centered: bool,
+    scales_last: bool,
     out: Tensor,
 ) -> None:
     heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))  # [T, Hq + 2 Hkv, D]
@@ -152,8 +153,9 @@ def rope_and_store(
         cos, sin = cos_sin[positions].chunk(2, -1)  # [T, D / 2] each
         qk = torch_ops.apply_rotary(qk.contiguous(), torch.complex(cos, sin)[:, None])
     is_kept = slots >= 0
-    k_slots[slots[is_kept]] = to_stored(qk[is_kept, num_heads:], k_slots.dtype)
-    v_slots[slots[is_kept]] = to_stored(v[is_kept], v_slots.dtype)
+    for x, cache in ((qk[is_kept, num_heads:], k_slots), (v[is_kept], v_slots)):
+        stored = to_stored(x, cache.dtype, scales_last=scales_last)
+        torch_ops.as_bytes(cache)[slots[is_kept]] = torch_ops.as_bytes(stored)
     out.copy_(qk[:, :num_heads])
 
 
@@ -220,7 +222,10 @@ def extend(
     out, lse = result
     for row, (start, end) in enumerate(itertools.pairwise(qo_indptr.tolist())):
         slots = row_slots(row, keys)
-        k, v = keys.k_slots[slots].float(), keys.v_slots[slots].float()  # [n, Hkv, D]
+        k, v = (
+            from_stored(rows[slots], torch.float32, scales_last=True)
+            for rows in (keys.k_slots, keys.v_slots)
+        )  # [n, Hkv, D]
         num_new, num_keys = end - start, len(slots)
         heads = q[start:end].float().unflatten(1, (k.shape[1], -1))  # [N, Hkv, G, D]
         scores = torch.einsum("nhgd,khd->hgnk", heads, k) * scale

@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from radixserve_kernels.gpu.attention import turn_heads
 from radixserve_kernels.gpu.launch import KernelLaunch, kernel, power_of_2, tl, wait_for_inputs
+from radixserve_kernels.stored_kv import FP8_MAX, LEAST, hadamard_size, split_int8
 
 BLOCK_CELLS = 1_024  # features of some heads of one token at a time
+
+
+@kernel()
+def in_range(x, largest: tl.constexpr):
+    """float32 x cut off at `largest`; what is not finite becomes NaN."""
+    near = tl.minimum(tl.maximum(x, -largest), largest)
+    return tl.where(tl.abs(x) < float("inf"), near, float("nan"))
+
+
+@kernel()
+def to_int8(
+    x,  # float32 [heads, block_dim], zeros beyond the head
+    block_heads: tl.constexpr,
+    block_dim: tl.constexpr,
+    turned_size: tl.constexpr,
+    least: tl.constexpr,
+):
+    """The integers [heads, block_dim] and scales [heads] of each head: the bits of `to_stored`."""
+    wide = turn_heads(x, block_heads, block_dim, turned_size)
+    size = tl.abs(wide)
+    is_finite = tl.sum((size < float("inf")).to(tl.int32), 1) == block_dim
+    largest = tl.max(size, 1)
+    exact = tl.div_rn(largest, tl.full([block_heads], 127.0, tl.float32))
+    exact = tl.where(largest >= least, exact, 0.0)
+    bits = (exact.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000  # a bfloat16, rounded up
+    scale = bits.to(tl.float32, bitcast=True)
+    is_scaled = (scale > 0.0) & is_finite
+    divisor = tl.where(is_scaled, scale, 1.0)
+    inverse = tl.div_rn(tl.full([block_heads], 1.0, tl.float32), divisor)
+    numbers = tl.where(is_scaled[:, None], wide * inverse[:, None], 0.0)
+    numbers = (numbers + 12582912.0) - 12582912.0  # 1.5 * 2**23: to the nearest, ties to even
+    return numbers.to(tl.int8), tl.where(is_finite, scale, float("nan"))
 
 
 @kernel(varying=("positions_ptr", "slots_ptr"))
@@ -19,6 +54,8 @@ def rope_and_store_kernel(
     q_ptr,  # [T, Hq, D]
     k_ptr,  # [num_slots, Hkv, D]
     v_ptr,
+    k_scale_ptr,  # [num_slots, Hkv] bfloat16, read if turned_size
+    v_scale_ptr,
     eps,
     num_heads,
     num_kv_heads,
@@ -30,13 +67,19 @@ def rope_and_store_kernel(
     stride_k_head,
     stride_v,
     stride_v_head,
+    stride_scale,
+    stride_scale_head,
     is_centered: tl.constexpr,
     head_dim: tl.constexpr,
     block_dim: tl.constexpr,
     block_heads: tl.constexpr,
+    turned_size: tl.constexpr,
+    least: tl.constexpr,
+    largest: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """Grid [T, blocks of the Hq + 2 Hkv heads]."""
+    """Grid [T, blocks of the Hq + 2 Hkv heads]. turned_size: of `to_int8`; 0: nothing becomes
+    integers. largest: the pool's largest number; None: all are cast as they are."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * block_heads + tl.arange(0, block_heads)
     feature = tl.arange(0, block_dim)
@@ -72,15 +115,32 @@ def rope_and_store_kernel(
     cells = q_ptr + token * stride_q_row + head[:, None] * stride_q_head + feature[None, :]
     tl.store(cells, turned.to(q_ptr.dtype.element_ty), mask=is_query)
     slot = tl.load(slots_ptr + token)
-    if slot >= 0:
+    if (slot >= 0) & ((tl.program_id(1) + 1) * block_heads > num_heads):
+        k_new, v_new = turned, x
+        is_head = (head >= num_heads) & (head < num_rotated)
+        is_value_head = (head >= num_rotated) & (head < num_rotated + num_kv_heads)
+        if turned_size:
+            new = tl.where(is_rotated[:, None], turned, x).to(tl.float32)
+            k_new, scale = to_int8(new, block_heads, block_dim, turned_size, least)
+            v_new = k_new
+            scale_row = slot * stride_scale
+            scales = k_scale_ptr + scale_row + (head - num_heads) * stride_scale_head
+            tl.store(scales, scale.to(tl.bfloat16), mask=is_head)
+            scales = v_scale_ptr + scale_row + (head - num_rotated) * stride_scale_head
+            tl.store(scales, scale.to(tl.bfloat16), mask=is_value_head)
+        if largest is not None:
+            k_new, v_new = (
+                in_range(turned.to(tl.float32), largest),
+                in_range(x.to(tl.float32), largest),
+            )
         is_key = (head >= num_heads)[:, None] & is_rotated[:, None] & is_cell
         kv_head = (head - num_heads)[:, None]
-        cells = k_ptr + slot * stride_k + kv_head * stride_k_head + feature[None, :]
-        tl.store(cells, turned.to(k_ptr.dtype.element_ty), mask=is_key)
+        k_cells = k_ptr + slot * stride_k + kv_head * stride_k_head + feature[None, :]
+        tl.store(k_cells, k_new.to(k_ptr.dtype.element_ty), mask=is_key)
         is_value = (head >= num_rotated)[:, None] & is_cell
         kv_head = (head - num_rotated)[:, None]
-        cells = v_ptr + slot * stride_v + kv_head * stride_v_head + feature[None, :]
-        tl.store(cells, x.to(v_ptr.dtype.element_ty), mask=is_value)
+        v_cells = v_ptr + slot * stride_v + kv_head * stride_v_head + feature[None, :]
+        tl.store(v_cells, v_new.to(v_ptr.dtype.element_ty), mask=is_value)
 
 
 def rope_and_store(
@@ -95,9 +155,14 @@ def rope_and_store(
     qk_norm: Tensor | None,
     eps: float,
     is_centered: bool,
+    scales_last: bool,
     out: Tensor,
 ) -> list[KernelLaunch]:
     """See `gpu_ops.rope_and_store`; `out` [T, Hq, D] is written."""
+    k_scales, v_scales = k_slots, v_slots
+    if has_scales := k_slots.dtype == torch.int8:
+        k_slots, k_scales = split_int8(k_slots, scales_last=scales_last)
+        v_slots, v_scales = split_int8(v_slots, scales_last=scales_last)
     tensors = (qkv, positions, slots, k_slots, v_slots, out)
     assert all(tensor.stride(-1) == 1 for tensor in tensors), "features must lie dense"
     assert cos_sin is None or cos_sin.is_contiguous(), "the table must lie dense"
@@ -114,6 +179,8 @@ def rope_and_store(
         "q_ptr": out,
         "k_ptr": k_slots,
         "v_ptr": v_slots,
+        "k_scale_ptr": k_scales,
+        "v_scale_ptr": v_scales,
         "eps": eps,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
@@ -129,6 +196,12 @@ def rope_and_store(
         "head_dim": head_dim,
         "block_dim": block_dim,
         "block_heads": block_heads,
+        "stride_scale": k_scales.stride(0) if has_scales else 0,
+        "stride_scale_head": k_scales.stride(1) if has_scales else 0,
+        "turned_size": hadamard_size(head_dim) if has_scales else 0,
+        "least": LEAST,
+        "largest": FP8_MAX if k_slots.dtype == torch.float8_e4m3fn else None,
     }
     grid = (len(qkv), -(-num_all // block_heads))
-    return [KernelLaunch(rope_and_store_kernel, grid, arguments)]
+    # What is stored has the reference's bits: no product and sum becomes one operation.
+    return [KernelLaunch(rope_and_store_kernel, grid, arguments, enable_fp_fusion=not has_scales)]

@@ -30,6 +30,7 @@ from radixserve_kernels.gpu import (
 from radixserve_kernels.gpu.launch import Capability, KernelLaunch
 from radixserve_kernels.gpu.records import AttentionOutput, KVSplit, PagedKeys, StateRows
 from radixserve_kernels.state_space import StateSpace
+from radixserve_kernels.stored_kv import FP8_CAPABILITY, dtype_name, stored_width
 
 HEADS = (32, 8)  # query heads, key heads
 OTHER_HEADS = ((8, 8), (16, 8), (40, 8), (64, 8))
@@ -37,6 +38,7 @@ NUM_TOKENS, NUM_ROWS, VOCAB_SIZE = 512, 4, 128_256
 EXTENSIONS = {"long": NUM_TOKENS, "short": 16, "few": 2}  # most new tokens of a row: block sizes
 PAGE_SIZES = (1, 16, 64)
 DTYPES = (torch.bfloat16, torch.float16)
+STORED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
 
 class Variant(NamedTuple):
@@ -63,6 +65,11 @@ def variants(capability: Capability, *, every: bool) -> list[Variant]:
             chosen += _attention_variants(torch.float32, head_dim, 16, capability, every)
         for heads in OTHER_HEADS:
             chosen += _attention_variants(torch.bfloat16, 128, 16, capability, every, heads)
+    for stored in STORED_DTYPES if capability >= FP8_CAPABILITY else STORED_DTYPES[:1]:
+        for head_dim in head_dims:
+            kinds = torch.bfloat16, head_dim, 16, capability, every, HEADS, stored
+            chosen += _attention_variants(*kinds)
+            chosen += _head_variants(torch.bfloat16, head_dim, every, stored)
     return chosen
 
 
@@ -83,12 +90,15 @@ def _attention_variants(
     capability: Capability,
     every: bool,
     heads: tuple[int, int] = HEADS,
+    stored: torch.dtype | None = None,
 ) -> Iterator[Variant]:
     num_heads, num_kv_heads = heads
     kind = f"{_short(dtype)} D={head_dim} P={page_size}"
     if heads != HEADS:
         kind = f"{num_heads}/{num_kv_heads} heads"
-    pool = _tensor(1_024, num_kv_heads, head_dim, dtype=dtype)
+    if stored is not None:
+        kind = f"{dtype_name(stored)} D={head_dim}"
+    pool = _slots(num_kv_heads, head_dim, stored or dtype)
     indptr, indices, last = _index(NUM_ROWS + 1), _index(64), _index(NUM_ROWS)
     keys = PagedKeys(pool, pool, indptr, indices, last, page_size)
     q = _tensor(NUM_ROWS, num_heads, head_dim, dtype=dtype)
@@ -126,25 +136,31 @@ def _attention_variants(
             yield Variant(f"{kind} {length}{' causal' if causal else ''}", launch)
 
 
-def _head_variants(dtype: torch.dtype, head_dim: int, every: bool) -> Iterator[Variant]:
+def _slots(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    return _tensor(1_024, num_kv_heads, stored_width(head_dim, dtype), dtype=dtype)
+
+
+def _head_variants(
+    dtype: torch.dtype, head_dim: int, every: bool, stored: torch.dtype | None = None
+) -> Iterator[Variant]:
     num_heads, num_kv_heads = HEADS
-    kind = f"{_short(dtype)} D={head_dim}"
+    kind = f"{_short(dtype) if stored is None else dtype_name(stored)} D={head_dim}"
     out = _tensor(NUM_TOKENS, num_heads, head_dim, dtype=dtype)
     lse = _float(NUM_TOKENS, num_heads)
     for launch in merge.merge_states(out, lse, out, lse, out, lse):
         yield Variant(kind, launch)
     num_all = num_heads + 2 * num_kv_heads
     qkv = _tensor(NUM_TOKENS, num_all * head_dim, dtype=dtype)
-    pool = _tensor(1_024, num_kv_heads, head_dim, dtype=dtype)
+    pool = _slots(num_kv_heads, head_dim, stored or dtype)
     places, table = _long(NUM_TOKENS), _float(4_096, head_dim)
     norms = [_tensor(num_heads + num_kv_heads, head_dim, dtype=dtype), None]
     for qk_norm in norms if every else norms[:1]:
         launches = rope.rope_and_store(
-            qkv, places, places, table, pool, pool, *HEADS, qk_norm, 1e-6, False, out
+            qkv, places, places, table, pool, pool, *HEADS, qk_norm, 1e-6, False, True, out
         )
         for launch in launches:
             yield Variant(f"{kind}{'' if qk_norm is None else ' qk_norm'}", launch)
-    kv = _tensor(32, 2, 64, 16, num_kv_heads, head_dim, dtype=dtype)
+    kv = _tensor(32, 2, 64, 16, *pool.shape[1:], dtype=pool.dtype)
     for launch in pages.copy_page_prefixes(kv, _index(4, 3)):
         yield Variant(kind, launch)
 

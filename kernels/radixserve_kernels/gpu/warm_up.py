@@ -18,6 +18,7 @@ from radixserve_kernels.attention_features import AttentionFeatures
 from radixserve_kernels.gpu import decode, extend, merge
 from radixserve_kernels.gpu.launch import KernelLaunch
 from radixserve_kernels.gpu.records import AttentionOutput, KVSplit, PagedKeys
+from radixserve_kernels.stored_kv import stored_head_dim
 
 TILES = (16, 64, 128)  # queries x query heads of a K/V head, see `extend_blocks`
 
@@ -28,15 +29,16 @@ def compile_attention(
     num_heads: int,
     page_size: int,
     features: frozenset[str] = frozenset(),
+    dtype: torch.dtype | None = None,
     *,
     is_exact: bool = False,
 ) -> int:
     """Compile every variant for the pool's device, side by side; how many there are.
 
-    features: of AttentionFeatures, those that any layer uses.
+    features: of AttentionFeatures, those that any layer uses. dtype: of queries, None: the pool's.
     """
     launches = attention_launches(
-        k_slots, v_slots, num_heads, page_size, features, is_exact=is_exact
+        k_slots, v_slots, num_heads, page_size, features, dtype, is_exact=is_exact
     )
     variants = {launch.variant: launch for launch in launches}
 
@@ -55,15 +57,17 @@ def attention_launches(
     num_heads: int,
     page_size: int,
     features: frozenset[str] = frozenset(),
+    dtype: torch.dtype | None = None,
     *,
     is_exact: bool = False,
 ) -> Iterator[KernelLaunch]:
-    """Launches of every kind over a layer's slots [num_slots, Hkv, D]; not to be run."""
-    num_kv_heads, head_dim = k_slots.shape[1:]
+    """Launches of every kind over a layer's slots [num_slots, Hkv, W]; not to be run."""
+    num_kv_heads, width = k_slots.shape[1:]
+    head_dim = stored_head_dim(width, k_slots.dtype)
     group = num_heads // num_kv_heads
     index = torch.zeros(4, dtype=torch.int32, device=k_slots.device)
     keys = PagedKeys(k_slots, v_slots, index[:3], index, index[:2], page_size)
-    q = k_slots.new_empty((2, num_heads, head_dim))
+    q = k_slots.new_empty((2, num_heads, head_dim), dtype=dtype)
     lse = q.new_empty((2, num_heads), dtype=torch.float32)
     for num_splits in (1, 2):
         split = KVSplit(num_splits, num_splits, None, is_exact)

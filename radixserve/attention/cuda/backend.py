@@ -64,6 +64,8 @@ class LaunchSlice(NamedTuple):
 class PlannedBackend(AttentionBackend):
     """`attend` over planned launches."""
 
+    scales_last = True
+
     unique: Sequence[LaunchSlice] = ()
     shared: Sequence[LaunchSlice] = ()
     _order: Tensor | None = None  # [T] int64: which token lies where; None: all in place
@@ -117,14 +119,15 @@ class PagedBackend(PlannedBackend):
         kv: Tensor,
         num_heads: int,
         windows: WindowKV | None = None,
+        dtype: torch.dtype | None = None,
         *,
         shares: bool,
         kernel_page_size: int | None,
     ) -> None:
-        super().__init__(kv, num_heads, windows)
+        super().__init__(kv, num_heads, windows, dtype)
         self.kernel_page_size = choose_kernel_page_size(self.page_size, kernel_page_size)
         kernel_pages = self.page_size // self.kernel_page_size
-        token_bytes = 2 * self.num_kv_heads * self.head_dim * kv.element_size()
+        token_bytes = 2 * kv.shape[4] * kv.shape[5] * kv.element_size()
         cost = CascadeCost.of_token(token_bytes) if shares else None
         self.nodes = NodeFinder(self.page_size, cost)
         self.uploader = PlanUploader(kv.device, kernel_pages)
@@ -192,7 +195,7 @@ class GraphBackend(PlannedBackend):
     """
 
     def __init__(self, eager: PagedBackend, shape: GraphShape) -> None:
-        super().__init__(eager.kv, eager.num_heads, eager.windows)
+        super().__init__(eager.kv, eager.num_heads, eager.windows, eager.dtype)
         self.features = eager.features
         self.name, self.shape, self._eager = eager.name, shape, eager
         sizes = [shape.num_rows, shape.num_groups] if shape.num_groups else [shape.num_rows]

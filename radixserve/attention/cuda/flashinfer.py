@@ -56,8 +56,8 @@ Planned = tuple[str, AttentionVariant]  # a wrapper key, and what its plans are 
 
 
 class FlashInferBackend(PagedBackend):
-    """See `AttentionBackend`; float16 or bfloat16. A layer's window and soft cap must be among
-    `variants`.
+    """See `AttentionBackend`; float16 or bfloat16, K and V in these or in float8_e4m3fn. A layer's
+    window and soft cap must be among `variants`.
 
     One float workspace for all wrappers: what a run leaves there is read by that run alone. Where
     plans are left on the device is each wrapper's own, as several live in a step; graphs share it
@@ -72,12 +72,14 @@ class FlashInferBackend(PagedBackend):
     name = "flashinfer"
     features = frozenset(("sliding_window", "logits_soft_cap"))
     has_window_pages = True
+    kv_dtypes = frozenset((torch.float8_e4m3fn,))
 
     def __init__(
         self,
         kv: Tensor,
         num_heads: int,
         windows: WindowKV | None = None,
+        dtype: torch.dtype | None = None,
         *,
         variants: Sequence[AttentionVariant] = (),
         shares: bool = True,
@@ -85,15 +87,17 @@ class FlashInferBackend(PagedBackend):
         library: Library | None = None,
     ) -> None:
         num_kv_heads, head_dim = kv.shape[-2:]
-        reason = flashinfer_unsupported_reason(kv.dtype, head_dim)
+        dtype = kv.dtype if dtype is None else dtype
+        reason = flashinfer_unsupported_reason(dtype, head_dim)
         if reason or (library is None and (reason := import_error())):
             raise ModelNotSupported(f"the flashinfer backend cannot be used: {reason}")
         self._variants = tuple(dict.fromkeys(variants)) or (PLAIN_VARIANT,)
         has_windows = any(variant.sliding_window for variant in self._variants)
-        shares = shares and not has_windows and can_merge(num_heads, head_dim, kv.dtype)
-        super().__init__(kv, num_heads, windows, shares=shares, kernel_page_size=kernel_page_size)
+        shares = shares and not has_windows and can_merge(num_heads, head_dim, dtype)
+        common = kv, num_heads, windows, dtype
+        super().__init__(*common, shares=shares, kernel_page_size=kernel_page_size)
         size = self.kernel_page_size
-        self._heads = heads = HeadShape(num_heads, num_kv_heads, head_dim, size, kv.dtype)
+        self._heads = heads = HeadShape(num_heads, num_kv_heads, head_dim, size, dtype, kv.dtype)
         self._library = library or load_library()
         self._num_sms = count_sms(kv.device)
         self.choice = choice_of(kv.device)
@@ -111,7 +115,7 @@ class FlashInferBackend(PagedBackend):
         if not self.kv.is_cuda:
             return
         try:
-            compile_modules(self._heads, self._variants, fa3=self.choice.fa3)
+            compile_modules(self._heads, self._variants, fa3=self._has_fa3)
         except Exception as error:
             reason = textwrap.shorten(str(error), LONGEST_REASON, placeholder=" ...")
             raise ModelNotSupported(
@@ -158,7 +162,7 @@ class FlashInferBackend(PagedBackend):
             make: Callable[..., PagedCalls] = PrefillCalls
             if plan.is_decode and not tensor_cores:
                 make, key = DecodeCalls, f"{key} on CUDA cores"
-            elif self.choice.fa3 and is_plain and not metadata.is_merged and wants_fa3(plan):
+            elif self._has_fa3 and is_plain and not metadata.is_merged and wants_fa3(plan):
                 make, key = partial(PrefillCalls, backend="fa3"), f"{key} fa3"
             if (key, variant) not in self._wrappers:
                 self._wrappers[key, variant] = make(
@@ -167,6 +171,11 @@ class FlashInferBackend(PagedBackend):
             calls = self._wrappers[key, variant]
         calls.plan(metadata)
         return calls
+
+    @property
+    def _has_fa3(self) -> bool:
+        """That kernel reads K and V of 8 bits for queries of 8 bits only."""
+        return self.choice.fa3 and self.kv.dtype == self.dtype
 
     def merge(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
         self._library.merge_state_in_place(out, lse, other, other_lse)

@@ -78,7 +78,8 @@ class HeadShape:
     num_kv_heads: int
     head_dim: int
     page_size: int  # as the kernels read the pool
-    dtype: torch.dtype
+    dtype: torch.dtype  # of queries
+    kv_dtype: torch.dtype
 
     def as_arguments(self, variant: AttentionVariant) -> dict[str, Any]:
         """For both wrappers' plans. The scale of the scores is given to `run`, which multiplies
@@ -90,7 +91,7 @@ class HeadShape:
             "page_size": self.page_size,
             "pos_encoding_mode": "NONE",
             "q_data_type": self.dtype,
-            "kv_data_type": self.dtype,
+            "kv_data_type": self.kv_dtype,
             "sm_scale": 1.0,
             "window_left": variant.sliding_window - 1,
             "logits_soft_cap": variant.logits_soft_cap,
@@ -308,7 +309,7 @@ def compile_modules(
 
     dtype, dim = heads.dtype, heads.head_dim
     no_position_encoding = 0
-    common = (dtype, dtype, dtype, torch.int32, dim, dim, no_position_encoding)
+    common = (dtype, heads.kv_dtype, dtype, torch.int32, dim, dim, no_position_encoding)
     flags = dict.fromkeys(
         (module_flags.sliding_window > 0, module_flags.logits_soft_cap > 0)
         for module_flags in variants

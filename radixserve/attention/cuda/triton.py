@@ -18,13 +18,14 @@ from radixserve.attention.cuda.metadata import GraphBuffers, LaunchArrays, Launc
 from radixserve.attention.cuda.plan import LaunchPlan
 from radixserve.errors import ModelNotSupported
 from radixserve_kernels import gpu_ops
+from radixserve_kernels.stored_kv import KV_DTYPES
 
 TILE_QUERIES = 64  # queries x query heads of a K/V head that one program of `extend` works on
 H200_SMS = 132
 
 
 class TritonBackend(PagedBackend):
-    """See `AttentionBackend`; float32, bfloat16 or float16.
+    """See `AttentionBackend`; float32, bfloat16 or float16, K and V in any of stored_kv.py.
 
     `shares`, `kernel_page_size`: see `PagedBackend`; layers with windows or chunks need a backend
     that does not share. is_exact: a row's bits do not depend on the other rows of its step: no
@@ -35,23 +36,27 @@ class TritonBackend(PagedBackend):
     name = "triton"
     features = frozenset(("sliding_window", "attention_chunk_size", "logits_soft_cap", "sinks"))
     has_window_pages = True
+    kv_dtypes = frozenset(KV_DTYPES.values())
 
     def __init__(
         self,
         kv: Tensor,
         num_heads: int,
         windows: WindowKV | None = None,
+        dtype: torch.dtype | None = None,
         *,
         shares: bool = True,
         is_exact: bool = False,
         kernel_page_size: int | None = None,
     ) -> None:
-        if not is_attention_dtype(kv.dtype) and kv.dtype != torch.float16:
+        asked = kv.dtype if dtype is None else dtype
+        if not is_attention_dtype(asked) and asked != torch.float16:
             raise ModelNotSupported(
-                f"the triton backend takes float32, bfloat16 or float16, not {kv.dtype}"
+                f"the triton backend takes float32, bfloat16 or float16, not {asked}"
             )
         shares = shares and not is_exact
-        super().__init__(kv, num_heads, windows, shares=shares, kernel_page_size=kernel_page_size)
+        common = kv, num_heads, windows, dtype
+        super().__init__(*common, shares=shares, kernel_page_size=kernel_page_size)
         self._is_exact = is_exact
         self._num_sms = H200_SMS
         if kv.is_cuda:
@@ -62,7 +67,8 @@ class TritonBackend(PagedBackend):
         if self.kv.is_cuda:
             slots = self.slots[0]
             gpu_ops.compile_attention(
-                *(*slots, self.num_heads, self.kernel_page_size, features), is_exact=self._is_exact
+                *(*slots, self.num_heads, self.kernel_page_size, features, self.dtype),
+                is_exact=self._is_exact,
             )
 
     def make_launch(
@@ -117,7 +123,7 @@ class TritonBackend(PagedBackend):
 class TritonLaunch:
     """See `Launch`."""
 
-    slots: list[tuple[Tensor, Tensor]]  # each layer's K and V [num_slots, Hkv, D]
+    slots: list[tuple[Tensor, Tensor]]  # each layer's K and V [num_slots, Hkv, W]
     arrays: LaunchArrays  # on the device
     kv_indices: Tensor
     window_kv_indices: Tensor | None  # the same of window_layers
