@@ -51,7 +51,7 @@ COUSINS = {
 }  # of a first word; else qwen3
 
 
-def save_model(family: str, width: int, folder: Path) -> None:
+def save_model(family: str, width: int, folder: Path, initializer_range: float = 0.02) -> None:
     heads = 2 * width // 64  # of state spaces
     sizes: dict[str, Any] = {
         "hidden_size": width,
@@ -89,6 +89,7 @@ def save_model(family: str, width: int, folder: Path) -> None:
         "num_local_experts": 0 if family.endswith("dense") else 16,
         "num_dense_layers": 2,
         "vocab_size": 4096,
+        "initializer_range": initializer_range,
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
         "bos_token_id": 1,
