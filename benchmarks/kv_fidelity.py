@@ -1,7 +1,7 @@
 """How far K and V in 8 bits move a model's distributions, beside llama.cpp's K and V in q8_0.
 
     python benchmarks/kv_fidelity.py [--model smollm2] [--num-tokens 20000] [--window 1024]
-        [--weights widened,file] [--libraries DIR] [--forms] [--text FILE] [--json]
+        [--weights widened,file] [--libraries DIR] [--forms] [--outliers] [--text FILE] [--json]
 
 Text is cut into windows; the first half of each is context only. Each distribution after it is
 compared with that of the same engine and weights where only K and V have another dtype, bfloat16
@@ -17,6 +17,9 @@ weights      widened: float32, activations too, so that nothing else is rounded.
 --forms      ways to store 8 bits, rounded by PyTorch under widened weights: a scale for each head
              or for 32 numbers, heads multiplied with a Hadamard matrix, keys before rotary; and
              float8_e4m3fn as devices store it
+--outliers   the same of int8 where one head of each layer has two channels of keys that are larger
+             by a factor, and its queries smaller: the same model, but for rounding. Says how much
+             the keys of the worst head are rounded, as the warning at run time does
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ from radixserve.models.cpu_decoder import CpuDecoder, load_cpu_decoder
 from radixserve.models.decoder import Decoder, load_decoder
 from radixserve.models.source import ModelSource, find_model
 from radixserve.runner.input_batch import build_forward_batch
+from radixserve.runner.rounding_check import FIRST_TOKEN, key_errors
 from radixserve.schedule import ScheduledRequest
 from radixserve_kernels.stored_kv import from_stored, multiply_hadamard, to_stored
 
@@ -60,6 +64,8 @@ COLUMNS = (
 )
 WEIGHTS = {"widened": (torch.float32, None), "file": (torch.bfloat16, "auto")}  # of radixserve
 OURS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8}
+OUTLIERS = (1, 4, 16, 64, 256)
+OUTLIER_CHANNELS = [10, 11]
 LLAMA = {"f16": 1, "q8_0": 8}  # numbers of ggml's types
 RESAMPLINGS = 2_000
 Logprobs = Callable[[list[int], int], Tensor]  # [n, V] after the last n of some tokens
@@ -185,7 +191,7 @@ def before_rotary(model: Decoder, rounding: Rounding) -> Rounding:
 def other_forms(model: Decoder) -> dict[str, Logprobs]:
     """The first is the reference."""
     keys = {
-        "bfloat16 (torch)": lambda x: x.bfloat16().to(x.dtype),
+        "bfloat16 (torch)": to_bfloat16,
         "by head": by_head,
         "by 32": by_32,
         "by head, Hadamard (kv_dtype int8)": spread(by_head),
@@ -201,6 +207,34 @@ def other_forms(model: Decoder) -> dict[str, Logprobs]:
             model, before_rotary(model, spread(by_head)), spread(by_head)
         )
     return forms
+
+
+def outlier_forms(model: Decoder, worst: dict[str, float]) -> dict[str, Logprobs]:
+    """The first is the reference. worst: gets the largest of `key_errors` by name."""
+    rounding = spread(by_head)
+
+    def larger(factor: float, name: str) -> Rounding:
+        factors = torch.ones(model.info.num_kv_heads, model.info.head_dim)
+        factors[-1, OUTLIER_CHANNELS] = factor
+
+        def round_keys(x: Tensor) -> Tensor:
+            errors, _ = key_errors(
+                to_stored(x[FIRST_TOKEN:] * factors, torch.int8), scales_last=False
+            )
+            worst[name] = max(worst.get(name, 0.0), float(errors.max()))
+            return rounding(x * factors) / factors
+
+        return round_keys
+
+    forms = {"bfloat16 (torch)": by_torch(model, to_bfloat16, to_bfloat16)}
+    for factor in OUTLIERS:
+        name = f"int8, two channels x {factor}"
+        forms[name] = by_torch(model, larger(factor, name), rounding)
+    return forms
+
+
+def to_bfloat16(x: Tensor) -> Tensor:
+    return x.bfloat16().to(x.dtype)
 
 
 def compare(
@@ -273,10 +307,15 @@ def measure(
         gap = difference(tallies["radixserve, int8"], beside["llama.cpp, q8_0"])
         lines.append(f"{weights}: {gap}")
         tallies |= beside
-    if args.forms and weights == "widened":
+    if (args.forms or args.outliers) and weights == "widened":
         del model, ours
         torch_model = load_decoder(source, torch.float32, CPU)
-        tallies |= compare(windows, other_forms(torch_model), "other forms")
+        if args.forms:
+            tallies |= compare(windows, other_forms(torch_model), "other forms")
+        if args.outliers:
+            worst: dict[str, float] = {}
+            tallies |= compare(windows, outlier_forms(torch_model, worst), "outliers")
+            lines += [f"{name}: keys of a head are rounded by {x:.3f}" for name, x in worst.items()]
     return [[weights, name, *tally.row()] for name, tally in tallies.items()], lines
 
 
@@ -293,6 +332,7 @@ def main() -> None:
         weights=Names("kind of weights", WEIGHTS),
         libraries=Path,
         forms=False,
+        outliers=False,
         text=Path,
         json=False,
         **numbers,

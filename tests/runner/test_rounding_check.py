@@ -86,7 +86,7 @@ def test_the_error_is_that_of_rounding(scales_last: bool) -> None:
     errors, is_cut = key_errors(rows, scales_last=scales_last)
     assert not is_cut.any()
     assert errors[0] < 0.02
-    assert 0.05 < errors[1] < LIMIT
+    assert LIMIT < errors[1] < 0.15
     wide = torch.randn(300, 1, 64) * 0.01 + 1
     coarse, _ = key_errors(
         to_stored(wide, torch.int8, scales_last=scales_last), scales_last=scales_last
