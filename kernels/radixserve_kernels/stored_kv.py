@@ -82,7 +82,7 @@ def to_stored(x: Tensor, dtype: torch.dtype, *, scales_last: bool = False) -> Te
     if not scales_last:
         return torch.cat((numbers, scale), -1)
     rows = torch.cat((numbers.flatten(-2), scale.flatten(-2)), -1)
-    return rows.reshape(*x.shape[:-1], -1)
+    return rows.reshape(*x.shape[:-1], stored_width(x.shape[-1], dtype))
 
 
 def from_stored(rows: Tensor, dtype: torch.dtype, *, scales_last: bool = False) -> Tensor:

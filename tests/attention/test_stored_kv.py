@@ -210,6 +210,7 @@ def test_scales_behind_all_heads(dim: int) -> None:
     assert torch.equal(rows.flatten(1)[:, : 3 * dim], by_head[..., :dim].flatten(1))
     read = from_stored(rows, torch.float32, scales_last=True)
     assert torch.equal(read, from_stored(by_head, torch.float32))
+    assert to_stored(x[:0], torch.int8, scales_last=True).shape == (0, 3, dim + 2)
 
 
 def test_fp8() -> None:
