@@ -215,7 +215,7 @@ def outlier_forms(model: Decoder, worst: dict[str, float]) -> dict[str, Logprobs
 
     def larger(factor: float, name: str) -> Rounding:
         factors = torch.ones(model.info.num_kv_heads, model.info.head_dim)
-        factors[-1, OUTLIER_CHANNELS] = factor
+        factors[len(factors) // 2, OUTLIER_CHANNELS] = factor
 
         def round_keys(x: Tensor) -> Tensor:
             errors, _ = key_errors(
