@@ -291,21 +291,29 @@ def decode_blocks(group: int, head_dim: int, dtype: torch.dtype) -> BlockSizes:
 
 
 def extend_blocks(
-    num_rows: int, head_dim: int, dtype: torch.dtype, capability: Capability
+    num_rows: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    capability: Capability,
+    *,
+    has_scales: bool = False,
 ) -> BlockSizes:
-    """num_rows: queries times heads of a group in the longest row.
+    """num_rows: queries times heads of a group in the longest row. has_scales: K and V are integers
+    with scales, which take registers of Ampere's that the largest tile has not got.
 
     Hopper and Blackwell servers have 227 KB of shared memory and multiply out of it. The others
     hold the queries in registers too, which leaves fewer of them for keys.
     """
     if dtype == torch.float32:
         return BlockSizes(16, 16, 8, 1)
-    is_wide = head_dim > 128
+    is_wide, is_server = head_dim > 128, capability[0] in (9, 10)
     if num_rows <= 16:
         return BlockSizes(16, 32 if is_wide else 64, 4, 5)
+    if has_scales and not is_server:
+        return BlockSizes(32, 32, 8, 3)
     is_small = num_rows <= 64 or is_wide
     rows, num_warps = (64, 8 if is_wide else 4) if is_small else (128, 8)
-    return BlockSizes(rows, 64 if capability[0] in (9, 10) else 32, num_warps, 3)
+    return BlockSizes(rows, 64 if is_server else 32, num_warps, 3)
 
 
 def exact_extend_blocks(
@@ -318,7 +326,7 @@ def exact_extend_blocks(
 ) -> BlockSizes:
     """`extend_blocks` with `exact_keys` at a time; where those are more, or K and V are integers
     with scales, of fewer queries."""
-    blocks = extend_blocks(num_rows, head_dim, dtype, capability)
+    blocks = extend_blocks(num_rows, head_dim, dtype, capability, has_scales=has_scales)
     keys = exact_keys(head_dim, dtype)
     # With 4 warps Ampere's registers do not do; with 128 queries Hopper's do not do for integers.
     if (keys > blocks.keys or has_scales) and blocks.rows > 64:

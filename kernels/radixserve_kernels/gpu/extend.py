@@ -8,9 +8,6 @@ over end at once. Keys that all of the tile's queries see come first, without a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 from torch import Tensor
 
 from radixserve_kernels.attention_features import PLAIN, AttentionFeatures
@@ -218,10 +215,9 @@ def extend(
     """See `gpu_ops.extend`; `result` is written."""
     assert causal or features.span == (0, 0), "a window or chunk goes by the places of queries"
     group, num_rows = group_of(q, keys), len(keys.last_page_len)
-    choose: Callable[..., BlockSizes] = extend_blocks
-    if split.is_exact:
-        choose = partial(exact_extend_blocks, has_scales=turned_size(keys) > 0)
-    blocks = choose(max_q * group, q.shape[2], q.dtype, capability or capability_of(q))
+    choose = exact_extend_blocks if split.is_exact else extend_blocks
+    shape = max_q * group, q.shape[2], q.dtype, capability or capability_of(q)
+    blocks = choose(*shape, has_scales=turned_size(keys) > 0)
     measured = choice_of(q.device).extend_tile
     if measured is not None and is_long(blocks) and not split.is_exact:
         blocks = BlockSizes(*measured)
