@@ -25,6 +25,17 @@ template <class T> inline bool has_integer_scores(const PagedKv<T> &kv) {
     return HAS_INTEGER_SCORES && kv.type == INT8_KV && kv.heads.dim % 16 == 0 && kv.heads.dim <= MAX_INTEGER_DIM;
 }
 
+inline void store_int16(int16_t *to, ivec x) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)x));
+#elif defined(__AVX2__)
+    const __m256i packed = _mm256_packs_epi32((__m256i)x, (__m256i)x);
+    _mm_storeu_si128((__m128i *)to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+#else
+    for (int i = 0; i < LANES; i++) to[i] = int16_t(x[i]);
+#endif
+}
+
 // Queries of a task, rounded.
 struct IntegerQueries {
     int16_t *numbers;  // [heads * rows][dim], without VNNI
@@ -77,7 +88,7 @@ struct IntegerQueries {
 #else
         for (int64_t d = 0; d < dim; d += LANES) {
             const ivec rounded = round_lanes(load(query + d) * inverse);
-            for (int i = 0; i < LANES; i++) numbers[row * dim + d + i] = int16_t(rounded[i]);
+            store_int16(numbers + row * dim + d, rounded);
         }
 #endif
     }
@@ -389,8 +400,10 @@ void attend_int8(const PagedKv<T> &kv, const TaskState<T> &state, const Task *ne
 
 #if defined(RADIXSERVE_VNNI)
 constexpr int KEY_WORD_BYTES = 4;  // of four numbers of a key, plus 128
+constexpr int PACKED_ROWS = 4;     // that are scored at once: bounded by registers
 #else
 constexpr int KEY_WORD_BYTES = 8;  // of four numbers of 16 bits
+constexpr int PACKED_ROWS = 6;
 
 // Of each lane the sum of two products of 16 bits.
 inline ivec multiply_pairs(ivec a, ivec b) {
@@ -450,7 +463,7 @@ inline ivec repeat_word(const void *from) {
 template <int H>
 inline void store_scores(const IntegerQueries &queries, int64_t row, const ivec (&sums)[H][2], const float *scales,
                          float *scores) {
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int h = 0; h < H; h++)
 #pragma GCC unroll 2
         for (int n = 0; n < 2; n++)
@@ -466,7 +479,7 @@ inline void packed_integer_scores(const IntegerQueries &queries, int64_t row, co
 #if defined(RADIXSERVE_VNNI)
     ivec high[H][2] = {};
     const int8_t *rows[H];
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int h = 0; h < H; h++) rows[h] = queries.chunk(row + h, 0);
     for (int64_t d = 0, at = 0; d < queries.dim; d += QUERY_CHUNK, at += QUERY_CHUNK) {
         const int64_t end = at + min<int64_t>(queries.dim - d, QUERY_CHUNK);
@@ -483,17 +496,17 @@ inline void packed_integer_scores(const IntegerQueries &queries, int64_t row, co
             }
         }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int h = 0; h < H; h++)
 #pragma GCC unroll 2
         for (int n = 0; n < 2; n++) sums[h][n] += (high[h][n] << 8) + broadcast_int(queries.starts[row + h]);
 #else
     const int16_t *rows[H];
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int h = 0; h < H; h++) rows[h] = queries.numbers + (row + h) * queries.dim;
     for (int64_t d = 0; d < queries.dim; d += 2, panel += 2 * sizeof(ivec)) {
         const ivec keys[2] = {load_words(panel), load_words(panel + sizeof(ivec))};
-#pragma GCC unroll 4
+#pragma GCC unroll 6
         for (int h = 0; h < H; h++) {
             const ivec two = repeat_word(rows[h] + d);
 #pragma GCC unroll 2
@@ -511,10 +524,12 @@ inline void packed_integer_scores(const IntegerQueries &queries, int64_t row, co
 inline void packed_integer_scores(const IntegerQueries &queries, int64_t row, int64_t count, const char *panels,
                                   int num_panels, const float *scales, float *scores) {
     for (int panel = 0; panel < num_panels; panel++, panels += PANEL * queries.dim / 4 * KEY_WORD_BYTES)
-        for_row_quads(count, [&](int64_t first, auto some) {
-            packed_integer_scores<some>(queries, row + first, panels, scales + panel * PANEL,
-                                        scores + first * KEYS + panel * PANEL);
-        });
+        for_row_blocks(int(count), [&](int first, int some) {
+            with_row_count<PACKED_ROWS>(some, [&](auto rows) {
+                packed_integer_scores<rows>(queries, row + first, panels, scales + panel * PANEL,
+                                            scores + first * KEYS + panel * PANEL);
+            });
+        }, PACKED_ROWS);
 }
 
 #else
