@@ -1,9 +1,10 @@
-// Attention to keys and values in 8 bits by products of integers, where the processor has AVX2.
+// Attention to keys and values in 8 bits as they lie in their pages, where the processor has AVX2.
 //
-// A query is multiplied with the matrix of hadamard.h and rounded to 16 bits. Its products with a key's integers are
-// summed in 32 bits, which no order changes, so that a score has the same bits whether keys lie in their pages or are
-// packed. With VNNI a query is in two parts of 8 bits, q = 256 * high + low, and keys are multiplied with 128 added to
-// them; else keys are widened to 16 bits. Values are widened in registers and weighted as others are.
+// With VNNI a query is multiplied with the matrix of hadamard.h and rounded to 16 bits, in two parts of 8:
+// q = scale * (256 * high + low). Its products with a key's integers, to which 128 is added, are summed in 32 bits, which
+// no order changes, so that a score has the same bits whether keys lie in their pages or are packed. Without VNNI keys
+// are widened in registers, and scores are summed over the features in order. Values are widened in registers too, and
+// weighted as others are.
 #pragma once
 
 #include "attention_direct.h"
@@ -11,11 +12,11 @@
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define RADIXSERVE_VNNI
-#endif
-#if defined(__AVX2__)
-constexpr bool HAS_INTEGER_SCORES = true;
+constexpr bool HAS_INTEGER_SCORES = true, WIDENS_KEYS = false;
+#elif defined(__AVX2__)
+constexpr bool HAS_INTEGER_SCORES = false, WIDENS_KEYS = true;
 #else
-constexpr bool HAS_INTEGER_SCORES = false;
+constexpr bool HAS_INTEGER_SCORES = false, WIDENS_KEYS = false;
 #endif
 
 constexpr int64_t MAX_INTEGER_DIM = 512;  // 127 * 32,639 * 512 fits into 32 bits
@@ -25,31 +26,23 @@ template <class T> inline bool has_integer_scores(const PagedKv<T> &kv) {
     return HAS_INTEGER_SCORES && kv.type == INT8_KV && kv.heads.dim % 16 == 0 && kv.heads.dim <= MAX_INTEGER_DIM;
 }
 
-inline void store_int16(int16_t *to, ivec x) {
-#if defined(__AVX512F__)
-    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)x));
-#elif defined(__AVX2__)
-    const __m256i packed = _mm256_packs_epi32((__m256i)x, (__m256i)x);
-    _mm_storeu_si128((__m128i *)to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
-#else
-    for (int i = 0; i < LANES; i++) to[i] = int16_t(x[i]);
-#endif
+// Whether keys in 8 bits are read as they are stored: as integers, or widened in registers.
+template <class T> inline bool reads_integers(const PagedKv<T> &kv) {
+    return has_integer_scores(kv) || (WIDENS_KEYS && kv.type == INT8_KV && kv.heads.dim % 16 == 0);
 }
 
-// Queries of a task, rounded.
+// Queries of a task, rounded for products of integers.
 struct IntegerQueries {
-    int16_t *numbers;  // [heads * rows][dim], without VNNI
-    int8_t *parts;     // [heads * rows][chunks][high, low][QUERY_CHUNK], with VNNI; zeros after dim
-    int32_t *starts;   // [heads * rows] what sums start from, with VNNI: -128 times the query's sum
-    float *scales;     // [heads * rows]
+    int8_t *parts;    // [heads * rows][chunks][high, low][QUERY_CHUNK]; zeros after dim
+    int32_t *starts;  // [heads * rows] what sums start from: -128 times the query's sum
+    float *scales;    // [heads * rows]
     int64_t dim, chunks;
 
     template <class T>
     IntegerQueries(const TaskState<T> &state, int64_t dim, ThreadScratch &scratch)
         : dim(dim), chunks((dim + QUERY_CHUNK - 1) / QUERY_CHUNK) {
         const int64_t total = state.rows * state.task.num_heads;
-        numbers = scratch.query_parts.get<int16_t>(total * chunks * QUERY_CHUNK);
-        parts = (int8_t *)numbers;
+        parts = scratch.query_parts.get<int8_t>(total * chunks * 2 * QUERY_CHUNK);
         starts = scratch.query_starts.get<int32_t>(total);
         scales = scratch.query_scales.get<float>(total);
         float *rotated = scratch.rotated_query.get<float>(dim);
@@ -85,22 +78,20 @@ struct IntegerQueries {
             sum += rounded;
         }
         starts[row] = -128 * _mm512_reduce_add_epi32((__m512i)sum);
-#else
-        for (int64_t d = 0; d < dim; d += LANES) {
-            const ivec rounded = round_lanes(load(query + d) * inverse);
-            store_int16(numbers + row * dim + d, rounded);
-        }
 #endif
     }
 };
 
 #if defined(__AVX2__)
 
+// The i-th of the four numbers in each lane.
+inline vec widen_number(uvec words, int i) { return to_float((ivec)(words << (24 - 8 * i)) >> 24); }
+
 // Keys in their pages that are scored at once.
 #if defined(RADIXSERVE_VNNI)
 constexpr int SCORED_KEYS = 16;
 #else
-constexpr int SCORED_KEYS = 4;
+constexpr int SCORED_KEYS = PANEL;
 #endif
 
 #if defined(RADIXSERVE_VNNI)
@@ -172,40 +163,31 @@ inline void integer_scores(const IntegerQueries &queries, int64_t first, int64_t
 
 #else
 
-// The same of four keys. Two or three rows at a time share the keys' widened numbers.
+// Scores of PANEL keys, whose numbers begin at keys[...] + at, for H rows, without the keys' scales.
 template <int H>
-inline void integer_scores_of_rows(const IntegerQueries &queries, int64_t first, const char *const *keys, int64_t at,
-                                   const float *scales, float *scores, int64_t stride) {
-    const int16_t *numbers = queries.numbers + first * queries.dim;
-    __m256i sums[H][4] = {};
-    for (int64_t d = 0; d < queries.dim; d += 16)
+inline void widened_scores(const float *queries, int64_t depth, const char *const *keys, int64_t at, int64_t dim,
+                           float *scores, int64_t stride, RowPrefetcher &prefetcher, int lines) {
+    vec sums[H][2] = {};
+    for (int64_t d = 0; d < dim; d += 16) {
+        prefetcher.fetch<true>(lines);
+#pragma GCC unroll 2
+        for (int n = 0; n < 2; n++) {
+            const uint32_t *from[LANES];
+            for (int i = 0; i < LANES; i++) from[i] = (const uint32_t *)(keys[n * LANES + i] + at + d);
+            uvec words[4];
+            transpose_words(from, 0, words);
+#pragma GCC unroll 16
+            for (int i = 0; i < 16; i++) {
+                const vec numbers = widen_number(words[i / 4], i % 4);
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) {
-            const __m256i key = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(keys[j] + at + d)));
-#pragma GCC unroll 3
-            for (int h = 0; h < H; h++)
-                sums[h][j] = _mm256_add_epi32(
-                    sums[h][j], _mm256_madd_epi16(key, _mm256_loadu_si256((const __m256i *)(numbers + h * queries.dim + d))));
+                for (int h = 0; h < H; h++) sums[h][n] = sums[h][n] + broadcast(queries[h * depth + d + i]) * numbers;
+            }
         }
-    const __m128 of_keys = _mm_loadu_ps(scales);
-#pragma GCC unroll 3
-    for (int h = 0; h < H; h++) {
-        const __m256i four = _mm256_hadd_epi32(_mm256_hadd_epi32(sums[h][0], sums[h][1]), _mm256_hadd_epi32(sums[h][2], sums[h][3]));
-        const __m128i all = _mm_add_epi32(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
-        const __m128 score = _mm_mul_ps(_mm_cvtepi32_ps(all), _mm_set1_ps(queries.scales[first + h]));
-        _mm_storeu_ps(scores + h * stride, _mm_mul_ps(score, of_keys));
     }
-}
-
-inline void integer_scores(const IntegerQueries &queries, int64_t first, int64_t rows, const char *const *keys,
-                           int64_t at, const float *scales, float *scores, int64_t stride, RowPrefetcher &prefetcher,
-                           int lines) {
-    for_row_blocks(int(rows), [&](int row, int count) {
-        prefetcher.fetch<true>(lines * count);
-        with_row_count<3>(count, [&](auto some) {
-            integer_scores_of_rows<some>(queries, first + row, keys, at, scales, scores + row * stride, stride);
-        });
-    }, 3);
+#pragma GCC unroll 4
+    for (int h = 0; h < H; h++)
+#pragma GCC unroll 2
+        for (int n = 0; n < 2; n++) store(scores + h * stride + n * LANES, sums[h][n]);
 }
 
 #endif
@@ -350,7 +332,9 @@ void attend_int8(const PagedKv<T> &kv, const TaskState<T> &state, const Task *ne
     Operand<T> *weights = scratch.weights.get<Operand<T>>(rows * KEYS);
     const char *zeros = scratch.zeros.get<char>(size);
     const BlockScales scales = kv.scales(task, scratch);
+#if defined(RADIXSERVE_VNNI)
     const IntegerQueries queries(state, dim, scratch);
+#endif
     const char *keys[KEYS], *values[KEYS];
     int64_t offsets_of[2][KEYS], *offsets = offsets_of[0], *later = offsets_of[1];  // of a block and of the next one
     int64_t from = state.begin, num_later = 0;
@@ -363,19 +347,28 @@ void attend_int8(const PagedKv<T> &kv, const TaskState<T> &state, const Task *ne
         }
         num_later = kv.next_offsets(state, from + count, DIRECT_KEYS, next, later);
         RowPrefetcher prefetcher(kv.v, offsets, count, size);
-        const int64_t calls = (count + SCORED_KEYS - 1) / SCORED_KEYS * task.num_heads * rows;
+        const int64_t calls = (count + SCORED_KEYS - 1) / SCORED_KEYS * task.num_heads * (WIDENS_KEYS ? dim / 16 : rows);
         const int lines = int((count * ((size + 63) / 64) + calls - 1) / calls);
         for (int64_t head = 0; head < task.num_heads; head++)
             load_scales(keys, head * kv.head_bytes + dim, count, scales.of_head(head).keys);
         for (int64_t j = 0; j < count; j += SCORED_KEYS)
             for (int64_t head = 0; head < task.num_heads; head++)
+#if defined(RADIXSERVE_VNNI)
                 integer_scores(queries, head * rows, rows, keys + j, head * kv.head_bytes, scales.of_head(head).keys + j,
                                scores + head * rows * KEYS + j, KEYS, prefetcher, lines);
+#else
+                for_row_quads(rows, [&](int64_t row, auto some) {
+                    widened_scores<some>(state.head(head).queries + row * state.depth, state.depth, keys + j,
+                                         head * kv.head_bytes, dim, scores + (head * rows + row) * KEYS + j, KEYS, prefetcher,
+                                         lines);
+                });
+#endif
         prefetcher = RowPrefetcher(kv.k, later, num_later, size);
         for (int64_t head = 0; head < task.num_heads; head++) {
             const HeadState<T> of_head = state.head(head);
             const int64_t at = head * kv.head_bytes;
-            const BlockScales of_values{nullptr, scales.of_head(head).values};
+            BlockScales of_values = scales.of_head(head);
+            if (HAS_INTEGER_SCORES) of_values.keys = nullptr;  // the scores have them
             load_scales(values, at + dim, count, of_values.values);
             for (int64_t row = 0; row < rows; row++) {
                 const SoftmaxState part = of_head.part.from_row(row, state.width);
@@ -398,59 +391,29 @@ void attend_int8(const PagedKv<T> &kv, const TaskState<T> &state, const Task *ne
 
 // -- packed keys and values: `count` of them, whose numbers begin at rows[...] + at
 
-#if defined(RADIXSERVE_VNNI)
-constexpr int KEY_WORD_BYTES = 4;  // of four numbers of a key, plus 128
-constexpr int PACKED_ROWS = 4;     // that are scored at once: bounded by registers
-#else
-constexpr int KEY_WORD_BYTES = 8;  // of four numbers of 16 bits
-constexpr int PACKED_ROWS = 6;
-
-// Of each lane the sum of two products of 16 bits.
-inline ivec multiply_pairs(ivec a, ivec b) {
-#if defined(__AVX512BW__)
-    return (ivec)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#else
-    return (ivec)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#endif
-}
-
-// The first or second two of the four numbers in each lane, in 16 bits.
-inline ivec widen_words(uvec words, bool is_second) {
-    ivec places = broadcast_int(is_second ? 0x03800280 : 0x01800080);
-    for (int i = 0; i < LANES; i++) places[i] += i % 4 * 0x04000400;
-#if defined(__AVX512BW__)
-    return (ivec)_mm512_srai_epi16(_mm512_shuffle_epi8((__m512i)words, (__m512i)places), 8);
-#else
-    return (ivec)_mm256_srai_epi16(_mm256_shuffle_epi8((__m256i)words, (__m256i)places), 8);
-#endif
-}
-#endif
-
-// Keys, `count` a multiple of PANEL, as panels: with VNNI [dim / 4][PANEL][4] of numbers plus 128, else [dim / 2][PANEL][2]
-// of 16 bits.
-inline void pack_integer_keys(const char *const *rows, int64_t count, int64_t at, int64_t dim, char *panels) {
-    for (int64_t first = 0; first < count; first += PANEL, panels += PANEL * dim / 4 * KEY_WORD_BYTES)
+// Keys, `count` a multiple of PANEL, as panels: with VNNI [dim / 4][PANEL][4] of numbers plus 128, else as pack_keys does.
+template <class Number>
+inline void pack_integer_keys(const char *const *rows, int64_t count, int64_t at, int64_t dim, Number *panels) {
+    for (int64_t first = 0; first < count; first += PANEL, panels += PANEL * dim)
         for (int64_t d = 0; d < dim; d += 16)
             for (int n = 0; n < PANEL; n += LANES) {
                 const uint32_t *from[LANES];
                 for (int i = 0; i < LANES; i++) from[i] = (const uint32_t *)(rows[first + n + i] + at + d);
                 uvec words[4];
                 transpose_words(from, 0, words);
-                for (int i = 0; i < 4; i++) {
-                    char *to = panels + (d / 4 + i) * PANEL * KEY_WORD_BYTES + n * 4;
-#if defined(RADIXSERVE_VNNI)
-                    words[i] ^= (uvec)_mm512_set1_epi8(-128);
-                    memcpy(to, &words[i], sizeof words[i]);
-#else
-                    for (int pair = 0; pair < 2; pair++, to += PANEL * 4) {
-                        const ivec two = widen_words(words[i], pair);
-                        memcpy(to, &two, sizeof two);
+                if constexpr (sizeof(Number) == 1) {
+                    for (int i = 0; i < 4; i++) {
+                        words[i] ^= broadcast_int(int32_t(0x80808080));
+                        memcpy(panels + (d / 4 + i) * PANEL * 4 + n * 4, &words[i], sizeof words[i]);
                     }
-#endif
+                } else {
+#pragma GCC unroll 16
+                    for (int i = 0; i < 16; i++) store(panels + (d + i) * PANEL + n, widen_number(words[i / 4], i % 4));
                 }
             }
 }
 
+#if defined(RADIXSERVE_VNNI)
 inline ivec load_words(const char *from) { return *reinterpret_cast<const unaligned_ivec *>(from); }
 // Four bytes in each lane.
 inline ivec repeat_word(const void *from) {
@@ -463,7 +426,7 @@ inline ivec repeat_word(const void *from) {
 template <int H>
 inline void store_scores(const IntegerQueries &queries, int64_t row, const ivec (&sums)[H][2], const float *scales,
                          float *scores) {
-#pragma GCC unroll 6
+#pragma GCC unroll 4
     for (int h = 0; h < H; h++)
 #pragma GCC unroll 2
         for (int n = 0; n < 2; n++)
@@ -476,10 +439,9 @@ template <int H>
 inline void packed_integer_scores(const IntegerQueries &queries, int64_t row, const char *panel, const float *scales,
                                   float *scores) {
     ivec sums[H][2] = {};
-#if defined(RADIXSERVE_VNNI)
     ivec high[H][2] = {};
     const int8_t *rows[H];
-#pragma GCC unroll 6
+#pragma GCC unroll 4
     for (int h = 0; h < H; h++) rows[h] = queries.chunk(row + h, 0);
     for (int64_t d = 0, at = 0; d < queries.dim; d += QUERY_CHUNK, at += QUERY_CHUNK) {
         const int64_t end = at + min<int64_t>(queries.dim - d, QUERY_CHUNK);
@@ -496,50 +458,35 @@ inline void packed_integer_scores(const IntegerQueries &queries, int64_t row, co
             }
         }
     }
-#pragma GCC unroll 6
+#pragma GCC unroll 4
     for (int h = 0; h < H; h++)
 #pragma GCC unroll 2
         for (int n = 0; n < 2; n++) sums[h][n] += (high[h][n] << 8) + broadcast_int(queries.starts[row + h]);
-#else
-    const int16_t *rows[H];
-#pragma GCC unroll 6
-    for (int h = 0; h < H; h++) rows[h] = queries.numbers + (row + h) * queries.dim;
-    for (int64_t d = 0; d < queries.dim; d += 2, panel += 2 * sizeof(ivec)) {
-        const ivec keys[2] = {load_words(panel), load_words(panel + sizeof(ivec))};
-#pragma GCC unroll 6
-        for (int h = 0; h < H; h++) {
-            const ivec two = repeat_word(rows[h] + d);
-#pragma GCC unroll 2
-            for (int n = 0; n < 2; n++) {
-                sums[h][n] += multiply_pairs(keys[n], two);
-                pin(sums[h][n]);
-            }
-        }
-    }
-#endif
     store_scores<H>(queries, row, sums, scales, scores);
 }
 
 // The same of `num_panels` panels for rows [row, row + count).
 inline void packed_integer_scores(const IntegerQueries &queries, int64_t row, int64_t count, const char *panels,
                                   int num_panels, const float *scales, float *scores) {
-    for (int panel = 0; panel < num_panels; panel++, panels += PANEL * queries.dim / 4 * KEY_WORD_BYTES)
-        for_row_blocks(int(count), [&](int first, int some) {
-            with_row_count<PACKED_ROWS>(some, [&](auto rows) {
-                packed_integer_scores<rows>(queries, row + first, panels, scales + panel * PANEL,
-                                            scores + first * KEYS + panel * PANEL);
-            });
-        }, PACKED_ROWS);
+    for (int panel = 0; panel < num_panels; panel++, panels += PANEL * queries.dim)
+        for_row_quads(count, [&](int64_t first, auto some) {
+            packed_integer_scores<some>(queries, row + first, panels, scales + panel * PANEL,
+                                        scores + first * KEYS + panel * PANEL);
+        });
 }
+
+#endif  // RADIXSERVE_VNNI
 
 #else
 
-constexpr int KEY_WORD_BYTES = 4;
 template <class T> void attend_int8(const PagedKv<T> &, const TaskState<T> &, const Task *, ThreadScratch &) {}
 inline void load_scales(const char *const *, int64_t, int64_t, float *) {}
-inline void pack_integer_keys(const char *const *, int64_t, int64_t, int64_t, char *) {}
-inline void packed_integer_scores(const IntegerQueries &, int64_t, int64_t, const char *, int, const float *, float *) {}
+template <class Number> inline void pack_integer_keys(const char *const *, int64_t, int64_t, int64_t, Number *) {}
 
+#endif
+
+#if !defined(RADIXSERVE_VNNI)
+inline void packed_integer_scores(const IntegerQueries &, int64_t, int64_t, const char *, int, const float *, float *) {}
 #endif
 
 // Values as pack_values packs them.

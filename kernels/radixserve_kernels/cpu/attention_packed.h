@@ -28,9 +28,9 @@ template <class T> class PackedReader {
         if (kv.type == SAME_KV) return;
         if (has_integer_scores(kv)) {
             queries.emplace(state, dim, scratch);
-            key_numbers = scratch.key_numbers.get<char>(task.num_heads * KEYS * key_bytes());
-            return;
+            key_numbers = scratch.key_numbers.get<char>(task.num_heads * KEYS * dim);
         }
+        if (reads_integers(kv)) return;
         widened_keys = scratch.key_rows.get<T>(PACK_KEYS * task.num_heads * dim);
         widened_values = scratch.value_rows.get<T>(PACK_KEYS * task.num_heads * dim);
     }
@@ -44,7 +44,7 @@ template <class T> class PackedReader {
                 KvPrefetcher soon = prefetch.for_packing(from + some);
                 pack(from + some, min(count - some, int64_t(PACK_KEYS)), keys + some * state.depth,
                      values + some * PANEL, used, scales.from_key(some),
-                     key_numbers + (queries ? some * key_bytes() : 0), soon);
+                     key_numbers + (queries ? some * dim : 0), soon);
             }
             KvPrefetcher next_block = prefetch.for_softmax(end);
             for (int64_t head = 0; head < task.num_heads; head++)
@@ -116,16 +116,13 @@ template <class T> class PackedReader {
     T *widened_keys = nullptr, *widened_values = nullptr;  // [PACK_KEYS][heads][dim] of what is stored otherwise
     BlockScales scales;
     std::optional<IntegerQueries> queries;  // where keys are multiplied as the integers that are stored
-    char *key_numbers = nullptr;            // of a block, in panels: [heads][KEYS x key_bytes]
-
-    // Of a key in them.
-    int64_t key_bytes() const { return dim / 4 * KEY_WORD_BYTES; }
+    char *key_numbers = nullptr;            // of a block, in panels: [heads][KEYS x dim]
 
     // Packs `count` keys and values from `first` on for each head of the task: the heads of a row lie side
     // by side in memory.
     void pack(int64_t first, int64_t count, Number *keys, Number *values, int64_t used, const BlockScales &scales,
               char *numbers, KvPrefetcher &prefetcher) const {
-        if (queries) return pack_numbers(first, count, values, used, scales, numbers, prefetcher);
+        if (reads_integers(kv)) return pack_numbers(first, count, keys, values, used, scales, numbers, prefetcher);
         const int64_t padded = round_up(count, PANEL), deep = padded_depth<Number>(count);
         const T *key_rows[PACK_KEYS], *value_rows[PACK_KEYS];
         auto fetch = [&](int lines) { prefetcher.fetch(lines); };
@@ -158,8 +155,8 @@ template <class T> class PackedReader {
         }
     }
 
-    // `pack` of integers, which stay integers as keys.
-    void pack_numbers(int64_t first, int64_t count, Number *values, int64_t used, const BlockScales &scales,
+    // `pack` of integers, which are widened to be packed, or stay integers as keys.
+    void pack_numbers(int64_t first, int64_t count, Number *keys, Number *values, int64_t used, const BlockScales &scales,
                       char *numbers, KvPrefetcher &prefetcher) const {
         int64_t offsets[PACK_KEYS];
         const char *key_rows[PACK_KEYS], *value_rows[PACK_KEYS];
@@ -173,7 +170,10 @@ template <class T> class PackedReader {
             prefetcher.fetch(16);
             load_scales(key_rows, at + dim, count, scales.keys + head * KEYS);
             load_scales(value_rows, at + dim, count, scales.values + head * KEYS);
-            pack_integer_keys(key_rows, round_up(count, PANEL), at, dim, numbers + head * KEYS * key_bytes());
+            if (queries)
+                pack_integer_keys(key_rows, round_up(count, PANEL), at, dim, numbers + head * KEYS * dim);
+            else if constexpr (sizeof(Number) == 4)  // else there are `queries`
+                pack_integer_keys(key_rows, round_up(count, PANEL), at, dim, keys + head * KEYS * state.depth);
             prefetcher.fetch(16);
             pack_integer_values(value_rows, padded_depth<Number>(count), at, dim, used, values + head * KEYS * state.width);
         }
@@ -191,7 +191,7 @@ template <class T> class PackedReader {
         const Panels<Number> key_panels{keys + head * KEYS * depth, PANEL * depth, num_panels, depth};
         const Panels<Number> value_panels{values + head * KEYS * width, PANEL * used, int(width / PANEL), deep};
         if (queries)
-            packed_integer_scores(*queries, head * state.rows + top, some, key_numbers + head * KEYS * key_bytes(),
+            packed_integer_scores(*queries, head * state.rows + top, some, key_numbers + head * KEYS * dim,
                                   num_panels, scales.of_head(head).keys, scores);
         else
             with_level<Number>([&](auto level) {
