@@ -151,7 +151,8 @@ struct ValueTiles {
         if (kv.type == INT8_KV) {
             prefetcher.fetch(int(DEPTH * ((num_heads * kv.head_bytes + 63) / 64)));
             for (int64_t head = 0; head < num_heads; head++)
-                pack_integer_values(values, DEPTH, head * kv.head_bytes, kv.heads.dim, DEPTH, panels + head * kv.heads.dim * DEPTH);
+                pack_integer_values(values, DEPTH, head * kv.head_bytes, kv.heads.dim, DEPTH,
+                                    panels + head * kv.heads.dim * DEPTH);
             return;
         }
         pack_values((const bf16 *const *)values, DEPTH, num_heads * kv.heads.dim, DEPTH, panels,
@@ -203,7 +204,7 @@ inline void attend_amx(const PagedKv<bf16> &kv, const TaskState<bf16> &state, co
             qk_amx(kv, state, offsets, count, pairs, scores, scratch);
         num_later = kv.next_offsets(state, from + count, KEYS, next, later);
         for (int64_t head = 0; head < num_heads; head++) {
-            const BlockScales of_block{nullptr, scales.of_head(head).values};  // the scores have the keys'
+            const BlockScales of_block{nullptr, scales.of_head(head).values};  // scores have the keys' scales
             for (int64_t j = 0; of_block.values && j < count; j++)
                 of_block.values[j] = load_scale(kv.v + offsets[j] + head * kv.head_bytes + dim);
             for (int64_t row = head * rows; row < (head + 1) * rows; row++) {
