@@ -161,7 +161,7 @@ void Attention<T, A>::read_keys(const PagedKv<T> &kv, const TaskState<T> &state,
     if constexpr (std::is_same<T, bf16>::value)
         if (has_amx) return attend_amx(kv, state, next, scratch);
 #endif
-    if (has_integer_scores(kv)) return attend_int8(kv, state, next, scratch);
+    if (reads_integers(kv)) return attend_int8(kv, state, next, scratch);
     attend_direct(kv, state, next, scratch);
 }
 

@@ -113,38 +113,22 @@ inline void qk_amx(const PagedKv<bf16> &kv, const TaskState<bf16> &state, const 
     }
 }
 
-// Scores of a block of keys in 8 bits.
+// Scores of a block of keys in 8 bits, which have `scales`.
 inline void qk_int8(const PagedKv<bf16> &kv, const TaskState<bf16> &state, const int64_t *offsets, int64_t count,
-                    const IntegerQueries &queries, const char *zeros, float *scores) {
+                    const IntegerQueries &queries, const BlockScales &scales, const char *zeros, float *scores) {
     const char *keys[KEYS];
-    for (int64_t j = 0; j < round_up(count, PANEL); j++) keys[j] = j < count ? kv.k + offsets[j] : zeros;
-    const int64_t size = state.task.num_heads * kv.head_bytes;
-    for (int64_t j = 0; j < count; j += PANEL) {
-        const int64_t done = min<int64_t>(j + PANEL, count);
+    for (int64_t j = 0; j < round_up(count, SCORED_KEYS); j++) keys[j] = j < count ? kv.k + offsets[j] : zeros;
+    const int64_t rows = state.rows, num_heads = state.task.num_heads, size = num_heads * kv.head_bytes;
+    const int lines = int((SCORED_KEYS * ((size + 63) / 64) + num_heads * rows - 1) / (num_heads * rows));
+    for (int64_t head = 0; head < num_heads; head++)
+        load_scales(keys, head * kv.head_bytes + kv.heads.dim, count, scales.of_head(head).keys);
+    for (int64_t j = 0; j < count; j += SCORED_KEYS) {
+        const int64_t done = min<int64_t>(j + SCORED_KEYS, count);
         RowPrefetcher prefetcher(kv.k, offsets + done, count - done, size);
         if (done == count) prefetcher = RowPrefetcher(kv.v, offsets, count, size);
-        for (int64_t head = 0; head < state.task.num_heads; head++)
-            for_row_quads(state.rows, [&](int64_t row, auto some) {
-                const int64_t of_head = head * state.rows + row;
-                integer_scores<some, 2>(queries, of_head, keys + j, head * kv.head_bytes, scores + of_head * KEYS + j, KEYS,
-                                        prefetcher);
-            });
-    }
-}
-
-// Packs 32 values of `num_heads` heads in 8 bits as pack_values does.
-inline void pack_int8_values(const char *const *values, int64_t num_heads, int64_t head_bytes, int64_t dim, bf16 *panels) {
-    for (int k = 0; k < DEPTH; k += 2) {
-        bf16 *panel = panels;
         for (int64_t head = 0; head < num_heads; head++)
-            for (int64_t d = 0; d < dim; d += PANEL, panel += DEPTH * PANEL)
-                for (int n = 0; n < PANEL; n += LANES) {
-                    const int64_t at = head * head_bytes + d + n;
-                    const uvec even = (uvec)load((const int8_t *)values[k] + at);
-                    const uvec odd = (uvec)load((const int8_t *)values[k + 1] + at);
-                    const uvec both = odd | (even >> 16);  // a small integer has no lower half
-                    memcpy((void *)(panel + panel_offset<bf16>(k, n)), &both, sizeof both);
-                }
+            integer_scores(queries, head * rows, rows, keys + j, head * kv.head_bytes, scales.of_head(head).keys + j,
+                           scores + head * rows * KEYS + j, KEYS, prefetcher, lines);
     }
 }
 
@@ -166,7 +150,10 @@ struct ValueTiles {
         for (int j = 0; j < DEPTH; j++) values[j] = j < count ? kv.v + offsets[j] + at : zeros;
         if (kv.type == INT8_KV) {
             prefetcher.fetch(int(DEPTH * ((num_heads * kv.head_bytes + 63) / 64)));
-            return pack_int8_values(values, num_heads, kv.head_bytes, kv.heads.dim, panels);
+            for (int64_t head = 0; head < num_heads; head++)
+                pack_integer_values(values, DEPTH, head * kv.head_bytes, kv.heads.dim, DEPTH,
+                                    panels + head * kv.heads.dim * DEPTH);
+            return;
         }
         pack_values((const bf16 *const *)values, DEPTH, num_heads * kv.heads.dim, DEPTH, panels,
                     [&](int lines) { prefetcher.fetch(2 * lines); });
@@ -212,16 +199,14 @@ inline void attend_amx(const PagedKv<bf16> &kv, const TaskState<bf16> &state, co
     for (; from < state.end; from += count, count = num_later, std::swap(offsets, later)) {
         state.begin_block(from);
         if (queries)
-            qk_int8(kv, state, offsets, count, *queries, zeros, scores);
+            qk_int8(kv, state, offsets, count, *queries, scales, zeros, scores);
         else
             qk_amx(kv, state, offsets, count, pairs, scores, scratch);
         num_later = kv.next_offsets(state, from + count, KEYS, next, later);
         for (int64_t head = 0; head < num_heads; head++) {
-            const BlockScales of_block = scales.of_head(head);
-            for (int64_t j = 0; of_block.keys && j < count; j++) {
-                of_block.keys[j] = load_scale(kv.k + offsets[j] + head * kv.head_bytes + dim);
+            const BlockScales of_block{nullptr, scales.of_head(head).values};  // scores have the keys' scales
+            for (int64_t j = 0; of_block.values && j < count; j++)
                 of_block.values[j] = load_scale(kv.v + offsets[j] + head * kv.head_bytes + dim);
-            }
             for (int64_t row = head * rows; row < (head + 1) * rows; row++) {
                 const SoftmaxState part = state.all.part.from_row(row, state.width);
                 kv.softmax_row(state, row - head * rows, from, count, padded_depth<bf16>(count), scores + row * KEYS,

@@ -1,37 +1,49 @@
-// Attention to keys and values in 8 bits by products of integers, where the processor has VNNI.
+// Attention to keys and values in 8 bits as they lie in their pages, where the processor has AVX2.
 //
-// A query is multiplied with the matrix of hadamard.h and rounded to 16 bits, in two parts of 8: q = scale * (256 * high + low). Its products with a key's integers are
-// summed in 32 bits, which no order changes, so that a score has the same bits whether keys lie in their pages or are
-// packed. Values are widened in registers and weighted as others are.
+// With VNNI a query is multiplied with the matrix of hadamard.h and rounded to 16 bits, in two parts of 8:
+// q = scale * (256 * high + low). Its products with a key's integers, to which 128 is added, are summed in 32 bits, which
+// no order changes, so that a score has the same bits whether keys lie in their pages or are packed. Without VNNI keys
+// are widened in registers, and scores are summed over the features in order. Values are widened in registers too, and
+// weighted as others are.
 #pragma once
 
 #include "attention_direct.h"
 #include "integer_dot.h"
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-constexpr bool HAS_INTEGER_SCORES = true;
+#define RADIXSERVE_VNNI
+constexpr bool HAS_INTEGER_SCORES = true, WIDENS_KEYS = false;
+#elif defined(__AVX2__)
+constexpr bool HAS_INTEGER_SCORES = false, WIDENS_KEYS = true;
 #else
-constexpr bool HAS_INTEGER_SCORES = false;
+constexpr bool HAS_INTEGER_SCORES = false, WIDENS_KEYS = false;
 #endif
 
 constexpr int64_t MAX_INTEGER_DIM = 512;  // 127 * 32,639 * 512 fits into 32 bits
-constexpr int WORD_KEYS = 16;             // whose words of four numbers lie side by side
+constexpr int64_t QUERY_CHUNK = 64;       // numbers of a query whose high parts lie before their low ones
 
 template <class T> inline bool has_integer_scores(const PagedKv<T> &kv) {
     return HAS_INTEGER_SCORES && kv.type == INT8_KV && kv.heads.dim % 16 == 0 && kv.heads.dim <= MAX_INTEGER_DIM;
 }
 
-// Queries of a task in two parts of 8 bits.
-struct IntegerQueries {
-    int8_t *parts;    // [heads * rows][dim / 4][high, low][4]
-    int32_t *starts;  // [heads * rows][high, low] what sums start from: keys are multiplied with 128 added to them
-    float *scales;    // [heads * rows]
-    int64_t dim;
+// Whether keys in 8 bits are read as they are stored: as integers, or widened in registers.
+template <class T> inline bool reads_integers(const PagedKv<T> &kv) {
+    return has_integer_scores(kv) || (WIDENS_KEYS && kv.type == INT8_KV && kv.heads.dim % 16 == 0);
+}
 
-    template <class T> IntegerQueries(const TaskState<T> &state, int64_t dim, ThreadScratch &scratch) : dim(dim) {
+// Queries of a task, rounded for products of integers.
+struct IntegerQueries {
+    int8_t *parts;    // [heads * rows][chunks][high, low][QUERY_CHUNK]; zeros after dim
+    int32_t *starts;  // [heads * rows] what sums start from: -128 times the query's sum
+    float *scales;    // [heads * rows]
+    int64_t dim, chunks;
+
+    template <class T>
+    IntegerQueries(const TaskState<T> &state, int64_t dim, ThreadScratch &scratch)
+        : dim(dim), chunks((dim + QUERY_CHUNK - 1) / QUERY_CHUNK) {
         const int64_t total = state.rows * state.task.num_heads;
-        parts = scratch.query_parts.get<int8_t>(total * dim * 2);
-        starts = scratch.query_starts.get<int32_t>(total * 2);
+        parts = scratch.query_parts.get<int8_t>(total * chunks * 2 * QUERY_CHUNK);
+        starts = scratch.query_starts.get<int32_t>(total);
         scales = scratch.query_scales.get<float>(total);
         float *rotated = scratch.rotated_query.get<float>(dim);
         for (int64_t row = 0; row < total; row++) {
@@ -40,6 +52,8 @@ struct IntegerQueries {
             round(rotated, row);
         }
     }
+
+    const int8_t *chunk(int64_t row, int64_t chunk) const { return parts + (row * chunks + chunk) * 2 * QUERY_CHUNK; }
 
   private:
     void round(const float *query, int64_t row) {
@@ -51,88 +65,148 @@ struct IntegerQueries {
         const float largest = reduce_max(most);
         const bool is_zero = !(largest >= LEAST_KV);
         const vec inverse = broadcast(is_zero ? 0.0f : 32639.0f / largest);
-        int8_t *to = parts + row * dim * 2;
-        int32_t high_sum = 0, low_sum = 0;
+        scales[row] = (is_zero ? 0.0f : largest / 32639.0f) + reduce_add(odd);  // NaN where a number is not finite
+        ivec sum = {};
+#if defined(RADIXSERVE_VNNI)
+        int8_t *to = parts + row * chunks * 2 * QUERY_CHUNK;
+        memset(to + (chunks - 1) * 2 * QUERY_CHUNK, 0, 2 * QUERY_CHUNK);
         for (int64_t d = 0; d < dim; d += LANES) {
             const ivec rounded = round_lanes(load(query + d) * inverse), high = (rounded + 128) >> 8;
-            const ivec low = rounded - (high << 8);
-            for (int i = 0; i < LANES; i++) {
-                int8_t *four = to + (d + i) / 4 * 8 + (d + i) % 4;
-                four[0] = int8_t(high[i]), four[4] = int8_t(low[i]);
-                high_sum += int8_t(high[i]), low_sum += int8_t(low[i]);
-            }
+            int8_t *lanes = to + d / QUERY_CHUNK * 2 * QUERY_CHUNK + d % QUERY_CHUNK;
+            _mm_storeu_si128((__m128i *)lanes, _mm512_cvtepi32_epi8((__m512i)high));
+            _mm_storeu_si128((__m128i *)(lanes + QUERY_CHUNK), _mm512_cvtepi32_epi8((__m512i)(rounded - (high << 8))));
+            sum += rounded;
         }
-        starts[2 * row] = -128 * high_sum, starts[2 * row + 1] = -128 * low_sum;
-        scales[row] = (is_zero ? 0.0f : largest / 32639.0f) + reduce_add(odd);  // NaN where a number is not finite
+        starts[row] = -128 * _mm512_reduce_add_epi32((__m512i)sum);
+#endif
     }
 };
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if defined(__AVX2__)
 
-// Adds the products of the four numbers in each lane of `words`, plus 128, to both parts of H rows.
-template <int H, int N>
-inline void add_words(const int8_t *const (&rows)[H], int64_t at, const __m512i (&words)[N], __m512i (&sums)[H][N][2]) {
-#pragma GCC unroll 4
-    for (int h = 0; h < H; h++)
-#pragma GCC unroll 2
-        for (int part = 0; part < 2; part++) {
-            int32_t four;
-            memcpy(&four, rows[h] + at * 8 + part * 4, 4);
-#pragma GCC unroll 2
-            for (int n = 0; n < N; n++)
-                sums[h][n][part] = _mm512_dpbusd_epi32(sums[h][n][part], words[n], _mm512_set1_epi32(four));
-        }
-}
+// The i-th of the four numbers in each lane.
+inline vec widen_number(uvec words, int i) { return to_float((ivec)(words << (24 - 8 * i)) >> 24); }
 
-template <int H, int N>
-inline void begin_sums(const IntegerQueries &queries, int64_t row, const int8_t *(&rows)[H], __m512i (&sums)[H][N][2]) {
-    for (int h = 0; h < H; h++) {
-        rows[h] = queries.parts + (row + h) * queries.dim * 2;
-        for (int n = 0; n < N; n++)
-            for (int part = 0; part < 2; part++)
-                sums[h][n][part] = _mm512_set1_epi32(queries.starts[2 * (row + h) + part]);
-    }
-}
+// Keys in their pages that are scored at once.
+#if defined(RADIXSERVE_VNNI)
+constexpr int SCORED_KEYS = 16;
+#else
+constexpr int SCORED_KEYS = PANEL;
+#endif
 
-template <int H, int N>
-inline void finish_sums(const IntegerQueries &queries, int64_t row, const __m512i (&sums)[H][N][2], float *scores,
-                        int64_t stride) {
-    for (int h = 0; h < H; h++)
-        for (int n = 0; n < N; n++) {
-            const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(sums[h][n][0], 8), sums[h][n][1]);
-            store(scores + h * stride + n * LANES,
-                  (vec)_mm512_cvtepi32_ps(sum) * broadcast(queries.scales[row + h]));
-        }
-}
+#if defined(RADIXSERVE_VNNI)
 
-// Scores of N times 16 keys, of which numbers begin at keys[...] + at, for H rows.
-template <int H, int N>
-inline void integer_scores(const IntegerQueries &queries, int64_t row, const char *const *keys, int64_t at,
-                           float *scores, int64_t stride, RowPrefetcher &shared_prefetcher) {
-    RowPrefetcher prefetcher = shared_prefetcher;
-    const int8_t *rows[H];
-    __m512i sums[H][N][2];
-    begin_sums(queries, row, rows, sums);
+// The first `count` of 64 numbers of 16 keys, plus 128: lane i of 128 bits of words[g][quarter] has a quarter of those
+// of key 4 * i + g.
+inline void load_quarters(const char *const *keys, int64_t at, int64_t count, __m512i (&words)[4][4]) {
     const __m512i offset = _mm512_set1_epi8(-128);
-    for (int64_t d = 0; d < queries.dim; d += 16) {
-        prefetcher.fetch<true>(N * 5);  // lines that are read, and those that a row begins or ends within
-        uvec words[N][4];
-#pragma GCC unroll 2
-        for (int n = 0; n < N; n++) {
-            const uint32_t *from[LANES];
-            for (int i = 0; i < LANES; i++) from[i] = (const uint32_t *)(keys[n * LANES + i] + at + d);
-            transpose_words(from, 0, words[n]);
-        }
+    const __mmask64 mask = count >= 64 ? ~__mmask64(0) : (__mmask64(1) << count) - 1;
+#pragma GCC unroll 4
+    for (int g = 0; g < 4; g++) {
+        __m512i rows[4];
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
-            __m512i some[N];
-            for (int n = 0; n < N; n++) some[n] = _mm512_xor_si512((__m512i)words[n][i], offset);
-            add_words<H, N>(rows, d / 4 + i, some, sums);
+            const char *from = keys[4 * i + g] + at;
+            rows[i] = count >= 64 ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi8(mask, from);
+            rows[i] = _mm512_xor_si512(rows[i], offset);
+        }
+        const __m512i a = _mm512_shuffle_i32x4(rows[0], rows[1], 0x44), b = _mm512_shuffle_i32x4(rows[0], rows[1], 0xee);
+        const __m512i c = _mm512_shuffle_i32x4(rows[2], rows[3], 0x44), d = _mm512_shuffle_i32x4(rows[2], rows[3], 0xee);
+        words[g][0] = _mm512_shuffle_i32x4(a, c, 0x88), words[g][1] = _mm512_shuffle_i32x4(a, c, 0xdd);
+        words[g][2] = _mm512_shuffle_i32x4(b, d, 0x88), words[g][3] = _mm512_shuffle_i32x4(b, d, 0xdd);
+    }
+}
+
+// Adds the products of `words` with a part of a query's chunk.
+inline void add_quarters(const int8_t *part, const __m512i (&words)[4][4], __m512i (&sums)[4]) {
+#pragma GCC unroll 4
+    for (int quarter = 0; quarter < 4; quarter++) {
+        const __m512i numbers = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(part + quarter * 16)));
+#pragma GCC unroll 4
+        for (int g = 0; g < 4; g++) sums[g] = _mm512_dpbusd_epi32(sums[g], words[g][quarter], numbers);
+    }
+}
+
+// Scores of 16 keys, whose numbers begin at keys[...] + at and have `scales`, for `rows` rows from `first` on. With each
+// row `lines` are prefetched.
+inline void integer_scores(const IntegerQueries &queries, int64_t first, int64_t rows, const char *const *keys,
+                           int64_t at, const float *scales, float *scores, int64_t stride, RowPrefetcher &prefetcher,
+                           int lines) {
+    __m512i sums_of_rows[16][4];
+    for (int64_t chunk = 0; chunk < queries.chunks; chunk++) {
+        const int64_t d = chunk * QUERY_CHUNK;
+        __m512i words[4][4];
+        load_quarters(keys, at + d, queries.dim - d, words);
+        for (int64_t row = 0; row < rows; row++) {
+            const int8_t *query = queries.chunk(first + row, chunk);
+            __m512i sums[4] = {};
+            add_quarters(query, words, sums);
+#pragma GCC unroll 4
+            for (int g = 0; g < 4; g++) {
+                sums[g] = _mm512_slli_epi32(sums[g], 8);
+                if (chunk) sums[g] = _mm512_add_epi32(sums[g], sums_of_rows[row][g]);
+            }
+            add_quarters(query + QUERY_CHUNK, words, sums);
+            if (chunk + 1 < queries.chunks) {
+#pragma GCC unroll 4
+                for (int g = 0; g < 4; g++) sums_of_rows[row][g] = sums[g];
+                continue;
+            }
+            prefetcher.fetch<true>(lines);
+            auto add_32 = [](__m512i a, __m512i b) {
+                return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+            };
+            const __m512i low = add_32(sums[0], sums[1]), high = add_32(sums[2], sums[3]);
+            const __m512i all = _mm512_add_epi32(_mm512_unpacklo_epi64(low, high), _mm512_unpackhi_epi64(low, high));
+            const __m512i score = _mm512_add_epi32(all, _mm512_set1_epi32(queries.starts[first + row]));
+            store(scores + row * stride,
+                  (vec)_mm512_cvtepi32_ps(score) * broadcast(queries.scales[first + row]) * load(scales));
         }
     }
-    shared_prefetcher = prefetcher;
-    finish_sums(queries, row, sums, scores, stride);
 }
+
+#else
+
+// The same, times 2^24: by an instruction less.
+inline vec widen_raised(uvec words, int i) {
+    ivec places = broadcast_int(0x00808080);
+    for (int lane = 0; lane < LANES; lane++) places[lane] |= (lane % 4 * 4 + i) << 24;
+#if defined(__AVX512BW__)
+    return to_float((ivec)_mm512_shuffle_epi8((__m512i)words, (__m512i)places));
+#else
+    return to_float((ivec)_mm256_shuffle_epi8((__m256i)words, (__m256i)places));
+#endif
+}
+
+// Scores of PANEL keys, whose numbers begin at keys[...] + at and have `scales`, for H rows.
+template <int H>
+inline void widened_scores(const float *queries, int64_t depth, const char *const *keys, int64_t at, int64_t dim,
+                           const float *scales, float *scores, int64_t stride, RowPrefetcher &prefetcher, int lines) {
+    vec sums[H][2] = {};
+    for (int64_t d = 0; d < dim; d += 16) {
+        prefetcher.fetch<true>(lines);
+#pragma GCC unroll 2
+        for (int n = 0; n < 2; n++) {
+            const uint32_t *from[LANES];
+            for (int i = 0; i < LANES; i++) from[i] = (const uint32_t *)(keys[n * LANES + i] + at + d);
+            uvec words[4];
+            transpose_words(from, 0, words);
+#pragma GCC unroll 16
+            for (int i = 0; i < 16; i++) {
+                const vec numbers = widen_raised(words[i / 4], i % 4);
+#pragma GCC unroll 4
+                for (int h = 0; h < H; h++) sums[h][n] = sums[h][n] + broadcast(queries[h * depth + d + i]) * numbers;
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int h = 0; h < H; h++)
+#pragma GCC unroll 2
+        for (int n = 0; n < 2; n++)
+            store(scores + h * stride + n * LANES, sums[h][n] * broadcast(0x1p-24f) * load(scales + n * LANES));
+}
+
+#endif
 
 // Adds weighted values to out[row][d ...], key after key, for H rows and V vectors of numbers from d on, which begin at
 // values[...] + at.
@@ -141,7 +215,9 @@ inline void integer_values(const Operand<float> *weights, int64_t stride, const 
                            int64_t at, float *out, int64_t width, RowPrefetcher &shared_prefetcher) {
     RowPrefetcher prefetcher = shared_prefetcher;
     vec sums[H][V];
+#pragma GCC unroll 4
     for (int h = 0; h < H; h++)
+#pragma GCC unroll 4
         for (int v = 0; v < V; v++) sums[h][v] = load(out + h * width + v * LANES);
     for (int64_t k = 0; k < count; k++) {
         vec some[V];
@@ -156,27 +232,73 @@ inline void integer_values(const Operand<float> *weights, int64_t stride, const 
         }
     }
     shared_prefetcher = prefetcher;
+#pragma GCC unroll 4
     for (int h = 0; h < H; h++)
+#pragma GCC unroll 4
         for (int v = 0; v < V; v++) store(out + h * width + v * LANES, sums[h][v]);
 }
 
 #if defined(RADIXSERVE_BF16)
-// The same two keys at a time: the number of an odd key in the upper half of a lane, that of an even one in the lower.
+// V times 16 numbers of two keys as pairs of bfloat16, that of the odd key in the upper half of a lane.
+template <int V> inline void widen_pairs(const char *even, const char *odd, uvec (&pairs)[V]) {
+#if defined(__AVX512VBMI__)
+    if constexpr (V == 4) {
+        // The bytes of the bfloat16 of 0 to 127, and where a number of either key comes from: halves of a vector's
+        // lanes lie such that their bytes, interleaved with each other, come in order.
+        struct Tables {
+            alignas(64) uint8_t low[128] = {}, high[128] = {}, first[64] = {}, second[64] = {};
+            constexpr Tables() {
+                for (int x = 1; x < 128; x++) {
+                    int power = 0;
+                    while (x >> (power + 1)) power++;
+                    const int bits = (127 + power) << 7 | ((x << (7 - power)) & 127);
+                    low[x] = uint8_t(bits), high[x] = uint8_t(bits >> 8);
+                }
+                for (int i = 0; i < 64; i++) {
+                    const int d = i / 16 * 4 + i % 8 / 2 + i % 16 / 8 * 16;
+                    first[i] = uint8_t(d + i % 2 * 64), second[i] = uint8_t(d + 32 + i % 2 * 64);
+                }
+            }
+        };
+        static constexpr Tables tables;
+        const __m512i low[2] = {_mm512_load_si512(tables.low), _mm512_load_si512(tables.low + 64)};
+        const __m512i high[2] = {_mm512_load_si512(tables.high), _mm512_load_si512(tables.high + 64)};
+        const __m512i places[2] = {_mm512_load_si512(tables.first), _mm512_load_si512(tables.second)};
+        const __m512i of_even = _mm512_loadu_si512(even), of_odd = _mm512_loadu_si512(odd);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            const __m512i numbers = _mm512_permutex2var_epi8(of_even, places[half], of_odd);
+            const __m512i size = _mm512_abs_epi8(numbers);
+            const __m512i lower = _mm512_permutex2var_epi8(low[0], size, low[1]);
+            const __m512i upper = _mm512_ternarylogic_epi32(_mm512_permutex2var_epi8(high[0], size, high[1]), numbers,
+                                                            _mm512_set1_epi8(-128), 0xf8);  // with the sign
+            pairs[2 * half] = (uvec)_mm512_unpacklo_epi8(lower, upper);
+            pairs[2 * half + 1] = (uvec)_mm512_unpackhi_epi8(lower, upper);
+        }
+        return;
+    }
+#endif
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) {
+        const uvec of_even = (uvec)load((const int8_t *)even + v * LANES);
+        const uvec of_odd = (uvec)load((const int8_t *)odd + v * LANES);
+        pairs[v] = of_odd | (of_even >> 16);  // a small integer has no lower half
+    }
+}
+
+// integer_values of two keys at a time.
 template <int H, int V>
 inline void integer_values(const bf16 *weights, int64_t stride, const char *const *values, int64_t count, int64_t at,
                            float *out, int64_t width, RowPrefetcher &shared_prefetcher) {
     RowPrefetcher prefetcher = shared_prefetcher;
     __m512 sums[H][V];
+#pragma GCC unroll 4
     for (int h = 0; h < H; h++)
+#pragma GCC unroll 4
         for (int v = 0; v < V; v++) sums[h][v] = (__m512)load(out + h * width + v * LANES);
     for (int64_t k = 0; k < count; k += 2) {
-        __m512i some[V];
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) {
-            const uvec even = (uvec)load((const int8_t *)values[k] + at + v * LANES);
-            const uvec odd = (uvec)load((const int8_t *)values[k + 1] + at + v * LANES);
-            some[v] = (__m512i)(odd | (even >> 16));  // a small integer has no lower half
-        }
+        uvec some[V];
+        widen_pairs<V>(values[k] + at, values[k + 1] + at, some);
         prefetcher.fetch<true>((2 * V * LANES + 63) / 64 + 1);
 #pragma GCC unroll 4
         for (int h = 0; h < H; h++) {
@@ -188,7 +310,9 @@ inline void integer_values(const bf16 *weights, int64_t stride, const char *cons
         }
     }
     shared_prefetcher = prefetcher;
+#pragma GCC unroll 4
     for (int h = 0; h < H; h++)
+#pragma GCC unroll 4
         for (int v = 0; v < V; v++) store(out + h * width + v * LANES, (vec)sums[h][v]);
 }
 #endif
@@ -196,9 +320,10 @@ inline void integer_values(const bf16 *weights, int64_t stride, const char *cons
 template <int H, class Number>
 inline void integer_value_rows(const Number *weights, int64_t stride, const char *const *values, int64_t count,
                                int64_t at, int64_t dim, float *out, int64_t width, RowPrefetcher &prefetcher) {
+    constexpr int V = LANES == 16 || H <= 2 ? 4 : 2;  // bounded by registers
     int64_t d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES)
-        integer_values<H, 4>(weights, stride, values, count, at + d, out + d, width, prefetcher);
+    for (; d + V * LANES <= dim; d += V * LANES)
+        integer_values<H, V>(weights, stride, values, count, at + d, out + d, width, prefetcher);
     for (; d < dim; d += LANES)
         integer_values<H, 1>(weights, stride, values, count, at + d, out + d, width, prefetcher);
 }
@@ -225,7 +350,9 @@ void attend_int8(const PagedKv<T> &kv, const TaskState<T> &state, const Task *ne
     Operand<T> *weights = scratch.weights.get<Operand<T>>(rows * KEYS);
     const char *zeros = scratch.zeros.get<char>(size);
     const BlockScales scales = kv.scales(task, scratch);
+#if defined(RADIXSERVE_VNNI)
     const IntegerQueries queries(state, dim, scratch);
+#endif
     const char *keys[KEYS], *values[KEYS];
     int64_t offsets_of[2][KEYS], *offsets = offsets_of[0], *later = offsets_of[1];  // of a block and of the next one
     int64_t from = state.begin, num_later = 0;
@@ -238,28 +365,33 @@ void attend_int8(const PagedKv<T> &kv, const TaskState<T> &state, const Task *ne
         }
         num_later = kv.next_offsets(state, from + count, DIRECT_KEYS, next, later);
         RowPrefetcher prefetcher(kv.v, offsets, count, size);
-        for (int64_t j = 0; j < count; j += PANEL)
+        const int64_t calls = (count + SCORED_KEYS - 1) / SCORED_KEYS * task.num_heads * (WIDENS_KEYS ? dim / 16 : rows);
+        const int lines = int((count * ((size + 63) / 64) + calls - 1) / calls);
+        for (int64_t head = 0; head < task.num_heads; head++)
+            load_scales(keys, head * kv.head_bytes + dim, count, scales.of_head(head).keys);
+        for (int64_t j = 0; j < count; j += SCORED_KEYS)
             for (int64_t head = 0; head < task.num_heads; head++)
+#if defined(RADIXSERVE_VNNI)
+                integer_scores(queries, head * rows, rows, keys + j, head * kv.head_bytes, scales.of_head(head).keys + j,
+                               scores + head * rows * KEYS + j, KEYS, prefetcher, lines);
+#else
                 for_row_quads(rows, [&](int64_t row, auto some) {
-                    float *to = scores + (head * rows + row) * KEYS + j;
-                    const int64_t at = head * kv.head_bytes, of_head = head * rows + row;
-                    if (count - j > LANES)
-                        integer_scores<some, 2>(queries, of_head, keys + j, at, to, KEYS, prefetcher);
-                    else
-                        integer_scores<some, 1>(queries, of_head, keys + j, at, to, KEYS, prefetcher);
+                    widened_scores<some>(state.head(head).queries + row * state.depth, state.depth, keys + j,
+                                         head * kv.head_bytes, dim, scales.of_head(head).keys + j,
+                                         scores + (head * rows + row) * KEYS + j, KEYS, prefetcher, lines);
                 });
+#endif
         prefetcher = RowPrefetcher(kv.k, later, num_later, size);
         for (int64_t head = 0; head < task.num_heads; head++) {
             const HeadState<T> of_head = state.head(head);
             const int64_t at = head * kv.head_bytes;
-            const BlockScales of_block = scales.of_head(head);
-            load_scales(keys, at + dim, count, of_block.keys);
-            load_scales(values, at + dim, count, of_block.values);
+            const BlockScales of_values{nullptr, scales.of_head(head).values};  // the scores have the keys'
+            load_scales(values, at + dim, count, of_values.values);
             for (int64_t row = 0; row < rows; row++) {
                 const SoftmaxState part = of_head.part.from_row(row, state.width);
                 Operand<T> *row_weights = weights + row * KEYS;
                 kv.softmax_row(state, row, from, count, padded_depth<Operand<T>>(count),
-                               scores + (head * rows + row) * KEYS, row_weights, of_block, part,
+                               scores + (head * rows + row) * KEYS, row_weights, of_values, part,
                                [&](int64_t first, int64_t end) {
                                    RowPrefetcher no_prefetcher(kv.v, offsets, 0, size);
                                    integer_value_rows<1>(row_weights + first, KEYS, values + first, end - first, at, dim,
@@ -274,44 +406,141 @@ void attend_int8(const PagedKv<T> &kv, const TaskState<T> &state, const Task *ne
     }
 }
 
-// Packs the numbers of keys, `count` a multiple of PANEL, plus 128, to panels [dim / 4][PANEL][4].
-inline void pack_integer_keys(const char *const *keys, int64_t count, int64_t dim, uint8_t *panels) {
-    const uvec offset = (uvec)_mm512_set1_epi8(-128);
+// -- packed keys and values: `count` of them, whose numbers begin at rows[...] + at
+
+// Keys, `count` a multiple of PANEL, as panels: with VNNI [dim / 4][PANEL][4] of numbers plus 128, else as pack_keys does.
+template <class Number>
+inline void pack_integer_keys(const char *const *rows, int64_t count, int64_t at, int64_t dim, Number *panels) {
     for (int64_t first = 0; first < count; first += PANEL, panels += PANEL * dim)
         for (int64_t d = 0; d < dim; d += 16)
             for (int n = 0; n < PANEL; n += LANES) {
                 const uint32_t *from[LANES];
-                for (int i = 0; i < LANES; i++) from[i] = (const uint32_t *)(keys[first + n + i] + d);
+                for (int i = 0; i < LANES; i++) from[i] = (const uint32_t *)(rows[first + n + i] + at + d);
                 uvec words[4];
                 transpose_words(from, 0, words);
-                for (int i = 0; i < 4; i++) {
-                    words[i] ^= offset;
-                    memcpy(panels + ((d / 4 + i) * PANEL + n) * 4, &words[i], sizeof words[i]);
+                if constexpr (sizeof(Number) == 1) {
+                    for (int i = 0; i < 4; i++) {
+                        words[i] ^= broadcast_int(int32_t(0x80808080));
+                        memcpy(panels + (d / 4 + i) * PANEL * 4 + n * 4, &words[i], sizeof words[i]);
+                    }
+                } else {
+#pragma GCC unroll 16
+                    for (int i = 0; i < 16; i++) store(panels + (d + i) * PANEL + n, widen_number(words[i / 4], i % 4));
                 }
             }
 }
 
-// Scores of `num_panels` panels of packed keys for rows [row, row + count), to scores[row * KEYS + key].
-inline void packed_integer_scores(const IntegerQueries &queries, int64_t row, int64_t count, const uint8_t *panels,
-                                  int num_panels, float *scores) {
+#if defined(RADIXSERVE_VNNI)
+inline ivec load_words(const char *from) { return *reinterpret_cast<const unaligned_ivec *>(from); }
+// Four bytes in each lane.
+inline ivec repeat_word(const void *from) {
+    int32_t word;
+    memcpy(&word, from, 4);
+    return broadcast_int(word);
+}
+
+// The sums of H rows from `row` on and two vectors of keys as scores, to scores[...][KEYS].
+template <int H>
+inline void store_scores(const IntegerQueries &queries, int64_t row, const ivec (&sums)[H][2], const float *scales,
+                         float *scores) {
+#pragma GCC unroll 4
+    for (int h = 0; h < H; h++)
+#pragma GCC unroll 2
+        for (int n = 0; n < 2; n++)
+            store(scores + h * KEYS + n * LANES,
+                  to_float(sums[h][n]) * broadcast(queries.scales[row + h]) * load(scales + n * LANES));
+}
+
+// Scores of a panel of packed keys, which have `scales`, for H rows from `row` on.
+template <int H>
+inline void packed_integer_scores(const IntegerQueries &queries, int64_t row, const char *panel, const float *scales,
+                                  float *scores) {
+    ivec sums[H][2] = {};
+    ivec high[H][2] = {};
+    const int8_t *rows[H];
+#pragma GCC unroll 4
+    for (int h = 0; h < H; h++) rows[h] = queries.chunk(row + h, 0);
+    for (int64_t d = 0, at = 0; d < queries.dim; d += QUERY_CHUNK, at += QUERY_CHUNK) {
+        const int64_t end = at + min<int64_t>(queries.dim - d, QUERY_CHUNK);
+        for (; at < end; at += 4, panel += 2 * sizeof(ivec)) {
+            const __m512i keys[2] = {(__m512i)load_words(panel), (__m512i)load_words(panel + sizeof(ivec))};
+#pragma GCC unroll 4
+            for (int h = 0; h < H; h++) {
+                const __m512i upper = (__m512i)repeat_word(rows[h] + at);
+                const __m512i lower = (__m512i)repeat_word(rows[h] + at + QUERY_CHUNK);
+#pragma GCC unroll 2
+                for (int n = 0; n < 2; n++) {
+                    high[h][n] = (ivec)_mm512_dpbusd_epi32((__m512i)high[h][n], keys[n], upper);
+                    sums[h][n] = (ivec)_mm512_dpbusd_epi32((__m512i)sums[h][n], keys[n], lower);
+                }
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int h = 0; h < H; h++)
+#pragma GCC unroll 2
+        for (int n = 0; n < 2; n++) sums[h][n] += (high[h][n] << 8) + broadcast_int(queries.starts[row + h]);
+    store_scores<H>(queries, row, sums, scales, scores);
+}
+
+// The same of `num_panels` panels for rows [row, row + count).
+inline void packed_integer_scores(const IntegerQueries &queries, int64_t row, int64_t count, const char *panels,
+                                  int num_panels, const float *scales, float *scores) {
     for (int panel = 0; panel < num_panels; panel++, panels += PANEL * queries.dim)
         for_row_quads(count, [&](int64_t first, auto some) {
-            const int8_t *rows[some];
-            __m512i sums[some][2][2];
-            begin_sums(queries, row + first, rows, sums);
-            for (int64_t word = 0; word < queries.dim / 4; word++) {
-                const __m512i both[2] = {_mm512_loadu_si512(panels + word * PANEL * 4),
-                                         _mm512_loadu_si512(panels + word * PANEL * 4 + 64)};
-                add_words<some, 2>(rows, word, both, sums);
-            }
-            finish_sums(queries, row + first, sums, scores + first * KEYS + panel * PANEL, KEYS);
+            packed_integer_scores<some>(queries, row + first, panels, scales + panel * PANEL,
+                                        scores + first * KEYS + panel * PANEL);
         });
 }
+
+#endif  // RADIXSERVE_VNNI
 
 #else
 
 template <class T> void attend_int8(const PagedKv<T> &, const TaskState<T> &, const Task *, ThreadScratch &) {}
-inline void pack_integer_keys(const char *const *, int64_t, int64_t, uint8_t *) {}
-inline void packed_integer_scores(const IntegerQueries &, int64_t, int64_t, const uint8_t *, int, float *) {}
+inline void load_scales(const char *const *, int64_t, int64_t, float *) {}
+template <class Number> inline void pack_integer_keys(const char *const *, int64_t, int64_t, int64_t, Number *) {}
 
+#endif
+
+#if !defined(RADIXSERVE_VNNI)
+inline void packed_integer_scores(const IntegerQueries &, int64_t, int64_t, const char *, int, const float *, float *) {}
+#endif
+
+// Values as pack_values packs them.
+inline void pack_integer_values(const char *const *rows, int64_t count, int64_t at, int64_t dim, int64_t depth,
+                                float *panels) {
+    for (int64_t k = 0; k < count; k++) {
+        const int8_t *from = (const int8_t *)rows[k] + at;
+        for (int64_t d = 0; d < round_up(dim, PANEL); d += LANES) {
+            float *to = panels + d / PANEL * PANEL * depth + k * PANEL + d % PANEL;
+            if (d + LANES <= dim) store(to, load(from + d));
+            else for (int n = 0; n < LANES; n++) to[n] = d + n < dim ? float(from[d + n]) : 0.0f;
+        }
+    }
+}
+
+#if defined(RADIXSERVE_BF16)
+inline void pack_integer_values(const char *const *rows, int64_t count, int64_t at, int64_t dim, int64_t depth,
+                                bf16 *panels) {
+    for (int64_t k = 0; k < count; k += 2) {
+        const char *even = rows[k] + at, *odd = rows[k + 1] + at;
+        auto put = [&](int64_t d, uvec pairs) {
+            bf16 *panel = panels + d / PANEL * PANEL * depth;
+            memcpy((void *)(panel + panel_offset<bf16>(k, int(d % PANEL))), &pairs, sizeof pairs);
+        };
+        int64_t d = 0;
+        for (; d + 4 * LANES <= dim; d += 4 * LANES) {
+            uvec pairs[4];
+            widen_pairs<4>(even + d, odd + d, pairs);
+#pragma GCC unroll 4
+            for (int v = 0; v < 4; v++) put(d + v * LANES, pairs[v]);
+        }
+        for (; d < round_up(dim, PANEL); d += LANES) {
+            uvec pairs[1] = {};
+            if (d < dim) widen_pairs<1>(even + d, odd + d, pairs);  // dim is a multiple of LANES
+            put(d, pairs[0]);
+        }
+    }
+}
 #endif

@@ -1,6 +1,7 @@
 // Attention of many rows: keys and values are packed block by block and multiplied as weights are.
 #pragma once
 
+#include <algorithm>
 #include <optional>
 
 #include "attention_int8.h"
@@ -21,13 +22,15 @@ template <class T> class PackedReader {
         values = scratch.values.get<Number>(task.num_heads * KEYS * state.width);
         scores = scratch.scores.get<float>(SCORE_ROWS * KEYS);
         weights = scratch.weights.get<Number>((SCORE_ROWS + 1) * KEYS);
-        zeros = scratch.zeros.get<T>(state.width);
+        zeros = (const T *)scratch.zeros.get<char>(
+            std::max(state.width * int64_t(sizeof(T)), task.num_heads * kv.head_bytes));
         scales = kv.scales(task, scratch);
         if (kv.type == SAME_KV) return;
         if (has_integer_scores(kv)) {
             queries.emplace(state, dim, scratch);
-            key_numbers = scratch.key_numbers.get<uint8_t>(task.num_heads * KEYS * dim);
+            key_numbers = scratch.key_numbers.get<char>(task.num_heads * KEYS * dim);
         }
+        if (reads_integers(kv)) return;
         widened_keys = scratch.key_rows.get<T>(PACK_KEYS * task.num_heads * dim);
         widened_values = scratch.value_rows.get<T>(PACK_KEYS * task.num_heads * dim);
     }
@@ -113,17 +116,17 @@ template <class T> class PackedReader {
     T *widened_keys = nullptr, *widened_values = nullptr;  // [PACK_KEYS][heads][dim] of what is stored otherwise
     BlockScales scales;
     std::optional<IntegerQueries> queries;  // where keys are multiplied as the integers that are stored
-    uint8_t *key_numbers = nullptr;         // of a block, in panels: [heads][KEYS x dim]
+    char *key_numbers = nullptr;            // of a block, in panels: [heads][KEYS x dim]
 
     // Packs `count` keys and values from `first` on for each head of the task: the heads of a row lie side
     // by side in memory.
     void pack(int64_t first, int64_t count, Number *keys, Number *values, int64_t used, const BlockScales &scales,
-              uint8_t *numbers, KvPrefetcher &prefetcher) const {
+              char *numbers, KvPrefetcher &prefetcher) const {
+        if (reads_integers(kv)) return pack_numbers(first, count, keys, values, used, scales, numbers, prefetcher);
         const int64_t padded = round_up(count, PANEL), deep = padded_depth<Number>(count);
         const T *key_rows[PACK_KEYS], *value_rows[PACK_KEYS];
         auto fetch = [&](int lines) { prefetcher.fetch(lines); };
         if (widened_keys) widen_rows(first, count, scales);
-        if (queries) pack_numbers(first, count, padded, numbers, prefetcher);
         const int64_t size = task.num_heads * dim;
         for (int64_t head = 0; head < task.num_heads; head++) {
             for (int64_t j = 0; j < PACK_KEYS; j++) {
@@ -138,7 +141,7 @@ template <class T> class PackedReader {
                     key_rows[j] = (const T *)(kv.k + offset), value_rows[j] = (const T *)(kv.v + offset);
                 }
             }
-            if (!queries) pack_keys(key_rows, padded, dim, keys + head * KEYS * state.depth, fetch);
+            pack_keys(key_rows, padded, dim, keys + head * KEYS * state.depth, fetch);
             pack_values(value_rows, deep, dim, used, values + head * KEYS * state.width, fetch);
         }
     }
@@ -147,22 +150,32 @@ template <class T> class PackedReader {
         const int64_t size = task.num_heads * dim;
         for (int64_t j = 0; j < count; j++) {
             const int64_t offset = kv.key_offset(task, first + j);
-            if (!queries)
-                widen_heads(kv.type, kv.k + offset, task.num_heads, dim, widened_keys + j * size, scales.keys + j, KEYS);
-            for (int64_t head = 0; queries && head < task.num_heads; head++)
-                scales.keys[head * KEYS + j] = load_scale(kv.k + offset + head * kv.head_bytes + dim);
+            widen_heads(kv.type, kv.k + offset, task.num_heads, dim, widened_keys + j * size, scales.keys + j, KEYS);
             widen_heads(kv.type, kv.v + offset, task.num_heads, dim, widened_values + j * size, scales.values + j, KEYS);
         }
     }
 
-    // The keys' integers, as `pack` has them.
-    void pack_numbers(int64_t first, int64_t count, int64_t padded, uint8_t *numbers, KvPrefetcher &prefetcher) const {
-        const char *rows[PACK_KEYS];
+    // `pack` of integers, which are widened to be packed, or stay integers as keys.
+    void pack_numbers(int64_t first, int64_t count, Number *keys, Number *values, int64_t used, const BlockScales &scales,
+                      char *numbers, KvPrefetcher &prefetcher) const {
+        int64_t offsets[PACK_KEYS];
+        const char *key_rows[PACK_KEYS], *value_rows[PACK_KEYS];
+        kv.key_offsets(task, first, first + count, offsets);
+        for (int64_t j = 0; j < PACK_KEYS; j++) {
+            key_rows[j] = j < count ? kv.k + offsets[j] : (const char *)zeros;
+            value_rows[j] = j < count ? kv.v + offsets[j] : (const char *)zeros;
+        }
         for (int64_t head = 0; head < task.num_heads; head++) {
+            const int64_t at = head * kv.head_bytes;
             prefetcher.fetch(16);
-            for (int64_t j = 0; j < padded; j++)
-                rows[j] = j < count ? kv.k + kv.key_offset(task, first + j) + head * kv.head_bytes : (const char *)zeros;
-            pack_integer_keys(rows, padded, dim, numbers + head * KEYS * dim);
+            load_scales(key_rows, at + dim, count, scales.keys + head * KEYS);
+            load_scales(value_rows, at + dim, count, scales.values + head * KEYS);
+            if (queries)
+                pack_integer_keys(key_rows, round_up(count, PANEL), at, dim, numbers + head * KEYS * dim);
+            else if constexpr (sizeof(Number) == 4)  // else there are `queries`
+                pack_integer_keys(key_rows, round_up(count, PANEL), at, dim, keys + head * KEYS * state.depth);
+            prefetcher.fetch(16);
+            pack_integer_values(value_rows, padded_depth<Number>(count), at, dim, used, values + head * KEYS * state.width);
         }
     }
 
@@ -178,18 +191,20 @@ template <class T> class PackedReader {
         const Panels<Number> key_panels{keys + head * KEYS * depth, PANEL * depth, num_panels, depth};
         const Panels<Number> value_panels{values + head * KEYS * width, PANEL * used, int(width / PANEL), deep};
         if (queries)
-            packed_integer_scores(*queries, head * state.rows + top, some, key_numbers + head * KEYS * dim, num_panels,
-                                  scores);
+            packed_integer_scores(*queries, head * state.rows + top, some, key_numbers + head * KEYS * dim,
+                                  num_panels, scales.of_head(head).keys, scores);
         else
             with_level<Number>([&](auto level) {
                 level.template gemm_into<Store>(of_head.queries + top * depth, depth, some, key_panels, scores, KEYS);
             });
+        BlockScales weight_scales = scales.of_head(head);
+        if (queries) weight_scales.keys = nullptr;  // the scores have them
         for (int m = 0; m < some; m++) {
             const int64_t row = top + m;
             const SoftmaxState part = of_head.part.from_row(row, width);
             prefetcher.fetch(prefetch.row_lines);
-            kv.softmax_row(state, row, from, count, deep, scores + m * KEYS, weights + m * KEYS, scales.of_head(head),
-                           part, [&](int64_t first, int64_t end) {
+            kv.softmax_row(state, row, from, count, deep, scores + m * KEYS, weights + m * KEYS, weight_scales, part,
+                           [&](int64_t first, int64_t end) {
                                flush(weights + m * KEYS, first, end, value_panels, part.acc);
                            });
         }

@@ -21,11 +21,20 @@ inline vec swap_lanes(vec x, int distance) {
 #endif
 }
 
-// The sign bit in lanes whose index has the bit `distance`.
-inline uvec upper_signs(int distance) {
-    uvec signs;
-    for (int i = 0; i < LANES; i++) signs[i] = i & distance ? 0x80000000u : 0;
-    return signs;
+// Sums and differences of the lanes whose indices differ in the bit DISTANCE.
+template <int DISTANCE> inline vec add_lanes(vec x) {
+    uvec signs;  // of the upper of two lanes
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) signs[i] = i & DISTANCE ? 0x80000000u : 0;
+    return swap_lanes(x, DISTANCE) + (vec)((uvec)x ^ signs);
+}
+
+// The product of LANES numbers, not scaled.
+inline vec multiply_lanes(vec x) {
+    x = add_lanes<2>(add_lanes<1>(x));
+    if constexpr (LANES > 4) x = add_lanes<4>(x);
+    if constexpr (LANES > 8) x = add_lanes<8>(x);
+    return x;
 }
 
 // Multiplies x [dim], in place, with a Hadamard matrix of each block of `size` numbers, the largest power of two that
@@ -44,14 +53,23 @@ inline void multiply_hadamard(float *x, int64_t dim) {
         for (int64_t i = 0; i < dim; i++) x[i] *= scale;
         return;
     }
-    for (int64_t i = 0; i < dim; i += LANES) {
-        vec some = load(x + i);
-#pragma GCC unroll 4
-        for (int distance = 1; distance < LANES; distance *= 2)
-            some = swap_lanes(some, distance) + (vec)((uvec)some ^ upper_signs(distance));
-        store(x + i, some);
+    int64_t distance = LANES;
+    if (size >= 4 * LANES) {  // four vectors at a time, which stay in registers
+        distance = 4 * LANES;
+        const vec factor = broadcast(size == distance ? scale : 1.0f);
+        for (int64_t i = 0; i < dim; i += 4 * LANES) {
+            float *from = x + i;
+            const vec a = multiply_lanes(load(from)), b = multiply_lanes(load(from + LANES));
+            const vec c = multiply_lanes(load(from + 2 * LANES)), d = multiply_lanes(load(from + 3 * LANES));
+            const vec ab = a + b, cd = c + d, a_b = a - b, c_d = c - d;
+            store(from, (ab + cd) * factor), store(from + LANES, (a_b + c_d) * factor);
+            store(from + 2 * LANES, (ab - cd) * factor), store(from + 3 * LANES, (a_b - c_d) * factor);
+        }
+        if (size == distance) return;
+    } else {
+        for (int64_t i = 0; i < dim; i += LANES) store(x + i, multiply_lanes(load(x + i)));
     }
-    for (int64_t distance = LANES; distance < size; distance *= 2)
+    for (; distance < size; distance *= 2)
         for (int64_t first = 0; first < dim; first += 2 * distance)
             for (int64_t i = first; i < first + distance; i += LANES) {
                 const vec low = load(x + i), high = load(x + i + distance);

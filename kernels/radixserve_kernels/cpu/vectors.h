@@ -20,6 +20,7 @@ constexpr int LANES = 4;
 typedef float vec __attribute__((vector_size(LANES * 4)));
 typedef float unaligned_vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
+typedef int32_t unaligned_ivec __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
 typedef uint32_t uvec __attribute__((vector_size(LANES * 4)));
 typedef uint16_t half_vec __attribute__((vector_size(LANES * 2)));
 typedef uint16_t unaligned_half __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
