@@ -57,12 +57,14 @@ class FolderStore(RunStore):
     def put(self, name: str, parts: Iterable[Buffer]) -> int:
         """Write a file, in place of one of that name; returns its bytes. Raises OSError, and
         leaves nothing behind, where it cannot be written."""
-        path = Path(self._path(name))
-        temporary = path.with_name(f".{os.getpid()}-{next(_numbers)}.tmp")
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path = self._path(name)
+        temporary = f"{path.rpartition('/')[0]}/.{os.getpid()}-{next(_numbers)}.tmp"
         try:
-            with open(temporary, "wb", buffering=0) as file:
-                num_bytes = _write(file.fileno(), parts)
+            file = _create(temporary)
+            try:
+                num_bytes = _write(file, parts)
+            finally:
+                os.close(file)
             if num_bytes > self.max_bytes:
                 raise OSError(f"{num_bytes} bytes are more than the store may hold")
             with self._lock:
@@ -73,7 +75,7 @@ class FolderStore(RunStore):
                     self._make_room()
         except BaseException:
             with contextlib.suppress(OSError):
-                temporary.unlink()
+                os.unlink(temporary)
             raise
         return num_bytes
 
@@ -90,6 +92,11 @@ class FolderStore(RunStore):
         except FileNotFoundError:
             return None
         try:
+            if into is not None and num_bytes is None:
+                count = os.readv(file, [into])
+                if count < len(into):  # the end of the file
+                    return into[:count]
+                os.lseek(file, 0, os.SEEK_SET)
             size = os.fstat(file).st_size
             size = size if num_bytes is None else min(size, num_bytes)
             data = np.empty(size, np.uint8).data if into is None or len(into) < size else into
@@ -215,6 +222,16 @@ class FolderStore(RunStore):
         return f"{self.folder}/{name}{_SUFFIX}"
 
 
+def _create(path: str) -> int:
+    """Open a new file to be written, and make its folder if there is none."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o666)
+    except FileNotFoundError:
+        Path(path).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return os.open(path, flags, 0o666)
+
+
 def _write(file: int, parts: Iterable[Buffer]) -> int:
     """Write the parts one after the other, and return their bytes.
 
@@ -243,9 +260,9 @@ def _write_all(file: int, parts: list[memoryview]) -> None:
             parts[0] = parts[0][count:]
 
 
-def _size_of(path: Path) -> int:
+def _size_of(path: str) -> int:
     """Bytes of a file; 0 where there is none."""
     try:
-        return path.stat().st_size
+        return os.stat(path).st_size
     except OSError:
         return 0

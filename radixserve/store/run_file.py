@@ -188,16 +188,22 @@ def _contiguous_blocks(kv: ByteArray) -> list[ByteArray]:
     return [np.ascontiguousarray(rows) for layer in kv for rows in layer]
 
 
-def decode_run(data: Buffer, layout: KVLayout | None = None) -> KVRun:
-    """The run of a whole file, checked. `layout`: what its K/V must be; None: whatever it is.
+def decode_run(
+    data: Buffer, layout: KVLayout | None = None, expected: RunHead | None = None
+) -> KVRun:
+    """The run of a whole file, checked. Raises BadRun. Its K/V is a view of `data`.
 
-    Raises BadRun. The arrays are views of `data`.
+    layout    what its K/V must be; None: whatever it is
+    expected  head that the file probably has: it is then not decoded again
     """
     view = memoryview(data)
-    try:
-        head = decode_head(data)
-    except ShortHead as error:
-        raise BadRun("it ends within its header or tokens") from error
+    if expected is not None and bytes(view[: expected.num_bytes]) == expected.data:
+        head = expected
+    else:
+        try:
+            head = decode_head(data)
+        except ShortHead as error:
+            raise BadRun("it ends within its header or tokens") from error
     end = len(view) - _CHECKSUM.size
     if end < head.num_bytes:
         raise BadRun("it ends before its checksum")
@@ -223,7 +229,11 @@ class RunHead(NamedTuple):
     tokens: IntArray
     layout: list[Any]
     checksum: str  # algorithm
-    num_bytes: int  # of it
+    data: bytes  # all of this in the file
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.data)
 
 
 def decode_head(data: Buffer) -> RunHead:
@@ -240,8 +250,9 @@ def decode_head(data: Buffer) -> RunHead:
         raise BadRun(f"its header lacks a field: {error}") from error
     if len(view) < end:
         raise ShortHead(end)
-    tokens = np.frombuffer(view[begin:end], "<i4").astype(np.int32)
-    return RunHead(namespace, start, parent, tokens, layout, checksum, end)
+    head = bytes(view[:end])
+    tokens = np.frombuffer(head, "<i4", offset=begin).astype(np.int32, copy=False)
+    return RunHead(namespace, start, parent, tokens, layout, checksum, head)
 
 
 class ShortHead(Exception):

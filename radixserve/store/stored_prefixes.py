@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +33,8 @@ from radixserve.store.run_store import RunStore
 
 MAX_RUN_TOKENS = 512  # longer runs are divided, so that reading one overlaps with loading another
 _HEAD_BYTES = 4096
-_MAX_TOKEN_ARRAYS = 65_536
+_MAX_HEADS = 65_536  # that are kept
+_MAX_NAMESPACES = 4096  # whose folders are kept
 _DIGEST_BYTES = 16
 
 
@@ -42,6 +44,7 @@ class StoredRun(NamedTuple):
     name: str
     start: int
     num_tokens: int  # those that agree with the sequence
+    head: RunHead
 
 
 class StoredPrefix(NamedTuple):
@@ -65,23 +68,25 @@ class StoredPrefixes:
         self.store = store
         self.layout = layout
         self._model = model
-        self._tokens: OrderedDict[str, IntArray] = OrderedDict()  # of runs, by name
+        self._heads: OrderedDict[str, RunHead] = OrderedDict()  # of runs, by name
+        self._namespaces: dict[str, tuple[str, hashlib.blake2b]] = {}  # folder, hash of no tokens
 
     def match(self, tokens: IntArray, namespace: str = "") -> StoredPrefix:
         """The longest stored prefix. O(tokens), and a small read for each run seen first."""
         folder, hasher = self.folder(namespace), self._hasher(namespace)
         runs: list[StoredRun] = []
-        position, name = 0, ""
+        position = 0
         while position < len(tokens):
             name = _name(folder, hasher, int(tokens[position]))
-            run_tokens = self._tokens_of(name)
-            count = 0 if run_tokens is None else _num_equal(run_tokens, tokens[position:])
-            if not count:
-                break
-            runs.append(StoredRun(name, position, count))
-            hasher.update(_as_bytes(tokens[position : position + count]))
-            position += count
-        return StoredPrefix(position, runs, name if position < len(tokens) else "")
+            head = self._known_head(name)
+            count = 0 if head is None else _num_equal(head.tokens, tokens[position:])
+            if head is None or not count:
+                return StoredPrefix(position, runs, name)
+            runs.append(StoredRun(name, position, count, head))
+            begin, position = position, position + count
+            if position < len(tokens):
+                hasher.update(_as_bytes(tokens[begin:position]))
+        return StoredPrefix(position, runs, "")
 
     def put(
         self, tokens: IntArray, namespace: str, stored: StoredPrefix, kv: Iterable[ByteArray]
@@ -98,10 +103,12 @@ class StoredPrefixes:
         for begin, run_kv in zip(begins, kv, strict=True):
             end = min(begin + MAX_RUN_TOKENS, len(tokens))
             name, own = _name(folder, hasher, int(tokens[begin])), tokens[begin:end]
-            run = KVRun(namespace, begin, parent, own, run_kv)
-            self.store.put(name, encode_run(run, self.layout))
-            self._keep_tokens(name, own.copy())
-            yield StoredRun(name, begin, end - begin)
+            parts = encode_run(KVRun(namespace, begin, parent, own, run_kv), self.layout)
+            first = next(parts)
+            self.store.put(name, chain((first,), parts))
+            head = decode_head(first)
+            self._keep_head(name, head)
+            yield StoredRun(name, begin, end - begin, head)
             hasher.update(_as_bytes(own))
             parent = name.rpartition("/")[2]
 
@@ -121,18 +128,19 @@ class StoredPrefixes:
         """
         data = self.store.get(run.name, into=into)
         if data is None:
-            self._tokens.pop(run.name, None)
+            self._heads.pop(run.name, None)
             return None
         try:
-            stored = decode_run(data, self.layout)
+            stored = decode_run(data, self.layout, run.head)
         except BadRun as error:
-            self._tokens.pop(run.name, None)
+            self._heads.pop(run.name, None)
             self.store.drop(run.name)
             raise BadRun(f"{run.name} was dropped: {error}") from error
-        own = tokens[run.start : run.start + run.num_tokens]
-        if stored.start != run.start or not np.array_equal(stored.tokens[: len(own)], own):
-            self._tokens.pop(run.name, None)  # another engine has written another continuation
-            return None
+        if stored.tokens is not run.head.tokens:  # another engine has written the run again
+            self._heads.pop(run.name, None)
+            own = tokens[run.start : run.start + run.num_tokens]
+            if stored.start != run.start or _num_equal(stored.tokens, own) < run.num_tokens:
+                return None  # with another continuation
         return stored.kv[:, :, : run.num_tokens]
 
     def touch(self, prefix: StoredPrefix) -> None:
@@ -143,14 +151,14 @@ class StoredPrefixes:
     def forget(self, namespace: str | None) -> None:
         """Drop what is stored of a namespace, or all of this model."""
         self.store.drop_folder(self._model if namespace is None else self.folder(namespace))
-        self._tokens.clear()
+        self._heads.clear()
 
     def paths(self) -> Iterator[tuple[str, IntArray]]:
         """(namespace, tokens) of each stored sequence that no other one continues, the last used
         first. Reads all runs' tokens; damaged files are left out."""
         heads: dict[tuple[str, str], RunHead] = {}
         for file in sorted(self.store.list(self._model), key=lambda file: -file.used_at):
-            head = self._head_of(file.name)
+            head = self._read_head(file.name)
             if head is not None and head.layout == self.layout.as_list():
                 _, folder, name = file.name.split("/")
                 heads[folder, name] = head
@@ -164,27 +172,30 @@ class StoredPrefixes:
 
     def folder(self, namespace: str) -> str:
         """Where the runs of a namespace lie: a hash, which does not reveal the namespace."""
-        key = self._model.encode()[:64]
-        digest = hashlib.blake2b(namespace.encode(), digest_size=_DIGEST_BYTES, key=key)
-        return f"{self._model}/{digest.hexdigest()}"
+        return self._of_namespace(namespace)[0]
 
     def _hasher(self, namespace: str) -> hashlib.blake2b:
-        key = self._model.encode()[:64]
-        hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=key)
-        hasher.update(namespace.encode() + b"\0")
-        return hasher
+        return self._of_namespace(namespace)[1].copy()
 
-    def _tokens_of(self, name: str) -> IntArray | None:
-        tokens = self._tokens.get(name)
-        if tokens is not None:
-            return tokens
-        head = self._head_of(name)
-        if head is None:
-            return None
-        self._keep_tokens(name, head.tokens)
-        return head.tokens
+    def _of_namespace(self, namespace: str) -> tuple[str, hashlib.blake2b]:
+        known = self._namespaces.get(namespace)
+        if known is None:
+            key, name = self._model.encode()[:64], namespace.encode()
+            digest = hashlib.blake2b(name, digest_size=_DIGEST_BYTES, key=key).hexdigest()
+            hasher = hashlib.blake2b(name + b"\0", digest_size=_DIGEST_BYTES, key=key)
+            if len(self._namespaces) >= _MAX_NAMESPACES:
+                self._namespaces.clear()
+            known = self._namespaces[namespace] = f"{self._model}/{digest}", hasher
+        return known
 
-    def _head_of(self, name: str) -> RunHead | None:
+    def _known_head(self, name: str) -> RunHead | None:
+        """As `_read_head`, which is asked only once."""
+        head = self._heads.get(name)
+        if head is None and (head := self._read_head(name)) is not None:
+            self._keep_head(name, head)
+        return head
+
+    def _read_head(self, name: str) -> RunHead | None:
         """None where the file is gone or cannot be read."""
         num_bytes = _HEAD_BYTES
         while True:
@@ -198,11 +209,11 @@ class StoredPrefixes:
             except (BadRun, OSError):
                 return None
 
-    def _keep_tokens(self, name: str, tokens: IntArray) -> None:
-        self._tokens[name] = tokens
-        if len(self._tokens) > _MAX_TOKEN_ARRAYS:
+    def _keep_head(self, name: str, head: RunHead) -> None:
+        self._heads[name] = head
+        if len(self._heads) > _MAX_HEADS:
             with contextlib.suppress(KeyError):  # another thread has cleared it
-                self._tokens.popitem(last=False)
+                self._heads.popitem(last=False)
 
 
 def _path(heads: dict[tuple[str, str], RunHead], folder: str, name: str) -> IntArray | None:

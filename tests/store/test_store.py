@@ -159,6 +159,10 @@ class TestFolderStore:
         assert store.put(A, [b"abc", b"def"]) == 6
         assert store.get(A) == b"abcdef"
         assert store.get(A, 2) == b"ab"
+        for size in (1, 5, 6, 7, 100):  # too small, just large enough, larger
+            memory = bytearray(size)
+            assert store.get(A, into=memoryview(memory)) == b"abcdef"
+            assert (memory[:6] == b"abcdef") == (size >= 6)
         assert store.has(A)
         assert [file.name for file in store.list()] == [A]
         assert store.num_bytes == 6
@@ -281,6 +285,23 @@ class TestStoredPrefixes:
         os.replace(folder / f"{second_run.name}.kv", folder / f"{first_run.name}.kv")
         assert prefixes.read(first_run, first) is None
         assert prefixes.read(second_run, second) is None
+
+    def test_a_run_that_another_process_wrote_again_is_read_if_its_tokens_agree(
+        self, prefixes: StoredPrefixes, tmp_path: Path
+    ) -> None:
+        """It has the same name and another head."""
+        tokens = random_tokens(6, 60)
+        write(prefixes, tokens[:40])
+        (run,) = prefixes.match(tokens).runs
+        for count, is_read in ((60, True), (30, False)):
+            other = StoredPrefixes(FolderStore(tmp_path / "kv", 1 << 30), MODEL, LAYOUT)
+            other.store.drop(run.name)
+            write(other, tokens[:count])
+            kv = prefixes.read(run, tokens)
+            assert (kv is not None) == is_read
+            if kv is not None:
+                assert np.array_equal(kv, kv_of(tokens[:40]))
+            assert prefixes.match(tokens).length == count
 
     def test_paths_are_the_written_sequences_the_last_used_first(
         self, prefixes: StoredPrefixes
