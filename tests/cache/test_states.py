@@ -175,7 +175,7 @@ def test_what_saves_the_fewest_tokens_is_evicted() -> None:
         serve(cache, [first, *PROMPT])
     lengths = [cache.lookup([first, *PROMPT]).cached_len for first in range(5)]
     assert lengths[0] == 0
-    assert lengths[-1] == 60
+    assert lengths[-1] >= 53
     assert sum(length > 0 for length in lengths) >= 2
     assert cache.lookup([0, *PROMPT])[:3] == (0, "no_checkpoint", 60)
     assert cache.lookup([0, *PROMPT]).missing_state_tokens == 60
@@ -189,6 +189,26 @@ def test_a_prefix_in_use_outlives_newer_states() -> None:
         serve(cache, [turn, *range(300, 340)])  # never again
         assert cache.lookup([*head, 50 + turn, 3]).cached_len >= 34
         serve(cache, [*head, 50 + turn, 3])
+
+
+def test_more_conversations_than_states() -> None:
+    """Some conversations keep their states. Evicted states count as used when their conversation
+    returns: otherwise the ends of all conversations would appear to be useless."""
+    num_states, num_conversations, num_turns = 8, 10, 30
+    cache = RadixCache(20_000, num_states=num_states, checkpoint_interval=64)
+    system = list(range(1000, 1100))
+    history = [[*system, 2000 + number] for number in range(num_conversations)]
+    ideal = reused = 0
+    for turn in range(num_turns):
+        for number, tokens in enumerate(history):
+            if turn >= 10:
+                ideal += len(tokens)
+            tokens += [3000 + 50 * turn + number, *range(4000, 4030)]
+            cached, _ = serve(cache, tokens, [5000 + turn] * 2)
+            tokens += [5000 + turn] * 2
+            if turn >= 10:
+                reused += cached
+    assert reused >= 0.6 * ideal
 
 
 def test_a_checkpoint_near_others_is_not_worth_another_ones_room() -> None:

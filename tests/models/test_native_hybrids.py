@@ -42,6 +42,9 @@ RNG = np.random.default_rng(8)
 PROMPT = RNG.integers(3, 250, 90).tolist()
 PROMPTS = [PROMPT, *(RNG.integers(3, 250, length).tolist() for length in (60, 61, 62, 63, 64))]
 CROWD = [[*PROMPT[:60], token] for token in range(10, 16)]  # are computed at once, when cached
+BRIEF = [[5, 6, token] for token in range(20, 26)]
+NUM_LONG = 60  # tokens: all answers to BRIEF do not fit into TIGHT
+LONG_ANSWERS = SamplingParams(temperature=0.0, max_tokens=NUM_LONG, ignore_eos=True, digest=True)
 FORKS = ([9, 10], [11])
 TIGHT = 196  # tokens of a pool that has no room for all answers to either
 SLACK = 32  # tokens before a prompt's end that a checkpoint or a window may leave uncached
@@ -67,6 +70,14 @@ class Reference:
     def digests(self) -> list[str]:
         with self.start(cache="off") as rt:
             return [rt.generate([prompt], PARAMS)[0].digest for prompt in (*PROMPTS, *CROWD)]
+
+    @cached_property
+    def long_answers(self) -> list[tuple[list[int], str]]:
+        """Transformers' tokens after each of BRIEF, and the digests of our answers alone."""
+        tokens = [greedy_batch(self.model, [prompt], NUM_LONG)[0] for prompt in BRIEF]
+        with self.start(cache="off") as rt:
+            digests = [rt.generate([prompt], LONG_ANSWERS)[0].digest for prompt in BRIEF]
+        return list(zip(tokens, digests, strict=True))
 
     @cached_property
     def forked(self) -> list[list[int]]:
@@ -136,9 +147,15 @@ def test_every_case(
             reference.check(rt.generate(PROMPTS, PARAMS))
         rt.generate([PROMPT[:60]], PARAMS)
         reference.check(rt.generate(CROWD, PARAMS), start=len(PROMPTS))
+        before = rt.cache_stats()["preemptions"]
+        for answer, (tokens, digest) in zip(
+            rt.generate(BRIEF, LONG_ANSWERS), reference.long_answers, strict=True
+        ):
+            assert answer.token_ids == tokens
+            assert answer.digest == digest
         stats = rt.cache_stats()
         assert stats["evicted_tokens"] > 0
-        assert stats["preemptions"] > 0 or chunk == 1  # which gives one request each step
+        assert stats["preemptions"] > before  # at chunks of 1 as well, as prompts are brief
         assert stats.get("evicted_checkpoints", 0) > 0 or family in SHAPED
         rt.check()
 

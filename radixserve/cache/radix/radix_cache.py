@@ -347,6 +347,7 @@ class RadixCache(PrefixCache):
         length = match_len
         if self._may_lack_state:
             length, node = self._resumable_prefix(node, match_len)
+        missed = {} if checkpoints is None else checkpoints.note_miss(match[1], length, match_len)
         if self._freezer is not None:
             self._note_growth()
         tree.lock(node)
@@ -384,7 +385,7 @@ class RadixCache(PrefixCache):
         assert checkpoints is not None
         sequence = StatefulSequence(*parts)
         wanted = {count - TAIL_TOKENS: TAIL, match_len: BRANCH, limit: LAST}
-        sequence.begin_at(checkpoints.deepest(node, length), wanted)
+        sequence.begin_at(checkpoints.deepest(node, length), wanted, missed)
         return sequence
 
     def _cached_len(self, length: int, node: Node) -> int:

@@ -17,7 +17,7 @@ room, so that the former state stays available; the step after it writes the fir
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from radixserve.cache.page_pool import PagePool
@@ -74,7 +74,10 @@ END = "end"  # where a sequence ended
 LAST = "last"  # before a prompt's last token
 TAIL = "tail"  # a few tokens before the end of a prompt, whose generation prompt is not known
 
+LEAST_RECORDS = 1024  # of evicted checkpoints; as many as twice the states in large pools
 NO_CHECKPOINTS: dict[int, int] = {}  # of a node; stays empty
+_SPARE = LAST, TAIL  # kinds that are of use as long as the end of their sequence has no state
+NO_MISSED: dict[int, tuple[str, int]] = {}  # stays empty
 
 
 class Checkpoint(NamedTuple):
@@ -98,8 +101,7 @@ class StateCheckpoints:
         self.spacing = spacing
         self.num_evicted = 0
         self.by_node: dict[Node, dict[int, int]] = {}  # length -> state id
-        self._places: dict[int, tuple[Node, int]] = {}  # by state id
-        self._order = CheckpointOrder(self._tokens_saved)
+        self._order = CheckpointOrder(self._tokens_saved, max(LEAST_RECORDS, 2 * num_states))
         self._pins: dict[int, int] = {}  # state id -> number of pins
         self._without_node: set[int] = set()  # states of pinned checkpoints whose node is gone
         self._lent: dict[int, Callable[[], None]] = {}  # state id -> on_loss; the oldest first
@@ -108,7 +110,7 @@ class StateCheckpoints:
 
     def stats(self) -> dict[str, int]:
         """States, by owner, and checkpoints evicted since the start. O(1)."""
-        num_states, num_free, num_kept = self.pool.num_states, self.pool.num_free, len(self._places)
+        num_states, num_free, num_kept = self.pool.num_states, self.pool.num_free, len(self._order)
         return {
             "states_total": num_states,
             "states_free": num_free,
@@ -138,13 +140,12 @@ class StateCheckpoints:
     def _among(self, nodes: list[Node], length: int, multiple_of: int) -> Checkpoint | None:
         """Returns the deepest checkpoint of these nodes at `length` or before it, None without
         one."""
-        checkpoints = [
-            Checkpoint(kept_len, state_id, node)
-            for node in nodes
-            for kept_len, state_id in self.by_node.get(node, NO_CHECKPOINTS).items()
-            if kept_len <= length and not kept_len % multiple_of
-        ]
-        return max(checkpoints, key=lambda checkpoint: checkpoint.length, default=None)
+        best_len, best = 0, None
+        for node in nodes:
+            for kept_len, state_id in self.by_node.get(node, NO_CHECKPOINTS).items():
+                if best_len < kept_len <= length and not kept_len % multiple_of:
+                    best_len, best = kept_len, (state_id, node)
+        return None if best is None else Checkpoint(best_len, *best)
 
     @property
     def has_room(self) -> bool:
@@ -154,7 +155,7 @@ class StateCheckpoints:
     @property
     def can_lend(self) -> bool:
         """Whether a state can be allocated without taking a lent one."""
-        num_checkpoints = len(self._places) + len(self._without_node)
+        num_checkpoints = len(self._order) + len(self._without_node)
         return self.pool.num_free > 0 or num_checkpoints > len(self._pins)
 
     def allocate(self) -> int:
@@ -166,12 +167,13 @@ class StateCheckpoints:
             self._evict_one()
         return self.pool.allocate()
 
-    def allocate_for(self, kind: str, tokens_saved: int) -> int | None:
+    def allocate_for(self, kind: str, tokens_saved: int, uses: int = 0) -> int | None:
         """Returns a state for a checkpoint that saves `tokens_saved` tokens. If none is free,
-        evicts a checkpoint with a smaller expected saving; None without one."""
+        evicts a checkpoint with a smaller expected saving; None without one. `uses`: of a former
+        checkpoint at its place."""
         if not self.pool.num_free:
             victim = self._order.first(self._pins)
-            if victim is None or not self._order.outlives(victim, kind, tokens_saved):
+            if victim is None or not self._order.outlives(victim, kind, tokens_saved, uses):
                 return None
             self._evict(victim)
         return self.pool.allocate()
@@ -193,19 +195,20 @@ class StateCheckpoints:
             self.pool.free(state_id)
         else:
             kept[length] = state_id
-            self._places[state_id] = node, length
-            self._order.add(state_id, kind)
+            self._order.add(node, length, state_id, kind)
 
     def _tokens_saved(self, state_id: int) -> int:
         """Returns the tokens between a checkpoint and the one before it on its path. O(nodes
         between them)."""
-        node, length = self._places[state_id]
+        node, length = self._order.place(state_id)
         return length - self.deepest(node, length - 1).length
 
-    def pin(self, state_id: int) -> None:
-        """Keep a checkpoint until `unpin`, and count a use of it."""
+    def pin(self, state_id: int, *, is_best: bool = True) -> None:
+        """Keep a checkpoint until `unpin`, and count a use of it. `is_best`: no deeper one on the
+        path was evicted. If one was, a use of a checkpoint before the end of a prompt says nothing:
+        the state at the end of that sequence would have been used."""
         self._pins[state_id] = self._pins.get(state_id, 0) + 1
-        if state_id in self._places:
+        if state_id in self._order and (is_best or self._order.kind(state_id) not in _SPARE):
             self._order.use(state_id)
 
     def unpin(self, state_id: int) -> None:
@@ -216,14 +219,26 @@ class StateCheckpoints:
                 self._without_node.discard(state_id)
                 self.pool.free(state_id)
 
+    def is_first_victim(self, state_id: int) -> bool:
+        """Whether a pinned checkpoint would be the next one to be evicted, without its pins."""
+        if self.pool.num_free or state_id not in self._order:
+            return False
+        return self._order.first(self._pins.keys() - {state_id}) == state_id
+
+    def note_miss(self, node: Node, start: int, end: int) -> dict[int, tuple[str, int]]:
+        """Note that a prompt whose match of `end` tokens ends in `node` continues from the
+        checkpoint at `start`. Returns kind and uses of evicted checkpoints between them that
+        prompts asked for, by length."""
+        self._order.advance()
+        return self._order.miss(node, start, end)
+
     def is_only_pin(self, state_id: int) -> bool:
         return self._pins.get(state_id) == 1
 
     def take(self, state_id: int) -> None:
         """Turn a checkpoint with a single pin into a state owned by the caller."""
         del self._pins[state_id]
-        if state_id in self._places:
-            self._order.discard(state_id)
+        if state_id in self._order:
             self._detach(state_id)
         else:
             self._without_node.discard(state_id)
@@ -242,19 +257,19 @@ class StateCheckpoints:
 
     def split(self, upper: Node, lower: Node) -> None:
         """Move the checkpoints of `lower` that belong to `upper`, its new upper part."""
+        self._order.split(upper, lower)
         kept = self.by_node.get(lower)
         if kept is None:
             return
         moved = {length: kept.pop(length) for length in list(kept) if length <= upper.end}
         if moved:
             self.by_node[upper] = moved
-            for length, state_id in moved.items():
-                self._places[state_id] = upper, length
         if not kept:
             del self.by_node[lower]
 
     def drop_after(self, node: Node, end: int) -> None:
         """Drop the checkpoints of `node` after position `end`: it is about to lose these tokens."""
+        self._order.forget_after(node, end)
         kept = self.by_node.get(node)
         if kept is None:
             return
@@ -266,14 +281,13 @@ class StateCheckpoints:
     def move(self, old: Node, new: Node) -> None:
         """Move the checkpoints of `old`, which is removed, to its sibling `new`, which has all of
         its tokens."""
+        self._order.forget_after(old, old.start)
         for length, state_id in self.by_node.pop(old, {}).items():
-            del self._places[state_id]
             kind = self._order.kind(state_id)
             self._order.discard(state_id)
             self.add(new, length, state_id, kind)
 
     def _drop_checkpoint(self, node: Node, length: int, state_id: int) -> None:
-        del self._places[state_id]
         self._order.discard(state_id)
         tokens, first, last = self._collector, node.start * TOKEN_BYTES, length * TOKEN_BYTES
         if state_id in self._pins:
@@ -297,12 +311,12 @@ class StateCheckpoints:
         self.pool.free(lent)
 
     def _evict(self, state_id: int) -> None:
-        self._order.evict(state_id)
         self._detach(state_id)
         self.pool.free(state_id)
 
     def _detach(self, state_id: int) -> None:
-        node, length = self._places.pop(state_id)
+        node, length = self._order.place(state_id)
+        self._order.evict(state_id)
         kept = self.by_node[node]
         del kept[length]
         if not kept:
@@ -319,11 +333,11 @@ class StateCheckpoints:
             assert id(node) in known, f"node {node.node_id} is gone and has checkpoints"
             for length, state_id in states_by_len.items():
                 assert node.start < length <= node.end, f"checkpoint {length} of another node"
-                assert self._places.get(state_id) == (node, length), f"state {state_id} misplaced"
+                assert state_id in self._order, f"state {state_id} has no place in the order"
+                assert self._order.place(state_id) == (node, length), f"state {state_id} misplaced"
             kept += states_by_len.values()
-        assert len(kept) == len(self._places), "a checkpoint has no node"
-        assert len(self._order) == len(kept), "a checkpoint has no place in the order"
-        self._order.check()
+        assert len(self._order) == len(kept), "a checkpoint has no node"
+        self._order.check(set(nodes))
         owned = [*self.pool.free_ids(), *kept, *states, *self._without_node]
         assert sorted(owned) == list(range(self.pool.num_states)), "a state needs exactly one owner"
         assert self._lent.keys() <= set(states), "a state is lent without an owner"
@@ -354,6 +368,7 @@ class CheckpointTree(RadixTree):
     def remove(self, node: Node) -> array[int]:
         parent, checkpoints = node.parent, self.checkpoints
         if node not in checkpoints.by_node or parent is None:
+            checkpoints.drop_after(node, node.start)
             return super().remove(node)
         pages, cover = super().remove(node), None
         if node.num_tokens < self.page_size and not node.namespace.is_dead:
@@ -372,6 +387,7 @@ class StatefulSequence(RadixSequence):
         "_begin_state",
         "_former",
         "_former_len",
+        "_former_uses",
         "_kinds",
         "_last_kept",
         "_state",
@@ -386,16 +402,26 @@ class StatefulSequence(RadixSequence):
     _taken: dict[int, int]  # length -> state of the checkpoints that are still to be published
     _kinds: dict[int, str]  # length -> kind of these checkpoints
     _wanted: dict[int, str]  # length -> kind of checkpoints to take besides the spacing's
+    _former_uses: dict[int, int]  # length -> uses of the evicted checkpoint at that place
     _last_kept: int  # length of the deepest checkpoint on its path
 
-    def begin_at(self, checkpoint: Checkpoint, wanted: dict[int, str]) -> None:
-        """Start a new sequence at a checkpoint. `wanted`: lengths of others to take, by kind."""
+    def begin_at(
+        self,
+        checkpoint: Checkpoint,
+        wanted: dict[int, str],
+        missed: Mapping[int, tuple[str, int]] = NO_MISSED,
+    ) -> None:
+        """Start a new sequence at a checkpoint. `wanted`: kinds of others to take, by length;
+        `missed`: kinds and uses of evicted ones to take again."""
         self._state, self._begin_state = NO_STATE, checkpoint.state_id
         self._former, self._former_len = NO_STATE, -1
         self._taken, self._kinds, self._wanted = {}, {}, wanted
+        self._former_uses = {}
+        for length, (kind, uses) in missed.items():
+            wanted[length], self._former_uses[length] = kind, uses
         self._last_kept = checkpoint.length
         if checkpoint.state_id != NO_STATE:
-            self._checkpoints.pin(checkpoint.state_id)
+            self._checkpoints.pin(checkpoint.state_id, is_best=not missed)
 
     @property
     def _checkpoints(self) -> StateCheckpoints:
@@ -451,7 +477,8 @@ class StatefulSequence(RadixSequence):
             kind, distance = kinds[length], length - self._last_kept
             if kind == MESSAGE and distance < spacing.least_apart(length):
                 continue
-            state_id = checkpoints.allocate_for(kind, distance)
+            uses = self._former_uses.get(length, 0)
+            state_id = checkpoints.allocate_for(kind, distance, uses)
             if state_id is None:
                 continue
             self._taken[length], self._kinds[length] = state_id, kind
@@ -464,7 +491,9 @@ class StatefulSequence(RadixSequence):
             super()._append(data)
             return
         checkpoints, begin_state = self._checkpoints, self._begin_state
-        is_own = not checkpoints.has_room and checkpoints.is_only_pin(begin_state)
+        is_own = checkpoints.is_only_pin(begin_state) and (
+            not checkpoints.has_room or checkpoints.is_first_victim(begin_state)
+        )
         state_id = begin_state if is_own else checkpoints.allocate()
         try:
             super()._append(data)
