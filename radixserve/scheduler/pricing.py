@@ -115,6 +115,9 @@ class PricedAdmission:
                 dear += num_pages
                 lost += taken * expected.probability
                 seconds += num_pages * expected.seconds_left(self._now)
+        own_len = cached_len
+        if lost:  # others lose K/V now: the request loses what is not locked, if it waits
+            own_len -= state.prefix_watch.locked_len
         missing = min(wanted, reserved + wanted - have)
         if missing > 0:  # the room that others will need: they return as the population does
             typical = self.returns.typical(self._now)
@@ -122,7 +125,7 @@ class PricedAdmission:
             dear += missing
             if typical is not None:
                 seconds += missing * typical.wait_s
-        if lost * size <= cached_len - state.prefix_watch.locked_len:
+        if lost * size <= own_len:
             return True  # what it would lose by waiting is more
         costs = self.costs
         price = lost * size * costs.prefill_token_s * (1 + len(self._running))

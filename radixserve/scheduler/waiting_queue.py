@@ -11,8 +11,8 @@ Policies:
 
 A higher priority comes before all of these. The overtake bound holds under each policy.
 
-With priced admission a share of the computed tokens goes to the oldest waiting session: its request
-comes first until it has got this share.
+While priced admission holds requests, a share of the computed tokens goes to the oldest waiting
+session: its request comes first until it has got this share.
 
 Tenants have a queue each, with an order and an overtake bound of its own. Between them the one that
 has been served least comes first: see `TenantShares`.
@@ -34,7 +34,7 @@ from radixserve.request import LEAST_PRIORITY
 from radixserve.scheduler.request_state import RequestState
 from radixserve.scheduler.tenants import Tenant, TenantShares
 
-_OLDEST_SHARE = 0.125  # of computed tokens, for the oldest waiting session
+_OLDEST_SHARE = 0.125  # of computed tokens, for the oldest waiting session while others are held
 
 
 class PolicyQueue(Protocol):
@@ -190,6 +190,7 @@ class _TenantQueue:
         # By priority and age of the session, where it has.
         self._by_age: SortedDict | None = SortedDict() if serves_oldest else None
         self._oldest_credit = 0.0  # tokens that the oldest sessions may still get
+        self.was_held = self.is_held = False  # whether the last pass, or this one, held a request
         self.oldest: RequestState | None = None  # given first by `candidates`, out of the order
         self._queue = make_queue(policy)
         self._by_arrival: SortedDict = SortedDict()
@@ -204,6 +205,7 @@ class _TenantQueue:
         """The queue is empty, and gets the requests of this tenant."""
         if self.tenant is not tenant:
             self._oldest_credit = 0.0
+            self.was_held = self.is_held = False
         self.tenant, self.num_passed = tenant, 0
 
     def __len__(self) -> int:
@@ -249,7 +251,8 @@ class _TenantQueue:
     def note_admitted(self, state: RequestState) -> None:
         """`state`, just removed, overtakes all that arrived before it. O(log n) amortised."""
         self.num_passed = 0
-        if self._by_age is not None and state.sequence is not None:
+        if self._by_age is not None and (self.was_held or self.is_held):
+            assert state.sequence is not None
             num_tokens = state.tokens.size - state.sequence.cached_len
             self._oldest_credit += _OLDEST_SHARE * num_tokens
             if state is self.oldest:
@@ -286,7 +289,7 @@ class _TenantQueue:
         """Each request once that may start now, in order; the one just given may be removed.
 
         With an admission limit: only requests up to it, by arrival. Else the policy's order, after
-        that of the oldest session if that has not got its share.
+        that of the oldest session if the last pass held a request and it has not got its share.
         """
         seen: set[int] = set()
         self.oldest = None
@@ -302,7 +305,7 @@ class _TenantQueue:
                 seen.add(state.arrival)
                 yield state
                 continue
-            if self.oldest is None and self._by_age and self._oldest_credit >= 0:
+            if self.was_held and self.oldest is None and self._oldest_credit >= 0 and self._by_age:
                 self.oldest = oldest = self._by_age.peekitem(0)[1]
                 if oldest.arrival not in seen:
                     seen.add(oldest.arrival)
@@ -487,6 +490,15 @@ class WaitingQueue:
         """
         queue = self._queues[state.tenant]
         return state is queue.oldest or self._is_limited(queue)
+
+    def begin_pass(self) -> None:
+        """With priced admission: a pass begins that may hold requests. O(tenants that wait)."""
+        for queue in self._queues.values():
+            queue.was_held, queue.is_held = queue.is_held, False
+
+    def note_held(self, state: RequestState) -> None:
+        """A request that fits was not started, because of its price."""
+        self._queues[state.tenant].is_held = True
 
     def is_first(self, arrival: int, tenant: Tenant, priority: int) -> bool:
         """Whether no waiting request of its tenant comes before a request like this."""
