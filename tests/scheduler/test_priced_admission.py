@@ -27,7 +27,7 @@ def priced(pages: int, page_size: int = 1, **settings: object) -> Driver:
         driver.now += 0.001  # between the beginning and the end of a step, too
         return driver.now
 
-    scheduler._clock = pricing._clock = clock
+    scheduler._clock = pricing._clock = scheduler._step_costs.clock = clock
     scheduler._waiting._clock = lambda: driver.now
     return driver
 
