@@ -1,17 +1,19 @@
 """Scripted sessions that do not fit: priced admission beside greedy and the best fixed settings.
 
     python benchmarks/bench_scripted_sessions.py [--rooms 3,6,12,30] [--thinks 0,20,200]
-        [--kinds fixed,exponential,mixed] [--engine] [--limit N]
+        [--kinds fixed,exponential,mixed] [--engine] [--model PATH] [--scale 1.0] [--limit N]
 
 24 sessions of 8 turns: 600 tokens, then 100 more a turn, 8 answered; with --mixed every second
-one begins with 150 and adds 25. A room for n sessions has 1,500 n tokens. Think times are fixed,
-exponential, or mixed (exponential; every second session thinks nine times as long), in ms.
+one begins with 150 and adds 25. A room for n sessions has 1,500 n tokens. --scale multiplies these
+lengths and rooms, but not the answers. Think times are fixed, exponential, or mixed (exponential;
+every second session thinks nine times as long), in ms.
 --limit is `max_overtake` of all; by default each admission has its own.
 
 In simulated time, in which all settings are tried: greedy with fixed max_running_requests, with a
 fixed number of live sessions, and with other orders of eviction, mru and random among them; priced
 with sessions known by name and found by their tokens. With --engine on the real one, a tiny random
-model: priced beside greedy, as plain requests and as branches; their answers are compared.
+model or --model: priced beside greedy, as plain requests and as branches; their answers are
+compared.
 """
 
 from __future__ import annotations
@@ -40,12 +42,15 @@ RUNNING, LIVE = (2, 3, 4, 6, 8, 16), (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 EVICTIONS = ("arc", "lfu", "fifo", "slru", "expected-return")
 
 
-def texts(*, is_mixed: bool, vocab: int = 4_000) -> list[list[list[int]]]:
+def texts(*, is_mixed: bool, scale: float = 1.0, vocab: int = 4_000) -> list[list[list[int]]]:
     """[sessions][turns] the tokens that each turn adds."""
     rng = np.random.default_rng(0)
     sizes = [(150, 25) if is_mixed and number % 2 else (600, 100) for number in range(SESSIONS)]
     return [
-        [rng.integers(300, vocab, more if turn else first).tolist() for turn in range(TURNS)]
+        [
+            rng.integers(300, vocab, round(scale * (more if turn else first))).tolist()
+            for turn in range(TURNS)
+        ]
         for first, more in sizes
     ]
 
@@ -86,12 +91,12 @@ def scripted(added: list[list[list[int]]], pauses: list[list[float]]) -> tuple[T
 
 
 def simulate(
-    trace: Trace, loop: ClosedLoop, room: int, limit: int | None
+    trace: Trace, loop: ClosedLoop, num_tokens: int, limit: int | None
 ) -> dict[str, tuple[int, float]]:
     """{setting: computed tokens, mean session seconds}."""
 
     def run(gate: Any = ClientGate, *, policy: str = "lru", named: bool = False, **settings: Any):  # type: ignore[no-untyped-def]
-        spec = CacheSpec(room * ROOM, policy, use_sessions=named)
+        spec = CacheSpec(num_tokens, policy, use_sessions=named)
         serving = Serving(step=STEP, chunked_prefill_size=512, **settings)
         result = replay_closed_loop(trace, loop, spec, serving, make_gate=gate)
         return result.computed_tokens, result.mean_session_s
@@ -141,7 +146,7 @@ async def converse(
 
 
 def measure(
-    folder: Path, room: int, added: Any, pauses: Any, limit: int | None, *, as_branch: bool
+    model: str, num_tokens: int, added: Any, pauses: Any, limit: int | None, *, as_branch: bool
 ) -> dict[str, Any]:
     """{admission: (computed tokens, mean session seconds, answers)} on the engine."""
     from radixserve import Runtime
@@ -149,7 +154,7 @@ def measure(
     by_rule: dict[str, Any] = {}
     for admission in ("greedy", "priced"):
         with Runtime(
-            str(folder), num_pages=room * ROOM, admission=admission, max_overtake=limit
+            model, num_pages=num_tokens, admission=admission, max_overtake=limit
         ) as runtime:
 
             async def everyone(runtime: Any = runtime) -> list[Any]:
@@ -175,32 +180,34 @@ def measure(
 def main() -> None:
     options = {"rooms": [3, 6, 12, 30], "thinks": [0, 20, 200], "limit": int}
     args = parse(
-        __doc__, kinds="fixed,exponential,mixed", engine=False, mixed=False, threads=1, **options
-    )
-    added = texts(is_mixed=args.mixed)
+        __doc__, kinds="fixed,exponential,mixed", engine=False, model="", scale=1.0, mixed=False,
+        threads=1, **options,
+    )  # fmt: skip
+    added = texts(is_mixed=args.mixed, scale=args.scale)
     with tempfile.TemporaryDirectory(prefix="bench-scripted-") as name:
-        folder = Path(name)
-        if args.engine:
-            save_checkpoint(SHAPES["tiny"], "float32", folder)
+        model = args.model or name
+        if args.engine and not args.model:
+            save_checkpoint(SHAPES["tiny"], "float32", Path(name))
         for room in args.rooms:
             for think in args.thinks:
                 for kind in args.kinds.split(",") if think else ("fixed",):
-                    pauses = thinks(think / 1e3, kind)
+                    pauses, num_tokens = thinks(think / 1e3, kind), round(args.scale * room * ROOM)
+                    label = f"room {room:2} think {think:3} {kind:11}"
                     if args.engine:
-                        _print_measured(folder, room, think, kind, added, pauses, args.limit)
+                        _print_measured(label, model, num_tokens, added, pauses, args.limit)
                     else:
-                        _print_simulated(room, think, kind, added, pauses, args.limit)
+                        _print_simulated(label, num_tokens, added, pauses, args.limit)
 
 
 def _print_simulated(
-    room: int, think: int, kind: str, added: Any, pauses: Any, limit: int | None
+    label: str, num_tokens: int, added: Any, pauses: Any, limit: int | None
 ) -> None:
-    by_rule = simulate(*scripted(added, pauses), room, limit)
+    by_rule = simulate(*scripted(added, pauses), num_tokens, limit)
     greedy, priced = by_rule["greedy"], by_rule["priced, named"]
     rivals = {name: figures for name, figures in by_rule.items() if "priced" not in name}
     fastest = min(rivals, key=lambda name: rivals[name][1])
     print(
-        f"room {room:2} think {think:3} {kind:11} greedy {greedy[0]:7,} {greedy[1]:.3f} s"
+        f"{label} greedy {greedy[0]:7,} {greedy[1]:.3f} s"
         f"  priced {priced[0]:7,} {priced[1]:.3f} s, by tokens {by_rule['priced'][0]:7,}"
         f" {by_rule['priced'][1]:.3f} s  ({priced[0] / greedy[0]:.2f}, {priced[1] / greedy[1]:.2f})"
         f"  best: {fastest} {rivals[fastest][0]:,} {rivals[fastest][1]:.3f} s"
@@ -210,13 +217,13 @@ def _print_simulated(
 
 
 def _print_measured(
-    folder: Path, room: int, think: int, kind: str, added: Any, pauses: Any, limit: int | None
+    label: str, model: str, num_tokens: int, added: Any, pauses: Any, limit: int | None
 ) -> None:
     for as_branch in (False, True):
-        by_rule = measure(folder, room, added, pauses, limit, as_branch=as_branch)
+        by_rule = measure(model, num_tokens, added, pauses, limit, as_branch=as_branch)
         greedy, priced = by_rule["greedy"], by_rule["priced"]
         print(
-            f"room {room:2} think {think:3} {kind:11} {'branch' if as_branch else 'plain':6}"
+            f"{label} {'branch' if as_branch else 'plain':6}"
             f" greedy {greedy[0]:7,} {greedy[1]:.3f} s  priced {priced[0]:7,} {priced[1]:.3f} s"
             f"  ({priced[0] / greedy[0]:.2f}, {priced[1] / greedy[1]:.2f})"
             f"  answers {'equal' if greedy[2] == priced[2] else 'DIFFER'}",

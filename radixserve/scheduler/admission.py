@@ -254,6 +254,7 @@ class Admission:
         num_held: Counter[Tenant] = Counter()
         if pricing is not None:
             pricing.begin_pass()
+            waiting.begin_pass()
         for state in waiting.candidates(self._running):
             if self._cache.sharing_enabled and sharing.must_wait(state):
                 waiting.mark_blocked(state)
@@ -267,6 +268,7 @@ class Admission:
                 and not pricing.is_worth(state)
             ):
                 num_held[state.tenant] += 1
+                waiting.note_held(state)
                 self._held = waiting.num_changes, len(self._running)
                 if num_held[state.tenant] == self._max_held and not waiting.skip_tenant(state):
                     return

@@ -14,7 +14,7 @@ from radixserve.scheduler.returns import ReturnTimes, waiting_return
 from radixserve.scheduler.running_requests import RunningRequests
 from radixserve.scheduler.step_costs import StepCosts
 
-_MAX_BACKLOGS = 2.0  # that a request waits: the time that all waiting tokens take to compute
+_MAX_BACKLOGS = 8.0  # that a request waits: the time that all waiting requests take to compute
 
 
 class PricedAdmission:
@@ -69,7 +69,8 @@ class PricedAdmission:
     # -- the decision -------------------------------------------------------------------------
 
     def max_wait_s(self, num_tokens: int) -> float:
-        """How long a request may wait at most when so many tokens wait; inf until costs are known.
+        """How long a request may wait at most when so many tokens of waiting requests are to be
+        computed; inf until costs are known.
 
         So they start at any price before long, however large they and their prices are.
         """
@@ -114,6 +115,9 @@ class PricedAdmission:
                 dear += num_pages
                 lost += taken * expected.probability
                 seconds += num_pages * expected.seconds_left(self._now)
+        own_len = cached_len
+        if lost:  # others lose K/V now: the request loses what is not locked, if it waits
+            own_len -= state.prefix_watch.locked_len
         missing = min(wanted, reserved + wanted - have)
         if missing > 0:  # the room that others will need: they return as the population does
             typical = self.returns.typical(self._now)
@@ -121,10 +125,13 @@ class PricedAdmission:
             dear += missing
             if typical is not None:
                 seconds += missing * typical.wait_s
-        if lost * size <= cached_len:
+        if lost * size <= own_len:
             return True  # what it would lose by waiting is more
-        price = lost * size * self.costs.prefill_token_s * (1 + len(self._running))
-        is_worth = price <= seconds / dear
+        costs = self.costs
+        price = lost * size * costs.prefill_token_s * (1 + len(self._running))
+        # While the machine prefills, computing again delays others; while not, room saves time.
+        share = costs.prefill_share
+        is_worth = price * share <= seconds / dear * (1.0 - share)
         self.num_held += not is_worth
         return is_worth
 

@@ -73,6 +73,7 @@ class RequestState:
         "search",
         "sequence",
         "session",
+        "session_arrival",
         "tenant",
         "tokens",
         "waiters",
@@ -98,6 +99,7 @@ class RequestState:
         self.length_limit = min(self.num_prompt + request.params.max_tokens, request.max_len)
         self.tokens = IntBuffer(request.token_ids)  # prompt and output so far
         self.prefix_watch = prefix_watch  # of `tokens`, while waiting
+        self.session_arrival = arrival  # of the first request of its session, as far as known
         self.session = session  # cache session of its sequences, while that is open
         self.sequence: CacheSequence | None = None
         self.req_pool_idx = -1  # slot in the page table while running

@@ -39,9 +39,18 @@ def waiting_return(now: float, cached_len: int) -> ReturnEstimate:
 class _Conversation:
     """What is known of a session while none of its requests is in the scheduler."""
 
-    __slots__ = ("ended_at", "late_at", "length", "num_thinks", "num_turns", "sum_logs")
+    __slots__ = (
+        "ended_at",
+        "first_arrival",
+        "late_at",
+        "length",
+        "num_thinks",
+        "num_turns",
+        "sum_logs",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, first_arrival: int) -> None:
+        self.first_arrival = first_arrival  # arrival number of its first request
         self.num_turns = 0  # requests that have ended
         self.num_thinks = 0
         self.length = 0  # tokens when its last request ended
@@ -89,8 +98,9 @@ class ReturnTimes:
         self._has_names |= bool(state.request.session)
         conversation = self._continued(state)
         if conversation is None:
-            self._active[state.arrival] = _Conversation(), True
+            self._active[state.arrival] = _Conversation(state.arrival), True
             return
+        state.session_arrival = conversation.first_arrival
         if conversation.num_turns:
             self._note_think(conversation, now - conversation.ended_at)
             self._note_fate(conversation, is_continued=True)

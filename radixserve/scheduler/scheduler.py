@@ -72,6 +72,7 @@ class Scheduler:
         if admission == "priced" and cache.tracks_returns:
             self._pricing = PricedAdmission(cache, self._running, self._step_costs, clock)
             self._waiting.backlog_bound = self._pricing.max_wait_s
+            self._waiting.serves_oldest = True
         self.sessions = Sessions(cache, None if self._pricing is None else self._pricing.returns)
         self.hints = Hints(cache, self.sessions, hint_limits or HintLimits())
         self._admission = Admission(

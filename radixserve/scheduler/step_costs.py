@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from radixserve.schedule import SchedulerOutput
 
 _DECAY = 0.95  # of earlier steps in the measured costs
+_RECENT_S = 60.0  # for which a step counts in the share of prefill
 _MIN_PREFILL = 16  # prefill tokens of a step that is a measurement of their cost
 
 
@@ -18,21 +20,32 @@ class StepCosts:
         self._updated_at = 0.0
         self.decode_step_s = 0.0
         self._prefill_s = self._prefill_tokens = 0.0
+        self._recent_s = self._recent_prefill_s = 0.0  # of steps in about the last minute
 
     @property
     def prefill_token_s(self) -> float:
         return self._prefill_s / self._prefill_tokens if self._prefill_tokens else 0.0
 
+    @property
+    def prefill_share(self) -> float:
+        """Share of prefill in the time of the steps of about the last minute, 0.0 to 1.0."""
+        return self._recent_prefill_s / self._recent_s if self._recent_s else 0.0
+
     def note_step(self, schedule: SchedulerOutput, begun_at: float) -> None:
         """A step was computed that was dispatched then, by the same clock."""
         now = self.clock()
         seconds = now - max(begun_at, self._updated_at)
+        decay = math.exp((self._updated_at - now) / _RECENT_S)
         self._updated_at = now
+        self._recent_s = self._recent_s * decay + seconds
+        self._recent_prefill_s *= decay
         tokens = schedule.num_prefill_tokens
         if tokens < _MIN_PREFILL:
             self.decode_step_s += 0.1 * (seconds - self.decode_step_s)
         else:
-            self._prefill_s = self._prefill_s * _DECAY + max(0.0, seconds - self.decode_step_s)
+            prefill_s = max(0.0, seconds - self.decode_step_s)
+            self._recent_prefill_s += prefill_s
+            self._prefill_s = self._prefill_s * _DECAY + prefill_s
             self._prefill_tokens = self._prefill_tokens * _DECAY + tokens
 
     def tokens_beside_decodes(self, max_tokens: int) -> int:

@@ -11,6 +11,9 @@ Policies:
 
 A higher priority comes before all of these. The overtake bound holds under each policy.
 
+While priced admission holds requests, a share of the computed tokens goes to the oldest waiting
+session: its request comes first until it has got this share.
+
 Tenants have a queue each, with an order and an overtake bound of its own. Between them the one that
 has been served least comes first: see `TenantShares`.
 """
@@ -30,6 +33,8 @@ from radixserve.cache import PrefixCache, PrefixWatch
 from radixserve.request import LEAST_PRIORITY
 from radixserve.scheduler.request_state import RequestState
 from radixserve.scheduler.tenants import Tenant, TenantShares
+
+_OLDEST_SHARE = 0.125  # of computed tokens, for the oldest waiting session while others are held
 
 
 class PolicyQueue(Protocol):
@@ -176,10 +181,17 @@ def _order_key(state: RequestState) -> tuple[int, ...]:
 class _TenantQueue:
     """The waiting requests of a tenant: their order and their overtake bound."""
 
-    tenant: Tenant  # set while it has requests
-
-    def __init__(self, policy: str, max_overtake: int) -> None:
+    def __init__(
+        self, tenant: Tenant, policy: str, max_overtake: int, *, serves_oldest: bool = False
+    ) -> None:
+        """`serves_oldest`: the oldest session has a share of its own."""
+        self.tenant = tenant  # whose requests it has, or had last
         self._max_overtake = max_overtake
+        # By priority and age of the session, where it has.
+        self._by_age: SortedDict | None = SortedDict() if serves_oldest else None
+        self._oldest_credit = 0.0  # tokens that the oldest sessions may still get
+        self.was_held = self.is_held = False  # whether the last pass, or this one, held a request
+        self.oldest: RequestState | None = None  # given first by `candidates`, out of the order
         self._queue = make_queue(policy)
         self._by_arrival: SortedDict = SortedDict()
         self._returned: SortedDict = SortedDict()  # of these, the preempted ones
@@ -188,6 +200,13 @@ class _TenantQueue:
         self.needs: SortedList = SortedList()  # (pages, arrival) of requests without a producer
         self.num_passed = 0  # starts of other tenants in its turn since it started one itself
         self.is_scanned = False  # no further request of it may start in this pass
+
+    def serve(self, tenant: Tenant) -> None:
+        """The queue is empty, and gets the requests of this tenant."""
+        if self.tenant is not tenant:
+            self._oldest_credit = 0.0
+            self.was_held = self.is_held = False
+        self.tenant, self.num_passed = tenant, 0
 
     def __len__(self) -> int:
         return len(self._by_arrival)
@@ -200,6 +219,8 @@ class _TenantQueue:
         self._by_arrival[state.arrival] = state
         if is_returning:
             self._returned[state.arrival] = state
+        if self._by_age is not None:
+            self._by_age[_age_key(state)] = state
         self._priorities.add(state.request.params.priority)
         state.admitted_before_enqueue = self._num_later(state)
         self._queue.add(state)
@@ -209,6 +230,8 @@ class _TenantQueue:
         state.overtaken = self.overtaken(state)
         del self._by_arrival[state.arrival]
         self._returned.pop(state.arrival, None)
+        if self._by_age is not None:
+            del self._by_age[_age_key(state)]
         self._priorities.remove(state.request.params.priority)
         self._queue.remove(state)
 
@@ -228,6 +251,13 @@ class _TenantQueue:
     def note_admitted(self, state: RequestState) -> None:
         """`state`, just removed, overtakes all that arrived before it. O(log n) amortised."""
         self.num_passed = 0
+        if self._by_age is not None and (self.was_held or self.is_held):
+            assert state.sequence is not None
+            num_tokens = state.tokens.size - state.sequence.cached_len
+            self._oldest_credit += _OLDEST_SHARE * num_tokens
+            if state is self.oldest:
+                self._oldest_credit -= num_tokens
+                self.oldest = None
         self._admitted.add(state.arrival)
         if not self._by_arrival:
             self._admitted.clear()
@@ -258,9 +288,11 @@ class _TenantQueue:
     def candidates(self, get_since: Callable[[], float]) -> Iterator[RequestState]:
         """Each request once that may start now, in order; the one just given may be removed.
 
-        With an admission limit: only requests up to it, by arrival. Else the policy's order.
+        With an admission limit: only requests up to it, by arrival. Else the policy's order, after
+        that of the oldest session if the last pass held a request and it has not got its share.
         """
         seen: set[int] = set()
+        self.oldest = None
         while True:
             limit = self.admission_limit(get_since())
             if limit < math.inf:
@@ -273,6 +305,12 @@ class _TenantQueue:
                 seen.add(state.arrival)
                 yield state
                 continue
+            if self.was_held and self.oldest is None and self._oldest_credit >= 0 and self._by_age:
+                self.oldest = oldest = self._by_age.peekitem(0)[1]
+                if oldest.arrival not in seen:
+                    seen.add(oldest.arrival)
+                    yield oldest
+                    continue
             for state in self._queue.scan():
                 if state.arrival in seen:
                     continue
@@ -286,6 +324,10 @@ class _TenantQueue:
 
     def _num_later(self, state: RequestState) -> int:
         return len(self._admitted) - int(self._admitted.bisect_right(state.arrival))
+
+
+def _age_key(state: RequestState) -> tuple[int, int, int]:
+    return state.priority_key[0], state.session_arrival, state.arrival
 
 
 class WaitingQueue:
@@ -311,7 +353,9 @@ class WaitingQueue:
         self._by_watch: dict[PrefixWatch, RequestState] = {}
         self.num_tokens = 0  # of all of them
         self.num_changes = 0  # requests added, removed or unblocked since the start
-        self.backlog_bound: Callable[[int], float] | None = None  # seconds, by waiting tokens
+        self._num_needed = 0  # pages: the page needs of all together
+        self.backlog_bound: Callable[[int], float] | None = None  # seconds, by tokens to compute
+        self.serves_oldest = False  # the oldest session has a share: set before requests are added
 
     def __len__(self) -> int:
         return len(self._by_watch)
@@ -328,8 +372,14 @@ class WaitingQueue:
             self._shares.begin_waiting(state.tenant, self._queues)
             queue = self._spare
             if queue is None:
-                queue = _TenantQueue(self._policy, self._max_overtake)
-            self._spare, queue.tenant, queue.num_passed = None, state.tenant, 0
+                queue = _TenantQueue(
+                    state.tenant,
+                    self._policy,
+                    self._max_overtake,
+                    serves_oldest=self.serves_oldest,
+                )
+            queue.serve(state.tenant)
+            self._spare = None
             self._queues[state.tenant] = queue
         queue.add(state, is_returning=is_returning)
         self.num_tokens += len(state.tokens)
@@ -405,10 +455,12 @@ class WaitingQueue:
         if need != state.page_need:
             self._forget_need(state)
             state.page_need = need
+            self._num_needed += need
             self._queues[state.tenant].needs.add((need, state.arrival))
 
     def _forget_need(self, state: RequestState) -> None:
         if state.page_need is not None:
+            self._num_needed -= state.page_need
             self._queues[state.tenant].needs.remove((state.page_need, state.arrival))
             state.page_need = None
 
@@ -433,9 +485,20 @@ class WaitingQueue:
 
     def must_start(self, state: RequestState) -> bool:
         """Whether a request that `candidates` gives is to start at any price: it or an earlier one
-        of its tenant has reached its bound on waiting, or its tenant the bound on starts of others.
+        of its tenant has reached its bound on waiting, or its tenant the bound on starts of others,
+        or it is given for its session's age.
         """
-        return self._is_limited(self._queues[state.tenant])
+        queue = self._queues[state.tenant]
+        return state is queue.oldest or self._is_limited(queue)
+
+    def begin_pass(self) -> None:
+        """With priced admission: a pass begins that may hold requests. O(tenants that wait)."""
+        for queue in self._queues.values():
+            queue.was_held, queue.is_held = queue.is_held, False
+
+    def note_held(self, state: RequestState) -> None:
+        """A request that fits was not started, because of its price."""
+        self._queues[state.tenant].is_held = True
 
     def is_first(self, arrival: int, tenant: Tenant, priority: int) -> bool:
         """Whether no waiting request of its tenant comes before a request like this."""
@@ -523,7 +586,8 @@ class WaitingQueue:
         """When a request was queued that has reached its bound in seconds."""
         max_wait_s = math.inf if self._max_wait_s is None else self._max_wait_s
         if self.backlog_bound is not None:
-            max_wait_s = min(max_wait_s, self.backlog_bound(self.num_tokens))
+            num_tokens = self._num_needed * self._cache.page_size
+            max_wait_s = min(max_wait_s, self.backlog_bound(num_tokens))
         return self._clock() - max_wait_s
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.request import BeamParams
+from radixserve.scheduler.step_costs import StepCosts
 from tests.scheduler.fake import Driver, random_prompt
 from tests.scheduler.test_scheduler import prompt
 
@@ -25,7 +27,7 @@ def priced(pages: int, page_size: int = 1, **settings: object) -> Driver:
         driver.now += 0.001  # between the beginning and the end of a step, too
         return driver.now
 
-    scheduler._clock = pricing._clock = clock
+    scheduler._clock = pricing._clock = scheduler._step_costs.clock = clock
     scheduler._waiting._clock = lambda: driver.now
     return driver
 
@@ -100,18 +102,78 @@ def test_a_cold_session_waits_no_longer_than_the_waiting_tokens_take() -> None:
     hot = HotSessions(driver, 3, 30)
     for _ in range(60):
         hot.step()
-    pricing = driver.scheduler._pricing
-    assert pricing is not None
-    pricing.costs._prefill_s, pricing.costs._prefill_tokens = 0.005, 1.0
-    pricing.costs.note_step = lambda *_: None  # type: ignore[method-assign]
+    fix_costs(driver, prefill_share=1.0)
     driver.add("cold", prompt(50, 60), max_tokens=2, ignore_eos=True, session="cold")
     sent_at = driver.now
     while "cold" not in driver.admitted:
         hot.step()
-        most = 60 + 3 * 64  # tokens that wait
-        assert driver.now - sent_at <= 2 * most * 0.005 + 0.2  # and what runs ends
-    assert driver.now - sent_at >= 2 * 60 * 0.005
+        most = 60 + 3 * 64  # tokens that are to be computed of waiting requests
+        assert driver.now - sent_at <= 8 * most * 0.005 + 0.2  # and what runs ends
+    assert driver.now - sent_at >= 8 * 60 * 0.005
     assert driver.scheduler.num_held > 0
+
+
+def fix_costs(driver: Driver, *, prefill_share: float) -> None:
+    """Have the steps cost this from now on, whatever they take."""
+    costs = driver.scheduler._step_costs
+    costs._prefill_s, costs._prefill_tokens = 0.005, 1.0
+    costs._recent_s, costs._recent_prefill_s = 1.0, prefill_share
+    costs.note_step = lambda *_: None  # type: ignore[method-assign]
+
+
+def test_the_oldest_session_gets_an_eighth_of_the_tokens() -> None:
+    """Price and order put it last for ever, and no bound on waiting ends that."""
+    driver = priced(130, max_running_requests=4, max_overtake=10_000, chunked_prefill_size=64)
+    driver.scheduler._waiting.backlog_bound = None
+    driver.add("old-1", prompt(50, 50), max_tokens=2, ignore_eos=True, session="old")
+    hot = HotSessions(driver, 3, 30)
+    for _ in range(60):
+        hot.step()
+    fix_costs(driver, prefill_share=1.0)
+    text = driver.prompts["old-1"] + driver.output("old-1") + prompt(51, 8)
+    driver.add("old-2", text, max_tokens=2, ignore_eos=True, session="old")
+    before = driver.scheduler.counts.prefilled_tokens
+    while "old-2" not in driver.admitted:
+        hot.step()
+        # A request of it before, and a page more of each running one.
+        assert driver.scheduler.counts.prefilled_tokens - before <= 8 * len(text) + 4 * 64
+    assert driver.scheduler.num_held > 0
+
+
+def test_room_is_worth_nothing_while_the_machine_prefills_all_the_time() -> None:
+    held = []
+    for share in (0.0, 1.0):
+        driver = priced(130, max_running_requests=4, max_overtake=10_000, chunked_prefill_size=64)
+        driver.scheduler._waiting.backlog_bound = None
+        hot = HotSessions(driver, 3, 30)
+        for _ in range(60):
+            hot.step()
+        fix_costs(driver, prefill_share=share)
+        before = driver.scheduler.num_held
+        for number in range(4):
+            driver.add(f"cold{number}", prompt(60 + number, 60), max_tokens=2, session=f"c{number}")
+            for _ in range(20):
+                hot.step()
+        held.append(driver.scheduler.num_held - before)
+    assert held[0] == 0
+    assert held[1] > 0
+
+
+def test_the_share_of_prefill_is_that_of_the_last_minute() -> None:
+    now = 0.0
+    costs = StepCosts(lambda: now)
+    assert costs.prefill_share == 0.0
+    for num_prefill, seconds in [(0, 0.01)] * 100 + [(512, 1.01)] * 5:
+        begun_at = now
+        now += seconds
+        schedule = SimpleNamespace(num_prefill_tokens=num_prefill)
+        costs.note_step(schedule, begun_at)  # type: ignore[arg-type]
+    assert costs.prefill_share == pytest.approx(5 / 6.05, rel=0.05)
+    for _ in range(2_000):
+        begun_at = now
+        now += 0.1
+        costs.note_step(SimpleNamespace(num_prefill_tokens=0), begun_at)  # type: ignore[arg-type]
+    assert costs.prefill_share < 0.02
 
 
 def test_sessions_that_share_most_of_their_prompts_are_not_held() -> None:
@@ -205,6 +267,7 @@ def storm(seed: int, steps: int) -> Counter[str]:
     if seed % 2:  # costs that fit the clock below
         costs = driver.scheduler._step_costs
         costs._prefill_s, costs._prefill_tokens = 0.5, 1.0
+        costs._recent_s, costs._recent_prefill_s = 1.0, 0.5
         costs.note_step = lambda *_: None  # type: ignore[method-assign]
     names: list[str] = []
     known: list[list[int]] = [[2, 3]]
