@@ -47,7 +47,7 @@ def to_int8(x: Tensor) -> Tensor:
     return (x / scale).round().clamp(-127, 127) * scale
 
 
-def turned_to_int8(x: Tensor) -> Tensor:
+def hadamard_to_int8(x: Tensor) -> Tensor:
     """Heads multiplied with a Hadamard matrix, as those of K and V."""
     return multiply_hadamard(to_int8(multiply_hadamard(x)))
 
@@ -59,14 +59,14 @@ def to_bfloat16(x: Tensor) -> Tensor:
 FORMS: dict[str, tuple[Rounding, int]] = {  # and after how many tokens it is done again; 0: never
     "bfloat16, once": (to_bfloat16, 0),
     "int8, once": (to_int8, 0),
-    "int8, Hadamard, once": (turned_to_int8, 0),
+    "int8, Hadamard, once": (hadamard_to_int8, 0),
     "bfloat16, every 64": (to_bfloat16, 64),
-    "int8, Hadamard, every 64": (turned_to_int8, 64),
-    "int8, Hadamard, every token": (turned_to_int8, 1),
+    "int8, Hadamard, every 64": (hadamard_to_int8, 64),
+    "int8, Hadamard, every token": (hadamard_to_int8, 1),
 }
 
 
-class Sequence:
+class RunnerSequence:
     """One sequence of a runner without a scheduler; it has the first state and pages in order."""
 
     def __init__(self, folder: Path, num_tokens: int, kv_dtype: str = "auto") -> None:
@@ -98,7 +98,7 @@ class Sequence:
 
 
 def distributions(
-    sequence: Sequence, tokens: np.ndarray, num_prompt: int, form: tuple[Rounding, int] | None
+    sequence: RunnerSequence, tokens: np.ndarray, num_prompt: int, form: tuple[Rounding, int] | None
 ) -> Tensor:
     sequence.restart()
     sequence.forward(tokens[:num_prompt])
@@ -119,7 +119,10 @@ def measure(family: str, args: argparse.Namespace) -> list[list[Cell]]:
     prompts = [rng.integers(3, 4000, length).astype(np.int32) for _ in range(args.num_prompts)]
     with tempfile.TemporaryDirectory(prefix="state-fidelity-") as name:
         save_model(family, args.width, Path(name), INITIALIZER_RANGE)
-        sequence, in_8_bits = Sequence(Path(name), length), Sequence(Path(name), length, "int8")
+        sequence, in_8_bits = (
+            RunnerSequence(Path(name), length),
+            RunnerSequence(Path(name), length, "int8"),
+        )
         expected = [distributions(sequence, tokens, args.prompt, None) for tokens in prompts]
         rows: list[list[Cell]] = []
         for form in (*FORMS, "K and V int8"):

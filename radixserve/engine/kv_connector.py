@@ -519,7 +519,7 @@ class KVConnector:
         write_s = token_bytes * (self._write_s + self._copy_s)
         rate = self._return_rate
         if not num_returned and write_s >= rate * seconds / computed:
-            return 0
+            return 0  # not even if loads were free
         saved_s = self._cpu_share * seconds / computed - token_bytes / self._bandwidth
         if saved_s <= 0.0:
             return 0

@@ -152,12 +152,10 @@ class SingleDeviceRunner(ModelRunner):
                 *(self.pool.layers, self.pool.page_size), scales_last=self.backend.scales_last
             )
 
-    def _look_at_rounding(self) -> None:
-        """When a step that the check has noted was computed."""
-        if self._rounding_check is not None:
-            self._rounding_check.look()
-            if self._rounding_check.is_done:
-                self._rounding_check = None
+    def _check_rounding(self) -> None:
+        """Run the check if the step just computed had a long prompt."""
+        if self._rounding_check is not None and self._rounding_check.warn():
+            self._rounding_check = None
 
     def memory_plan(self) -> MemoryPlan:
         return MemoryPlan(

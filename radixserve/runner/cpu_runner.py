@@ -124,7 +124,7 @@ class CpuModelRunner(SingleDeviceRunner):
         logits = self.model.forward(batch, self.backend)  # [S, V]
         if self._rounding_check is not None:
             self._rounding_check.note(inputs.host)
-            self._look_at_rounding()
+            self._check_rounding()
         computed = time.perf_counter()
         outputs: tuple[SampleOutput | None, ...] = (None,) * plan.num_outputs
         if self._is_sampling:

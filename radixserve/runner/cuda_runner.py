@@ -168,7 +168,7 @@ class CudaModelRunner(SingleDeviceRunner):
             pending.sample.transfer.event.wait()
             arrived = time.perf_counter()
             outputs = self._sampler.collect(pending.sample)
-            self._look_at_rounding()
+            self._check_rounding()
             self._sample_deferred(outputs)
         pending.seconds["forward"] += arrived - began
         pending.seconds["sample"] += time.perf_counter() - arrived

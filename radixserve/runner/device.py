@@ -78,7 +78,7 @@ def choose_kv_dtype(
 
 
 def _missing_fp8(kind: torch.dtype, device: torch.device) -> str:
-    """Why the device has no numbers of this dtype; "" if it has."""
+    """Returns why a CUDA device cannot store this dtype, or "" if it can."""
     if kind != torch.float8_e4m3fn or device.type != "cuda":
         return ""
     capability = torch.cuda.get_device_capability(device)

@@ -1,8 +1,9 @@
-"""`RoundingCheck`: names heads whose keys lose much in 8 bits, once, after the first long prompt.
+"""`RoundingCheck`: warns once of heads whose keys lose much in 8 bits, after the first long prompt.
 
-A channel of a head that is far larger than the others decides the scale of its tokens, and the
-others are rounded coarsely. What is stored tells: the error of a number follows from its scale, or
-from the number itself in fp8, and what a channel says is how much it varies from token to token.
+A channel that is far larger than the others of its head decides the scale, so the others are
+rounded coarsely. The check reads stored keys: a number's rounding error follows from its scale, or
+in fp8 from the number itself. It compares this error with the channel's standard deviation over
+tokens.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from radixserve_kernels.stored_kv import FP8_MAX, from_stored, split_int8
 
 logger = logging.getLogger("radixserve")
 
-LIMIT = 0.05  # of the rounding error in what the middle channel varies by; see docs/quantization.md
-MIN_TOKENS, MAX_TOKENS = 128, 256  # of a row that are looked at
-FIRST_TOKEN = 4  # the tokens before it often have keys like no others
-UNIFORM = 12**-0.5  # the root mean square of errors between -1/2 and 1/2
-FP8_ERROR = 0.0257  # of numbers with three bits of mantissa, in the mean of their sizes
-FP8_LEAST = 2.0**-9  # the distance of the smallest ones
+# Largest rounding error over standard deviation, of the median channel; see docs/quantization.md
+LIMIT = 0.05
+MIN_TOKENS, MAX_TOKENS = 128, 256  # of a row that are read
+FIRST_TOKEN = 4  # the tokens before it often have keys unlike all others
+UNIFORM = 12**-0.5  # root mean square of errors between -1/2 and 1/2
+FP8_ERROR = 0.0257  # relative root mean square error of float8_e4m3fn, three bits of mantissa
+FP8_LEAST = 2.0**-9  # distance of its smallest numbers
 
 
 class CoarseHead(NamedTuple):
@@ -34,16 +36,16 @@ class CoarseHead(NamedTuple):
 
     layer: int  # among those that store K and V
     head: int
-    error: float  # in what the middle channel varies by
+    error: float  # rounding error over standard deviation, of the median channel
     is_cut: bool  # some numbers are as large as the dtype allows
 
 
 class RoundingCheck:
-    """`note` a step's rows, and `look` when the step was computed, until `is_done`."""
+    """Call `note` with each step's rows and `warn` when the step was computed, until that returns
+    True."""
 
     def __init__(self, layers: list[LayersKV], page_size: int, *, scales_last: bool) -> None:
         """layers: of a pool in 8 bits, those whose pages are the rows' own."""
-        self.is_done = False
         self._layers, self._page_size, self._scales_last = layers, page_size, scales_last
         self._slots: IntArray | None = None
 
@@ -52,19 +54,20 @@ class RoundingCheck:
         row = int(host.seq_lens.argmax())
         length = int(host.seq_lens[row])
         if self._slots is None and length >= MIN_TOKENS:
-            places = np.arange(max(FIRST_TOKEN, length - MAX_TOKENS), length)
-            pages = host.page_tables[row][places // self._page_size].astype(np.int64)
-            self._slots = pages * self._page_size + places % self._page_size
+            positions = np.arange(max(FIRST_TOKEN, length - MAX_TOKENS), length)
+            pages = host.page_tables[row][positions // self._page_size].astype(np.int64)
+            self._slots = pages * self._page_size + positions % self._page_size
 
-    def look(self) -> None:
-        """Log one warning if a head of the row's keys is rounded coarsely. Some tens of
-        milliseconds, once."""
-        if self._slots is None:
-            return
-        slots, self._slots, self.is_done = self._slots, None, True
+    def warn(self) -> bool:
+        """Check the row that `note` took, and log one warning if keys of a head are rounded
+        coarsely. Returns whether there was such a row: the check is over. Takes some tens of
+        milliseconds."""
+        slots = self._slots
+        if slots is None:
+            return False
         heads = [head for layers in self._layers for head in self._coarse_heads(layers, slots)]
         if not heads:
-            return
+            return True
         worst = max(heads, key=lambda head: (head.is_cut, head.error))
         reason = f"by {worst.error:.0%} of what they vary by from token to token"
         if worst.is_cut:
@@ -75,6 +78,7 @@ class RoundingCheck:
             'kv_dtype="auto" stores them as they are',
             *(worst.layer, worst.head, reason, others),
         )
+        return True
 
     def _coarse_heads(self, layers: LayersKV, slots: IntArray) -> list[CoarseHead]:
         index = torch.from_numpy(slots)
@@ -89,14 +93,13 @@ class RoundingCheck:
 
 
 def key_errors(rows: Tensor, *, scales_last: bool) -> tuple[Tensor, Tensor]:
-    """Of each head of stored keys [n, Hkv, W] the rounding error of its middle channel, in what
-    that varies by over the n tokens: [Hkv] float32. And whether numbers were cut off: [Hkv]."""
+    """Returns, for stored keys [n, Hkv, W], each head's median over channels of rounding error over
+    standard deviation over tokens, [Hkv] float32, and whether its numbers were clipped, [Hkv]."""
     keys = from_stored(rows, torch.float32, scales_last=scales_last)
     if rows.dtype == torch.int8:
         _, scales = split_int8(rows, scales_last=scales_last)
-        error = (
-            scales.float().square().mean(0).sqrt()[:, None] * UNIFORM
-        )  # the same of all channels
+        rms_scale = scales.float().square().mean(0).sqrt()  # [Hkv], the same for all channels
+        error = rms_scale[:, None] * UNIFORM
         is_cut = torch.zeros(keys.shape[1], dtype=torch.bool)
     else:
         error = (keys.square().mean(0) * FP8_ERROR**2 + (FP8_LEAST * UNIFORM) ** 2).sqrt()

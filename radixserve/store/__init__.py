@@ -6,11 +6,10 @@ K/V, named by everything before them.
 
 from radixserve.store.folder_store import FolderStore
 from radixserve.store.host_store import HostStore, TieredStore
-from radixserve.store.return_rate import ReturnRate
 from radixserve.store.run_file import BadRun, KVLayout, KVRun, decode_run, encode_run
 from radixserve.store.run_store import RunStore, StoredFile
 from radixserve.store.stored_prefixes import MAX_RUN_TOKENS, StoredPrefix, StoredPrefixes, StoredRun
-from radixserve.store.use_counts import UseCounts
+from radixserve.store.use_counts import ReturnRate, UseCounts
 
 __all__ = [
     "MAX_RUN_TOKENS",

@@ -93,17 +93,14 @@ class FolderStore(RunStore):
             return None
         try:
             if into is not None and num_bytes is None:
-                count = os.readv(file, [into])
-                if count < len(into):  # the end of the file
+                count = _read_into(file, into)
+                if count < len(into):
                     return into[:count]
                 os.lseek(file, 0, os.SEEK_SET)
             size = os.fstat(file).st_size
             size = size if num_bytes is None else min(size, num_bytes)
             data = np.empty(size, np.uint8).data if into is None or len(into) < size else into
-            count = 0
-            while count < size and (num_read := os.readv(file, [data[count:size]])):
-                count += num_read
-            return data[:count]
+            return data[: _read_into(file, data[:size])]
         finally:
             os.close(file)
 
@@ -230,6 +227,14 @@ def _create(path: str) -> int:
     except FileNotFoundError:
         Path(path).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         return os.open(path, flags, 0o666)
+
+
+def _read_into(file: int, into: memoryview) -> int:
+    """Read until `into` is full or the file ends. Returns the bytes read."""
+    count = 0
+    while count < len(into) and (num_read := os.readv(file, [into[count:]])):
+        count += num_read
+    return count
 
 
 def _write(file: int, parts: Iterable[Buffer]) -> int:

@@ -1,4 +1,4 @@
-"""`UseCounts`: how often prefixes of token sequences were used, whether or not they are cached."""
+"""How often prefixes are used again: `UseCounts` by prefix, `ReturnRate` of evicted tokens."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from radixserve.arrays import IntArray
 
 _STEP = 64  # tokens: prefixes are counted at multiples of it
 _MAX_PREFIXES = 65_536
+_ASSUMED_RETURNS = 10, 2000  # returned and evicted tokens that are added to the counted ones
 
 
 class UseCounts:
@@ -44,3 +45,22 @@ class UseCounts:
     def clear(self) -> None:
         """Forget all uses."""
         self._counts.clear()
+
+
+class ReturnRate:
+    """The share of evicted tokens that are asked for again. Half of what was counted is forgotten
+    whenever a window of tokens has been evicted."""
+
+    def __init__(self, window: int) -> None:
+        """`window`: evicted tokens."""
+        self._window = window
+        self._num_evicted = 0  # forgotten ones
+        self._num_returned = 0
+
+    def share(self, num_evicted: int, num_returned: int) -> float:
+        """Returns the share, at most 1, of tokens counted since the start."""
+        evicted, returned = num_evicted - self._num_evicted, num_returned - self._num_returned
+        if evicted > self._window:
+            self._num_evicted += evicted // 2
+            self._num_returned += returned // 2
+        return min(1.0, (returned + _ASSUMED_RETURNS[0]) / (evicted + _ASSUMED_RETURNS[1]))

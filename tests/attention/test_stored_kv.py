@@ -134,8 +134,10 @@ def test_flashinfer(name: str, fake: Fake) -> None:
     lengths, groups = SHARED[name] if name in SHARED else (LENGTHS[name], [])
     case = SharedCase(lengths, 2, groups, heads=8, kv_heads=2, dim=64, dtype=torch.bfloat16)
     check(FlashInferBackend, case, FP8, AttentionFeatures(), library=fake.library)
-    plans = [one for one in fake.arguments if "kv_data_type" in one]
-    assert {(one["q_data_type"], one["kv_data_type"]) for one in plans} == {(torch.bfloat16, FP8)}
+    plans = [call for call in fake.arguments if "kv_data_type" in call]
+    assert {(plan["q_data_type"], plan["kv_data_type"]) for plan in plans} == {
+        (torch.bfloat16, FP8)
+    }
 
 
 def test_a_graph_on_a_device() -> None:

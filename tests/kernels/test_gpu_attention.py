@@ -154,7 +154,9 @@ def test_stored_in_another_dtype(
     of a power of two and others."""
     torch.manual_seed(0)
     features = AttentionFeatures(**fields)
-    lse_tolerance = TOLERANCE[dtype] if stored == torch.int8 else 1e-5  # turned queries are rounded
+    lse_tolerance = (
+        TOLERANCE[dtype] if stored == torch.int8 else 1e-5
+    )  # transformed queries are rounded
     for head_dim, num_splits in ((16, 1), (24, 3)):
         plain = make_case([200, 0, 20, 129], 2, head_dim, 4, F32)
         case, read = stored_in(plain, stored)
@@ -164,8 +166,8 @@ def test_stored_in_another_dtype(
         new = [0, 30, 30, 45, 46]
         q = queries(46, 4, head_dim, dtype)
         expected = attention(read, q, new, head_dim**-0.5, causal=True, features=features)
-        found = extend(case, q, new, 30, num_splits, True, features)
-        assert_near(*found, expected, lse_tolerance)
+        result = extend(case, q, new, 30, num_splits, True, features)
+        assert_near(*result, expected, lse_tolerance)
 
 
 @pytest.mark.parametrize("fields", [{}, *FEATURES[1:]], ids=str)

@@ -228,6 +228,7 @@ def test_what_is_stored_in_8_bits(
         fresh = to_stored(new[kept], stored, scales_last=scales_last)
         torch_ops.as_bytes(expected)[slots[kept]] = torch_ops.as_bytes(fresh)
         read, wanted = (
-            from_stored(one, torch.float32, scales_last=scales_last) for one in (rows, expected)
+            from_stored(stored, torch.float32, scales_last=scales_last)
+            for stored in (rows, expected)
         )
         torch.testing.assert_close(read, wanted, rtol=0, atol=0, equal_nan=True)

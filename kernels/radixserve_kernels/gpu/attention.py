@@ -63,7 +63,7 @@ def first_seen(position, window, chunk):
 
 
 @kernel()
-def turn_heads(
+def hadamard_transform(
     x,  # float32 [rows, block_dim]
     rows: tl.constexpr,
     block_dim: tl.constexpr,
@@ -256,7 +256,7 @@ def write_state(
     block_rows: tl.constexpr,
     block_dim: tl.constexpr,
     is_split: tl.constexpr,
-    turned_size: tl.constexpr,  # of `turn_heads`, which turns the output back; 0: it is as it was
+    hadamard_dim: tl.constexpr,  # of `hadamard_transform` over the output; 0: none
 ):
     """Store the finished output and, unless its pointer is None, the lse of each query. is_split:
     the state is that of `attend_splits` after a single split, which has these already."""
@@ -264,8 +264,8 @@ def write_state(
         lse, _, out = state
     else:
         out, lse = finished(state)
-    if turned_size:
-        out = turn_heads(out, block_rows, block_dim, turned_size)
+    if hadamard_dim:
+        out = hadamard_transform(out, block_rows, block_dim, hadamard_dim)
     features = tl.arange(0, block_dim)
     is_written = is_query[:, None] & (features < head_dim)[None, :]
     cells = out_ptr + out_cells[:, None] + features[None, :]

@@ -25,11 +25,11 @@ from radixserve_kernels.gpu.attention import (
     empty_state,
     exact_keys,
     first_seen,
+    hadamard_transform,
     keys_per_split,
     merge_split,
     precision_of,
     row_keys,
-    turn_heads,
     write_state,
 )
 from radixserve_kernels.gpu.launch import KernelLaunch, kernel, power_of_2, tl, wait_for_inputs
@@ -90,14 +90,14 @@ def decode_kernel(
     split_keys: tl.constexpr,
     is_split: tl.constexpr,
     has_scales: tl.constexpr,
-    turned_size: tl.constexpr,
-    turns_out: tl.constexpr,
+    hadamard_dim: tl.constexpr,
+    restores_out: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """Grid [R, Hkv, splits]. split_keys: of exact results, those of a split; 0: others. is_split:
-    each program computes one of these splits. has_scales: K and V are integers with scales, and
-    turned as `turn_heads` does; turns_out: nothing comes after this, so that the output is turned
-    back."""
+    each program computes one of these splits. has_scales: K and V are integers with scales, stored
+    after `hadamard_transform` over blocks of `hadamard_dim`; restores_out: apply it to the output,
+    which no merge follows."""
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     kv_split = tl.program_id(2)
@@ -128,7 +128,7 @@ def decode_kernel(
     query = tl.load(cells + features[None, :], mask=is_read, other=0.0)
     if has_scales:
         wide = query.to(tl.float32)
-        query = turn_heads(wide, block_rows, block_dim, turned_size).to(query.dtype)
+        query = hadamard_transform(wide, block_rows, block_dim, hadamard_dim).to(query.dtype)
 
     limit = tl.zeros([block_rows], tl.int32) + end
     lower = tl.zeros([block_rows], tl.int32) + lowest
@@ -159,7 +159,7 @@ def decode_kernel(
     lse_cells = (row.to(tl.int64) * num_heads + head) * num_kv_splits + kv_split
     write_state(
         *(state, out_ptr, lse_ptr, out_cells, lse_cells, is_query, head_dim, block_rows, block_dim),
-        *(is_split, turned_size if turns_out else 0),
+        *(is_split, hadamard_dim if restores_out else 0),
     )
 
 
@@ -174,7 +174,7 @@ def merge_exact_splits_kernel(
     stride_out_head,
     head_dim: tl.constexpr,
     block_dim: tl.constexpr,
-    turned_size: tl.constexpr,
+    hadamard_dim: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """Grid [T, Hq]. In order, as `attend_splits` merges them."""
@@ -196,7 +196,7 @@ def merge_exact_splits_kernel(
     state = (m_i, l_i, acc)
     write_state(
         *(state, out_ptr, lse_ptr, out_cells, cell, none == 0, head_dim, 1, block_dim, False),
-        turned_size,
+        hadamard_dim,
     )
 
 
@@ -212,7 +212,7 @@ def merge_splits_kernel(
     head_dim: tl.constexpr,
     block_dim: tl.constexpr,
     block_splits: tl.constexpr,
-    turned_size: tl.constexpr,
+    hadamard_dim: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """Grid [T, Hq]."""
@@ -239,9 +239,9 @@ def merge_splits_kernel(
         l_i = l_i * alpha + tl.sum(weight, 0)
         m_i = m_new
     out = acc / tl.where(l_i > 0.0, l_i, 1.0)
-    if turned_size:
-        turned = turn_heads(tl.reshape(out, [1, block_dim]), 1, block_dim, turned_size)
-        out = tl.reshape(turned, [block_dim])
+    if hadamard_dim:
+        restored = hadamard_transform(tl.reshape(out, [1, block_dim]), 1, block_dim, hadamard_dim)
+        out = tl.reshape(restored, [block_dim])
     cells = out_ptr + row * stride_out_row + head * stride_out_head + features
     tl.store(cells, out.to(out_ptr.dtype.element_ty), mask=features < head_dim)
     if lse_ptr is not None:
@@ -266,7 +266,7 @@ def decode(
         "block_rows": blocks.rows,
         "block_keys": blocks.keys,
     }
-    state, merge = split_state(q, split, result, turned_size(keys))
+    state, merge = split_state(q, split, result, hadamard_dim_of(keys))
     grid = (len(q), keys.k_slots.shape[1], split.num_splits)
     attend = KernelLaunch(
         *(decode_kernel, grid, arguments | state, blocks.num_warps, blocks.num_stages),
@@ -321,7 +321,7 @@ def attention_arguments(
         "v_scale_ptr": v_scales,
         "stride_scale": stride_scale,
         "has_scales": has_scales,
-        "turned_size": turned_size(keys),
+        "hadamard_dim": hadamard_dim_of(keys),
         "group": group_of(q, keys),
         "num_heads": q.shape[1],
         "min_keys": MIN_SPLIT_KEYS,
@@ -333,10 +333,11 @@ def attention_arguments(
     }
 
 
-def turned_size(keys: PagedKeys) -> int:
-    """Numbers of a block that `turn_heads` turns; 0: K and V are stored as they are."""
-    is_turned = keys.k_slots.dtype == torch.int8
-    return hadamard_size(stored_head_dim(keys.k_slots.shape[2], torch.int8)) if is_turned else 0
+def hadamard_dim_of(keys: PagedKeys) -> int:
+    """Returns the block size of `hadamard_transform`; 0 if K and V are stored as they are."""
+    if keys.k_slots.dtype != torch.int8:
+        return 0
+    return hadamard_size(stored_head_dim(keys.k_slots.shape[2], torch.int8))
 
 
 def split_arguments(split: KVSplit) -> dict[str, Any]:
@@ -348,7 +349,7 @@ def split_arguments(split: KVSplit) -> dict[str, Any]:
 
 
 def split_state(
-    q: Tensor, split: KVSplit, result: AttentionOutput, turned_size: int
+    q: Tensor, split: KVSplit, result: AttentionOutput, hadamard_dim: int
 ) -> tuple[dict[str, Any], list[KernelLaunch]]:
     """Where an attention kernel writes its states, and the merge of splits that follows."""
     out, lse = result
@@ -356,7 +357,7 @@ def split_state(
     assert lse is None or lse.is_contiguous(), "lse must lie dense"
     if split.num_splits == 1:
         names = {"out_ptr": out, "lse_ptr": lse, "stride_out_split": 0}
-        names["turns_out"] = turned_size > 0
+        names["restores_out"] = hadamard_dim > 0
         return names | _strides(out), []
     states, state_lse = _workspace(q, split)
     arguments = {
@@ -367,7 +368,7 @@ def split_state(
         "num_kv_splits": split.num_splits,
         "head_dim": q.shape[2],
         "block_dim": power_of_2(q.shape[2]),
-        "turned_size": turned_size,
+        "hadamard_dim": hadamard_dim,
     }
     merge_kernel = merge_exact_splits_kernel
     if not split.is_exact:
@@ -377,7 +378,7 @@ def split_state(
         enable_fp_fusion=not split.is_exact,
     )
     names = {"out_ptr": states, "lse_ptr": state_lse, "stride_out_split": q.shape[2]}
-    names["turns_out"] = False
+    names["restores_out"] = False
     return names | _strides(states), [merge]
 
 

@@ -19,18 +19,18 @@ from radixserve_kernels.gpu.attention import (
     exact_extend_blocks,
     extend_blocks,
     first_seen,
+    hadamard_transform,
     is_long,
     keys_per_split,
     row_keys,
-    turn_heads,
     write_state,
 )
 from radixserve_kernels.gpu.decode import (
     attention_arguments,
     group_of,
+    hadamard_dim_of,
     split_arguments,
     split_state,
-    turned_size,
 )
 from radixserve_kernels.gpu.kernel_choice import choice_of
 from radixserve_kernels.gpu.launch import (
@@ -107,13 +107,13 @@ def extend_kernel(
     split_keys: tl.constexpr,
     is_split: tl.constexpr,
     has_scales: tl.constexpr,
-    turned_size: tl.constexpr,
-    turns_out: tl.constexpr,
+    hadamard_dim: tl.constexpr,
+    restores_out: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """Grid [tiles, Hkv, splits]; the last tiles of a row, which have most keys, come first.
 
-    split_keys, is_split, has_scales, turns_out: see `decode_kernel`.
+    split_keys, is_split, has_scales, restores_out: see `decode_kernel`.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -139,7 +139,7 @@ def extend_kernel(
     query = tl.load(cells, mask=is_read, other=0.0)
     if has_scales:
         wide = query.to(tl.float32)
-        query = turn_heads(wide, block_rows, block_dim, turned_size).to(query.dtype)
+        query = hadamard_transform(wide, block_rows, block_dim, hadamard_dim).to(query.dtype)
 
     if is_causal:
         limit = num_keys - num_new + new + 1  # [rows] keys that each query sees
@@ -196,7 +196,7 @@ def extend_kernel(
     lse_cells = (token * num_heads + head) * num_kv_splits + kv_split
     write_state(
         *(state, out_ptr, lse_ptr, out_cells, lse_cells, is_query, head_dim, block_rows, block_dim),
-        *(is_split, turned_size if turns_out else 0),
+        *(is_split, hadamard_dim if restores_out else 0),
     )
 
 
@@ -217,7 +217,7 @@ def extend(
     group, num_rows = group_of(q, keys), len(keys.last_page_len)
     choose = exact_extend_blocks if split.is_exact else extend_blocks
     shape = max_q * group, q.shape[2], q.dtype, capability or capability_of(q)
-    blocks = choose(*shape, has_scales=turned_size(keys) > 0)
+    blocks = choose(*shape, has_scales=hadamard_dim_of(keys) > 0)
     measured = choice_of(q.device).extend_tile
     if measured is not None and is_long(blocks) and not split.is_exact:
         blocks = BlockSizes(*measured)
@@ -233,7 +233,7 @@ def extend(
         "tile_tokens": tile_tokens,
         "rows_at_once": ROWS_AT_ONCE,
     }
-    state, merge = split_state(q, split, result, turned_size(keys))
+    state, merge = split_state(q, split, result, hadamard_dim_of(keys))
     num_tiles = len(q) // tile_tokens + num_rows if len(q) else 0
     grid = (num_tiles, keys.k_slots.shape[1], split.num_splits)
     attend = KernelLaunch(

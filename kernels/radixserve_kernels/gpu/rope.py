@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from radixserve_kernels.gpu.attention import turn_heads
+from radixserve_kernels.gpu.attention import hadamard_transform
 from radixserve_kernels.gpu.launch import KernelLaunch, kernel, power_of_2, tl, wait_for_inputs
 from radixserve_kernels.stored_kv import FP8_MAX, LEAST, hadamard_size, split_int8
 
@@ -24,11 +24,11 @@ def to_int8(
     x,  # float32 [heads, block_dim], zeros beyond the head
     block_heads: tl.constexpr,
     block_dim: tl.constexpr,
-    turned_size: tl.constexpr,
+    hadamard_dim: tl.constexpr,
     least: tl.constexpr,
 ):
     """The integers [heads, block_dim] and scales [heads] of each head: the bits of `to_stored`."""
-    wide = turn_heads(x, block_heads, block_dim, turned_size)
+    wide = hadamard_transform(x, block_heads, block_dim, hadamard_dim)
     size = tl.abs(wide)
     is_finite = tl.sum((size < float("inf")).to(tl.int32), 1) == block_dim
     largest = tl.max(size, 1)
@@ -54,7 +54,7 @@ def rope_and_store_kernel(
     q_ptr,  # [T, Hq, D]
     k_ptr,  # [num_slots, Hkv, D]
     v_ptr,
-    k_scale_ptr,  # [num_slots, Hkv] bfloat16, read if turned_size
+    k_scale_ptr,  # [num_slots, Hkv] bfloat16, read if hadamard_dim
     v_scale_ptr,
     eps,
     num_heads,
@@ -73,12 +73,12 @@ def rope_and_store_kernel(
     head_dim: tl.constexpr,
     block_dim: tl.constexpr,
     block_heads: tl.constexpr,
-    turned_size: tl.constexpr,
+    hadamard_dim: tl.constexpr,
     least: tl.constexpr,
     largest: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """Grid [T, blocks of the Hq + 2 Hkv heads]. turned_size: of `to_int8`; 0: nothing becomes
+    """Grid [T, blocks of the Hq + 2 Hkv heads]. hadamard_dim: of `to_int8`; 0: nothing becomes
     integers. largest: the pool's largest number; None: all are cast as they are."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * block_heads + tl.arange(0, block_heads)
@@ -119,9 +119,9 @@ def rope_and_store_kernel(
         k_new, v_new = turned, x
         is_head = (head >= num_heads) & (head < num_rotated)
         is_value_head = (head >= num_rotated) & (head < num_rotated + num_kv_heads)
-        if turned_size:
+        if hadamard_dim:
             new = tl.where(is_rotated[:, None], turned, x).to(tl.float32)
-            k_new, scale = to_int8(new, block_heads, block_dim, turned_size, least)
+            k_new, scale = to_int8(new, block_heads, block_dim, hadamard_dim, least)
             v_new = k_new
             scale_row = slot * stride_scale
             scales = k_scale_ptr + scale_row + (head - num_heads) * stride_scale_head
@@ -198,7 +198,7 @@ def rope_and_store(
         "block_heads": block_heads,
         "stride_scale": k_scales.stride(0) if has_scales else 0,
         "stride_scale_head": k_scales.stride(1) if has_scales else 0,
-        "turned_size": hadamard_size(head_dim) if has_scales else 0,
+        "hadamard_dim": hadamard_size(head_dim) if has_scales else 0,
         "least": LEAST,
         "largest": FP8_MAX if k_slots.dtype == torch.float8_e4m3fn else None,
     }

@@ -60,6 +60,7 @@ from radixserve.cache.radix.sessions import RadixSession, SessionAwareEviction, 
 from radixserve.cache.radix.snapshot import snapshot_tree
 from radixserve.cache.radix.states import (
     LAST,
+    NO_MISSED,
     TAIL,
     CheckpointTree,
     StateCheckpoints,
@@ -347,7 +348,9 @@ class RadixCache(PrefixCache):
         length = match_len
         if self._may_lack_state:
             length, node = self._resumable_prefix(node, match_len)
-        missed = {} if checkpoints is None else checkpoints.note_miss(match[1], length, match_len)
+        missed = NO_MISSED
+        if checkpoints is not None:
+            missed = checkpoints.note_miss(match[1], length, match_len)
         if self._freezer is not None:
             self._note_growth()
         tree.lock(node)
