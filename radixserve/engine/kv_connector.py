@@ -673,8 +673,15 @@ class KVConnector:
         num_left = len(unsaved.tokens) - stored.length
         began = time.thread_time()
         try:
-            kv = self._paced(unsaved)
-            for num_tokens in self._put(unsaved.tokens, unsaved.namespace, stored, kv):
+            kv: Iterable[ByteArray] = self._paced(unsaved)
+            # Writes that were queued before may have stored a part of it since it was copied.
+            present = self._prefixes.match(unsaved.tokens, unsaved.namespace)
+            if present.length > stored.length:
+                num_left = len(unsaved.tokens) - present.length
+                kv = _split(list(kv), present.length - stored.length)
+            else:
+                present = stored
+            for num_tokens in self._put(unsaved.tokens, unsaved.namespace, present, kv):
                 self._counts.written_tokens += num_tokens
                 num_left -= num_tokens
             write_s = (time.thread_time() - began) / unsaved.num_bytes
@@ -853,6 +860,13 @@ class KVConnector:
         if now - self._logged_at >= _LOG_EVERY_S:
             self._logged_at = now
             _log.warning("kv_store: %s", message)
+
+
+def _split(kv: Sequence[ByteArray], begin: int) -> Iterator[ByteArray]:
+    """Yields the K/V of consecutive runs from token `begin` on, in runs of MAX_RUN_TOKENS."""
+    whole = np.concatenate(kv, axis=2)
+    for start in range(begin, whole.shape[2], MAX_RUN_TOKENS):
+        yield whole[:, :, start : start + MAX_RUN_TOKENS]
 
 
 def slots_of(pages: IntArray, begin: int, end: int, page_size: int) -> IntArray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from radixserve import InvalidRequest, Runtime, SamplingParams
 from radixserve.engine.kv_connector import KVConnector, LoadingRequest
 from radixserve.errors import RequestFailed
 from radixserve.output import Completion
+from radixserve.store import FolderStore
+from tests.pacing import wait_until
 from tests.store.faulty_store import DAMAGES, Faults
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, digest=True)
@@ -75,6 +78,33 @@ def test_another_kv_dtype_is_stored_and_kept_apart(tmp_path: Path) -> None:
         assert [cold.usage.loaded_tokens, warm.usage.loaded_tokens] == [0, 299]
     sizes = [path.stat().st_size for path in files(tmp_path)]
     assert len(sizes) == 3
+
+
+def test_a_write_keeps_what_writes_before_it_store_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second prompt is copied while the first one's second run, which begins with the same
+    tokens, is not written yet."""
+    prompts = [tokens(0, 1200), tokens(0, 700) + tokens(1, 100)]
+    put, is_first, may_continue = FolderStore.put, [True], threading.Event()
+
+    def put_late(store: FolderStore, name: str, parts: Any) -> int:
+        if is_first:
+            is_first.clear()
+        else:
+            assert may_continue.wait(30)
+        return put(store, name, parts)
+
+    monkeypatch.setattr(FolderStore, "put", put_late)
+    with runtime_with_store(tmp_path) as runtime:
+        connector = runtime._core._engine._connector
+        runtime.generate(prompts[0], PARAMS)
+        wait_until(lambda: not is_first and runtime.stored_len(prompts[0]) == 512)
+        runtime.generate(prompts[1], PARAMS)
+        wait_until(lambda: len(connector._writes) == 2)
+        may_continue.set()
+    warm = run(tmp_path, prompts)
+    assert [completion.usage.loaded_tokens for completion in warm] == [1199, 99]
 
 
 def test_more_than_the_pool_holds_is_loaded_again(tmp_path: Path) -> None:
