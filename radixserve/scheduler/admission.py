@@ -265,7 +265,7 @@ class Admission:
                 and pricing is not None
                 and self._running
                 and not waiting.must_start(state)
-                and not pricing.is_worth(state)
+                and not pricing.is_worth(state, is_oldest=waiting.is_oldest(state))
             ):
                 num_held[state.tenant] += 1
                 waiting.note_held(state)

@@ -6,7 +6,7 @@ All prices are in seconds. See docs/scheduling.md for the derivation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 
 from radixserve.cache import PrefixCache, ReturnEstimate
 from radixserve.scheduler.request_state import RequestState
@@ -14,7 +14,8 @@ from radixserve.scheduler.returns import ReturnTimes, waiting_return
 from radixserve.scheduler.running_requests import RunningRequests
 from radixserve.scheduler.step_costs import StepCosts
 
-_MAX_BACKLOGS = 8.0  # that a request waits: the time that all waiting requests take to compute
+_MAX_BACKLOGS = 16.0  # that a request waits: the time that all waiting requests take to compute
+_MARGIN = 2.0  # by which a gain exceeds the price, and by which it may fall short for the oldest
 
 
 class PricedAdmission:
@@ -27,11 +28,13 @@ class PricedAdmission:
         self,
         cache: PrefixCache,
         running: RunningRequests,
+        waiting: Sized,
         costs: StepCosts,
         clock: Callable[[], float],
     ) -> None:
         """`clock`: the scheduler's; the cache's may be another one."""
-        self._cache, self._running, self._clock = cache, running, clock
+        self._cache, self._running, self._waiting = cache, running, waiting
+        self._clock = clock
         self.costs = costs
         self.returns = ReturnTimes()
         self.num_held = 0  # decisions to let a request wait, since the start
@@ -89,9 +92,9 @@ class PricedAdmission:
         if self._growth is not None:
             self._growth += self._left_to_add(state)
 
-    def is_worth(self, state: RequestState) -> bool:
-        """Whether to start `state` beside the running requests. O(victims), and once a pass
-        O(running requests)."""
+    def is_worth(self, state: RequestState, *, is_oldest: bool = False) -> bool:
+        """Whether to start `state` beside the running requests; `is_oldest`: that of the oldest
+        waiting session. O(victims), and once a pass O(running requests)."""
         if self._growth is None:
             self._growth = sum(map(self._left_to_add, self._running))
         size, cached_len = self._cache.page_size, state.prefix_watch.cached_len
@@ -127,11 +130,16 @@ class PricedAdmission:
                 seconds += missing * typical.wait_s
         if lost * size <= own_len:
             return True  # what it would lose by waiting is more
-        costs = self.costs
-        price = lost * size * costs.prefill_token_s * (1 + len(self._running))
+        costs, num_running, num_waiting = self.costs, len(self._running), len(self._waiting)
+        price = lost * size * costs.prefill_token_s * (1 + num_running + num_waiting)
+        # A session more among those that fit: all that wait are served so much sooner.
+        num_locked = self._cache.num_pages - self._cache.num_available
+        num_fitting = max(1.0, num_running * self._cache.num_pages / max(num_locked, 1))
+        gain = seconds / dear * (1.0 + num_waiting / num_fitting)
         # While the machine prefills, computing again delays others; while not, room saves time.
         share = costs.prefill_share
-        is_worth = price * share <= seconds / dear * (1.0 - share)
+        margin = _MARGIN if is_oldest else 1.0 / _MARGIN
+        is_worth = price * share <= margin * gain * (1.0 - share)
         self.num_held += not is_worth
         return is_worth
 

@@ -70,9 +70,11 @@ class Scheduler:
         self._measures_steps = False  # where prices or tenants need it
         self._pricing: PricedAdmission | None = None  # "greedy": none
         if admission == "priced" and cache.tracks_returns:
-            self._pricing = PricedAdmission(cache, self._running, self._step_costs, clock)
+            self._pricing = PricedAdmission(
+                cache, self._running, self._waiting, self._step_costs, clock
+            )
             self._waiting.backlog_bound = self._pricing.max_wait_s
-            self._waiting.serves_oldest = True
+            self._waiting.is_priced = True
         self.sessions = Sessions(cache, None if self._pricing is None else self._pricing.returns)
         self.hints = Hints(cache, self.sessions, hint_limits or HintLimits())
         self._admission = Admission(

@@ -11,8 +11,9 @@ Policies:
 
 A higher priority comes before all of these. The overtake bound holds under each policy.
 
-While priced admission holds requests, a share of the computed tokens goes to the oldest waiting
-session: its request comes first until it has got this share.
+With priced admission and lpm, the request with the least to compute comes first while the waiting
+ones do not fit into the free pages: see `_work_key`. And while requests are held, that of the
+oldest waiting session comes before all.
 
 Tenants have a queue each, with an order and an overtake bound of its own. Between them the one that
 has been served least comes first: see `TenantShares`.
@@ -25,6 +26,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import Protocol
 
 from sortedcontainers import SortedDict, SortedKeyList, SortedList
@@ -34,7 +36,7 @@ from radixserve.request import LEAST_PRIORITY
 from radixserve.scheduler.request_state import RequestState
 from radixserve.scheduler.tenants import Tenant, TenantShares
 
-_OLDEST_SHARE = 0.125  # of computed tokens, for the oldest waiting session while others are held
+OrderKey = tuple[int, ...]
 
 
 class PolicyQueue(Protocol):
@@ -56,21 +58,22 @@ class PolicyQueue(Protocol):
 
 
 class SortedQueue:
-    """lpm and fcfs."""
+    """In the order of a key, which is kept in an attribute of the request."""
 
-    def __init__(self, *, by_match: bool) -> None:
-        self._by_match = by_match
-        self._requests: SortedKeyList = SortedKeyList(key=_order_key)
+    def __init__(self, key: Callable[[RequestState], OrderKey], kept_in: str = "order_key") -> None:
+        self._key, self._kept_in = key, kept_in
+        self._kept_key = attrgetter(kept_in)
+        self._requests: SortedKeyList = SortedKeyList(key=self._kept_key)
 
     def add(self, state: RequestState) -> None:
-        state.order_key = self._key(state)
+        setattr(state, self._kept_in, self._key(state))
         self._requests.add(state)
 
     def remove(self, state: RequestState) -> None:
         self._requests.remove(state)
 
     def update(self, state: RequestState) -> None:
-        if state.order_key != self._key(state):
+        if self._kept_key(state) != self._key(state):
             self.remove(state)
             self.add(state)
 
@@ -84,10 +87,6 @@ class SortedQueue:
 
     def __len__(self) -> int:
         return len(self._requests)
-
-    def _key(self, state: RequestState) -> tuple[int, ...]:
-        priority, arrival = state.priority_key
-        return (priority, -state.prefix_watch.cached_len if self._by_match else 0, arrival)
 
 
 class TreeQueue:
@@ -171,25 +170,40 @@ def make_queue(policy: str) -> PolicyQueue:
     """The queue for `schedule_policy`, a name that the config has checked."""
     if policy == "dfs-weight":
         return TreeQueue()
-    return SortedQueue(by_match=policy == "lpm")
+    return SortedQueue(_match_key if policy == "lpm" else _arrival_key)
 
 
-def _order_key(state: RequestState) -> tuple[int, ...]:
-    return state.order_key
+def _match_key(state: RequestState) -> OrderKey:
+    priority, arrival = state.priority_key
+    return priority, -state.prefix_watch.cached_len, arrival
+
+
+def _arrival_key(state: RequestState) -> OrderKey:
+    return state.priority_key
+
+
+def _work_key(state: RequestState) -> OrderKey:
+    """By the tokens to compute, in powers of four; of about equal ones the oldest session first."""
+    priority, arrival = state.priority_key
+    num_tokens = state.tokens.size - state.prefix_watch.cached_len
+    return priority, num_tokens.bit_length() // 2, state.session_arrival, arrival
 
 
 class _TenantQueue:
     """The waiting requests of a tenant: their order and their overtake bound."""
 
     def __init__(
-        self, tenant: Tenant, policy: str, max_overtake: int, *, serves_oldest: bool = False
+        self, tenant: Tenant, policy: str, max_overtake: int, *, is_priced: bool = False
     ) -> None:
-        """`serves_oldest`: the oldest session has a share of its own."""
+        """`is_priced`: for priced admission."""
         self.tenant = tenant  # whose requests it has, or had last
         self._max_overtake = max_overtake
-        # By priority and age of the session, where it has.
-        self._by_age: SortedDict | None = SortedDict() if serves_oldest else None
-        self._oldest_credit = 0.0  # tokens that the oldest sessions may still get
+        # With priced admission: by priority and age of the session, and by work.
+        self._by_age: SortedDict | None = SortedDict() if is_priced else None
+        self._by_work: SortedQueue | None = None
+        if is_priced and policy == "lpm":
+            self._by_work = SortedQueue(_work_key, "work_key")
+        self.is_short = False  # whether the waiting requests do not fit into the free pages
         self.was_held = self.is_held = False  # whether the last pass, or this one, held a request
         self.oldest: RequestState | None = None  # given first by `candidates`, out of the order
         self._queue = make_queue(policy)
@@ -204,7 +218,6 @@ class _TenantQueue:
     def serve(self, tenant: Tenant) -> None:
         """The queue is empty, and gets the requests of this tenant."""
         if self.tenant is not tenant:
-            self._oldest_credit = 0.0
             self.was_held = self.is_held = False
         self.tenant, self.num_passed = tenant, 0
 
@@ -221,6 +234,8 @@ class _TenantQueue:
             self._returned[state.arrival] = state
         if self._by_age is not None:
             self._by_age[_age_key(state)] = state
+        if self._by_work is not None:
+            self._by_work.add(state)
         self._priorities.add(state.request.params.priority)
         state.admitted_before_enqueue = self._num_later(state)
         self._queue.add(state)
@@ -232,12 +247,16 @@ class _TenantQueue:
         self._returned.pop(state.arrival, None)
         if self._by_age is not None:
             del self._by_age[_age_key(state)]
+        if self._by_work is not None:
+            self._by_work.remove(state)
         self._priorities.remove(state.request.params.priority)
         self._queue.remove(state)
 
     def update(self, state: RequestState) -> None:
         """Its match has changed. O(log n)."""
         self._queue.update(state)
+        if self._by_work is not None:
+            self._by_work.update(state)
 
     @property
     def highest_priority(self) -> float:
@@ -251,13 +270,8 @@ class _TenantQueue:
     def note_admitted(self, state: RequestState) -> None:
         """`state`, just removed, overtakes all that arrived before it. O(log n) amortised."""
         self.num_passed = 0
-        if self._by_age is not None and (self.was_held or self.is_held):
-            assert state.sequence is not None
-            num_tokens = state.tokens.size - state.sequence.cached_len
-            self._oldest_credit += _OLDEST_SHARE * num_tokens
-            if state is self.oldest:
-                self._oldest_credit -= num_tokens
-                self.oldest = None
+        if state is self.oldest:
+            self.oldest = None
         self._admitted.add(state.arrival)
         if not self._by_arrival:
             self._admitted.clear()
@@ -288,8 +302,8 @@ class _TenantQueue:
     def candidates(self, get_since: Callable[[], float]) -> Iterator[RequestState]:
         """Each request once that may start now, in order; the one just given may be removed.
 
-        With an admission limit: only requests up to it, by arrival. Else the policy's order, after
-        that of the oldest session if the last pass held a request and it has not got its share.
+        With an admission limit: only requests up to it, by arrival. Else the policy's order or that
+        by work, after the request of the oldest session if the last pass held one.
         """
         seen: set[int] = set()
         self.oldest = None
@@ -305,13 +319,16 @@ class _TenantQueue:
                 seen.add(state.arrival)
                 yield state
                 continue
-            if self.was_held and self.oldest is None and self._oldest_credit >= 0 and self._by_age:
+            if self.was_held and self.oldest is None and self._by_age:
                 self.oldest = oldest = self._by_age.peekitem(0)[1]
                 if oldest.arrival not in seen:
                     seen.add(oldest.arrival)
                     yield oldest
                     continue
-            for state in self._queue.scan():
+            order = self._queue
+            if self.is_short and self._by_work is not None:
+                order = self._by_work
+            for state in order.scan():
                 if state.arrival in seen:
                     continue
                 seen.add(state.arrival)
@@ -355,7 +372,7 @@ class WaitingQueue:
         self.num_changes = 0  # requests added, removed or unblocked since the start
         self._num_needed = 0  # pages: the page needs of all together
         self.backlog_bound: Callable[[int], float] | None = None  # seconds, by tokens to compute
-        self.serves_oldest = False  # the oldest session has a share: set before requests are added
+        self.is_priced = False  # for priced admission: set before requests are added
 
     def __len__(self) -> int:
         return len(self._by_watch)
@@ -376,7 +393,7 @@ class WaitingQueue:
                     state.tenant,
                     self._policy,
                     self._max_overtake,
-                    serves_oldest=self.serves_oldest,
+                    is_priced=self.is_priced,
                 )
             queue.serve(state.tenant)
             self._spare = None
@@ -485,16 +502,20 @@ class WaitingQueue:
 
     def must_start(self, state: RequestState) -> bool:
         """Whether a request that `candidates` gives is to start at any price: it or an earlier one
-        of its tenant has reached its bound on waiting, or its tenant the bound on starts of others,
-        or it is given for its session's age.
+        of its tenant has reached its bound on waiting, or its tenant the bound on starts of others.
         """
-        queue = self._queues[state.tenant]
-        return state is queue.oldest or self._is_limited(queue)
+        return self._is_limited(self._queues[state.tenant])
+
+    def is_oldest(self, state: RequestState) -> bool:
+        """Whether `candidates` has given it for the age of its session."""
+        return state is self._queues[state.tenant].oldest
 
     def begin_pass(self) -> None:
         """With priced admission: a pass begins that may hold requests. O(tenants that wait)."""
+        is_short = self._num_needed > self._cache.num_free
         for queue in self._queues.values():
             queue.was_held, queue.is_held = queue.is_held, False
+            queue.is_short = is_short
 
     def note_held(self, state: RequestState) -> None:
         """A request that fits was not started, because of its price."""
