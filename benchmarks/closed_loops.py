@@ -1,7 +1,7 @@
 """Closed loops of recorded sessions: priced admission beside greedy and the rules of others.
 
     python benchmarks/closed_loops.py --traces DIR [--only NAMES] [--sizes SIZES] [--rates RATES]
-        [--rules RULES] [--sessions N] [--max-overtake N] [--json FILE] [--jobs N]
+        [--rules RULES] [--sessions N] [--max-overtake N] [--json FILE] [--jobs N] [--picture FILE]
 
 Every session's next request is sent when it has thought about the last answer, in simulated time.
 A trace is made coarser: `UNITS` tokens become one, so that a step stands for as many steps with
@@ -14,7 +14,8 @@ back outside of the server, where no bound counts them.
 Fixed numbers are tried from `FIRST` on, up and down, as long as makespan, mean or 99th percentile
 of session time get better. A limit that greedy admission never reached is not run again. With
 `--json` the file keeps each setting that has finished, and it is not run again: delete the lines of
-a rule whose code has changed. With `--jobs` cells run in so many processes.
+a rule whose code has changed. With `--jobs` cells run in so many processes. `--picture` draws the
+mean session times of all rows that are known, by the size of the cache.
 Deterministic but for the seconds that a replay takes.
 """
 
@@ -59,6 +60,14 @@ RATES = {
 }
 FIXED = (4, 8, 16, 32, 64)  # sessions that are live, or requests that run
 FIRST = 16
+LINES: dict[str, Callable[[str], bool]] = {  # of the picture, by the rules that each is of
+    "greedy": "greedy".__eq__,
+    "priced": "priced".__eq__,
+    "lpm, best fixed number": lambda rule: rule.startswith("lpm"),
+    "pause .95 resume .80": "pause .95 resume .80".__eq__,
+    "AIMD": "AIMD".__eq__,
+    "CacheTTL": "CacheTTL".__eq__,
+}
 FIGURES = ("makespan_s", "session_mean_s", "session_p99_s")
 Row = dict[str, Any]
 _WORKLOADS: dict[str, Workload] = {}  # the processes of `--jobs` find them here
@@ -281,9 +290,41 @@ def _key(row: Row) -> tuple[Any, ...]:
     return row["trace"], row["sessions"], row["size"], row["rate"]
 
 
+def draw(rows: list[Row], path: Path) -> None:
+    """Mean session time by the size of the cache: a row of panels for each trace, one for each
+    rate. Of the fixed numbers under lpm the best one in each cell."""
+    from matplotlib.figure import Figure
+
+    names = [name for name in UNITS if any(row["trace"] == name for row in rows)]
+    figure = Figure(figsize=(12, 3 * len(names)), layout="constrained")
+    panels = figure.subplots(len(names), 3, squeeze=False)
+    for name, line in zip(names, panels, strict=True):
+        for rate, panel in zip(RATES[name].split(","), line, strict=True):
+            cells = [row for row in rows if (row["trace"], row["rate"]) == (name, rate)]
+            sizes = SIZES[name].split(",")
+            for label, is_in in LINES.items():
+                seconds = [
+                    min(
+                        (
+                            row["session_mean_s"]
+                            for row in cells
+                            if row["size"] == size and is_in(row["rule"])
+                        ),
+                        default=np.nan,
+                    )
+                    for size in sizes
+                ]
+                panel.plot(sizes, seconds, "o-", label=label)
+            panel.set(yscale="log", xlabel="tokens", title=f"{name}, {rate} tokens/s")
+        line[0].set_ylabel("mean session time, s")
+    panels[0, 0].legend()
+    figure.savefig(path, dpi=100)
+
+
 def main() -> None:
     options = {"traces": Path, "only": Names("trace", UNITS), "sessions": int, "sizes": str}
     options |= {"rates": str, "rules": str, "max_overtake": int, "json": Path, "jobs": 1}
+    options["picture"] = Path
     args = parse(__doc__, required=("traces",), **options)
     known: list[Row] = []
     if args.json and args.json.exists():
@@ -302,6 +343,8 @@ def main() -> None:
                 known = [row for row in known if _key(row) not in new] + rows
                 if args.json:
                     args.json.write_text(json.dumps(known, indent=1))
+    if args.picture:
+        draw(known, args.picture)
 
 
 if __name__ == "__main__":

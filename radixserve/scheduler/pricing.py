@@ -15,7 +15,7 @@ from radixserve.scheduler.running_requests import RunningRequests
 from radixserve.scheduler.step_costs import StepCosts
 
 _MAX_BACKLOGS = 16.0  # that a request waits: the time that all waiting requests take to compute
-_MARGIN = 2.0  # by which a gain exceeds the price, and by which it may fall short for the oldest
+_MARGIN = 1.4  # by which a gain exceeds the price, and by which it may fall short for the oldest
 
 
 class PricedAdmission:
