@@ -1,11 +1,12 @@
 // Attention of a few rows to keys and values as they lie in their pages: packing them would cost a single query
 // more than all of its arithmetic.
 //
-// Every sum runs in the order of the packed product, so a row has the same bits either way: a score over the
-// features, with keys transposed in registers; an output over the keys of a block.
+// Every sum runs in the order of the packed product, so a row has the same bits either way: a score over the features,
+// with keys transposed in registers, or with AVX2 as in lane_scores.h; an output over the keys of a block.
 #pragma once
 
 #include "attention_task.h"
+#include "lane_scores.h"
 #include "pack_kv.h"
 
 constexpr int FOUR = 4;  // rows of one step
@@ -46,10 +47,25 @@ template <class T> struct HeadRows {
 // follows.
 class RowPrefetcher {
   public:
+#if defined(RADIXSERVE_LANE_SCORES)
     // `count` rows of `size` bytes, at from + offsets[...].
     RowPrefetcher(const char *from, const int64_t *offsets, int64_t count, int64_t size)
+        : from(from), offsets(offsets), end(offsets + count), size(size), line(from + size), row_end(line) {}
+    // NEAR: into the first cache level, for readers whose blocks fit there; else into the second. After the last row it
+    // comes again: that takes fewer instructions than an end.
+    template <bool NEAR = false> void fetch(int lines) {
+#pragma GCC unroll 8
+        for (int i = 0; i < lines; i++, line += 64) {
+            if (line >= row_end) {
+                if (offsets < end) row_end = from + *offsets++ + size;
+                line = row_end - size;
+            }
+            __builtin_prefetch(line, 0, NEAR ? 3 : 2);
+        }
+    }
+#else
+    RowPrefetcher(const char *from, const int64_t *offsets, int64_t count, int64_t size)
         : from(from), offsets(offsets), end(offsets + count), size(size) {}
-    // NEAR: into the first cache level, for readers whose blocks fit there; else into the second.
     template <bool NEAR = false> void fetch(int lines) {
         for (; lines && offsets < end; lines--) {
             __builtin_prefetch(from + *offsets + at, 0, NEAR ? 3 : 2);
@@ -57,12 +73,44 @@ class RowPrefetcher {
             if (at >= size) at = 0, offsets++;
         }
     }
+#endif
 
   private:
     const char *from;
     const int64_t *offsets, *end;
+#if defined(RADIXSERVE_LANE_SCORES)
+    int64_t size;
+    const char *line, *row_end;  // the next line to prefetch, in a row that ends there
+#else
     int64_t size, at = 0;
+#endif
 };
+
+// Prefetches the first byte of each row that begins in another page of memory than the row before it, and the last byte
+// where that is in a page of its own. The processor then looks up the addresses of several pages at the same time; where
+// it meets them one by one while it computes, it waits for each. Inlined: GCC drops calls that do nothing but prefetch.
+__attribute__((always_inline)) inline void touch_pages(const char *from, const int64_t *offsets, int64_t count,
+                                                       int64_t size) {
+    constexpr int PAGE_BITS = 12;
+    uintptr_t last = 0;
+    for (int64_t j = 0; j < count; j++) {
+        const char *row = from + offsets[j], *end = row + size - 1;
+        if ((uintptr_t)row >> PAGE_BITS != last) __builtin_prefetch(row);
+        last = (uintptr_t)end >> PAGE_BITS;
+        if ((uintptr_t)row >> PAGE_BITS != last) __builtin_prefetch(end);
+    }
+}
+
+// touch_pages of the keys and values of the next block, rows of `size` bytes. Not where they follow those of this block
+// in bfloat16, which is slower then; float32 is faster. Measured.
+template <class T>
+__attribute__((always_inline)) inline void touch_block(const PagedKv<T> &kv, const int64_t *offsets, int64_t count,
+                                                       const int64_t *later, int64_t num_later, int64_t size) {
+    if (!HAS_LANE_SCORES || !num_later) return;
+    if (sizeof(T) == 2 && later[num_later - 1] - offsets[count - 1] == num_later * kv.slot_bytes) return;
+    touch_pages(kv.k, later, num_later, size);
+    touch_pages(kv.v, later, num_later, size);
+}
 
 // sum + a query's numbers times those in a word of 32 bits of each key.
 template <class T> inline vec add_word(vec sum, const Operand<T> *query, uvec word) {
@@ -105,6 +153,13 @@ inline void qk_panel(const Operand<T> *queries, int64_t depth, const HeadRows<T>
         for (int n = 0; n < N; n++) store(scores + h * stride + first + n * LANES, sums[h][n]);
 }
 
+// Vectors of features that `rows` rows sum at a time: bounded by registers.
+constexpr int vectors_at_once(int rows) {
+    if (HAS_LANE_SCORES) return rows == 1 ? 8 : rows <= 3 ? 4 : 2;
+    return LANES == 16 || rows <= 2 ? 4 : 2;
+}
+
+#if !defined(RADIXSERVE_LANE_SCORES)
 // Adds the weighted values to out[row][d ...], key after key, for H rows and V vectors from d on.
 template <int H, int V, class T>
 inline void pv_vectors(const float *weights, int64_t stride, const HeadRows<T> &values, int64_t d, float *out,
@@ -134,12 +189,55 @@ inline void pv_vectors(const float *weights, int64_t stride, const HeadRows<T> &
 template <int H, class T>
 inline void pv_rows(const float *weights, int64_t stride, const HeadRows<T> &values, float *out,
                     int64_t width, RowPrefetcher &prefetcher) {
-    constexpr int V = LANES == 16 || H <= 2 ? 4 : 2;  // bounded by registers
+    constexpr int V = vectors_at_once(H);
     int64_t d = 0;
     for (; d + V * LANES <= values.dim; d += V * LANES)
         pv_vectors<H, V>(weights, stride, values, d, out, width, prefetcher);
     for (; d < values.dim; d += LANES) pv_vectors<H, 1>(weights, stride, values, d, out, width, prefetcher);
 }
+
+#else
+// Adds the weighted values to out[row][d ...], key after key, for H rows and V vectors from d on.
+template <int H, int V, class T>
+inline void pv_vectors(const float *weights, int64_t stride, const HeadRows<T> &values, int64_t d, float *out,
+                       int64_t width, RowPrefetcher &shared_prefetcher) {
+    constexpr int PARTS = 4 / sizeof(T);  // vectors of features from one vector of words
+    RowPrefetcher prefetcher = shared_prefetcher;
+    const int64_t at = values.at + d;
+    vec sums[H][V];
+#pragma GCC unroll 4
+    for (int h = 0; h < H; h++)
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v += PARTS) load_parts<T>(out + h * width + d + v * LANES, &sums[h][v]);
+    for (int64_t k = 0; k < values.count; k++) {
+        vec weight[H];
+#pragma GCC unroll 4
+        for (int h = 0; h < H; h++) weight[h] = broadcast(weights[h * stride + k]);
+        prefetcher.fetch<true>((V * LANES * sizeof(T) + 63) / 64);
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) {
+            const vec numbers = load_part(values.rows[k] + at + v / PARTS * PARTS * LANES, v % PARTS);
+#pragma GCC unroll 4
+            for (int h = 0; h < H; h++) sums[h][v] = add_product(sums[h][v], weight[h], numbers);
+        }
+    }
+    shared_prefetcher = prefetcher;
+#pragma GCC unroll 4
+    for (int h = 0; h < H; h++)
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v += PARTS) store_parts<T>(out + h * width + d + v * LANES, &sums[h][v]);
+}
+
+template <int H, class T>
+inline void pv_rows(const float *weights, int64_t stride, const HeadRows<T> &values, float *out, int64_t width,
+                    RowPrefetcher &prefetcher) {
+    constexpr int V = vectors_at_once(H), LEAST = 4 / sizeof(T);
+    int64_t d = 0;
+    for (; d + V * LANES <= values.dim; d += V * LANES)
+        pv_vectors<H, V>(weights, stride, values, d, out, width, prefetcher);
+    for (; d < values.dim; d += LEAST * LANES) pv_vectors<H, LEAST>(weights, stride, values, d, out, width, prefetcher);
+}
+#endif
 
 #if defined(RADIXSERVE_BF16)
 // V lines of 32 features. Two values at a time, their features interleaved for the dot product of pairs: in
@@ -230,12 +328,17 @@ void qk_block(const TaskState<T> &state, const T *const *keys, int64_t count, in
         for (int64_t head = 0; head < state.task.num_heads; head++)
             for_row_quads(state.rows, [&](int64_t row, auto some) {
                 const Operand<T> *queries = state.head(head).queries + row * state.depth;
-                const HeadRows<T> of_head{keys, count, head * dim, dim};
                 float *to = scores + (head * state.rows + row) * KEYS;
+#if defined(RADIXSERVE_LANE_SCORES)
+                for (int64_t k = 0; k < min<int64_t>(count - j, PANEL); k += LANES)
+                    lane_scores<some>(queries, state.depth, keys + j + k, head * dim, dim, to + j + k, KEYS, prefetcher);
+#else
+                const HeadRows<T> of_head{keys, count, head * dim, dim};
                 if (count - j > LANES)
                     qk_panel<some, 2, T>(queries, state.depth, of_head, j, to, KEYS, prefetcher);
                 else
                     qk_panel<some, 1, T>(queries, state.depth, of_head, j, to, KEYS, prefetcher);
+#endif
             });
 }
 
@@ -261,6 +364,9 @@ void attend_direct(const PagedKv<T> &kv, const TaskState<T> &state, const Task *
     const T *zeros = scratch.zeros.get<T>(size);
     const T *keys[KEYS], *values[KEYS];
     const BlockScales scales = kv.scales(task, scratch);
+#if defined(RADIXSERVE_LANE_SCORES)
+    arrange_queries<T>(state.all.queries, rows * task.num_heads, state.depth, dim);
+#endif
     T *widened_keys = nullptr, *widened_values = nullptr;
     if (kv.type != SAME_KV) {
         widened_keys = scratch.key_rows.get<T>(most * size);
@@ -279,6 +385,7 @@ void attend_direct(const PagedKv<T> &kv, const TaskState<T> &state, const Task *
             point_at(values, kv.v, offsets, count, zeros);
         }
         num_later = fitting_keys(later, kv.next_offsets(state, from + count, most, next, later));
+        touch_block(kv, offsets, count, later, num_later, num_bytes);
         RowPrefetcher prefetcher(kv.v, offsets, count, num_bytes);
         qk_block(state, keys, count, dim, scores, prefetcher);
         prefetcher = RowPrefetcher(kv.k, later, num_later, num_bytes);

@@ -2,10 +2,13 @@
 //
 // With VNNI a query is multiplied with the matrix of hadamard.h and rounded to 16 bits, in two parts of 8:
 // q = scale * (256 * high + low). Its products with a key's integers, to which 128 is added, are summed in 32 bits, which
-// no order changes, so that a score has the same bits whether keys lie in their pages or are packed. Without VNNI keys
-// are widened in registers, and scores are summed over the features in order. Values are widened in registers too, and
-// weighted as others are.
+// no order changes, so that a score has the same bits whether keys lie in their pages or are packed. With AVX2 a query is
+// rounded so that float32 sums are exact too: packed keys are multiplied as float32, others as integers of 16 bits. At
+// other levels keys are widened in registers, and scores are summed over the features in order. Values are widened in
+// registers too, and weighted as others are.
 #pragma once
+
+#include <cmath>
 
 #include "attention_direct.h"
 #include "integer_dot.h"
@@ -20,6 +23,8 @@ constexpr bool HAS_INTEGER_SCORES = false, WIDENS_KEYS = false;
 #endif
 
 constexpr int64_t MAX_INTEGER_DIM = 512;  // 127 * 32,639 * 512 fits into 32 bits
+constexpr bool ROUNDS_QUERIES = HAS_LANE_SCORES;  // see RoundedQuery
+constexpr int64_t MAX_ROUNDED_DIM = ROUNDS_QUERIES ? 2048 : INT64_MAX;
 constexpr int64_t QUERY_CHUNK = 64;       // numbers of a query whose high parts lie before their low ones
 
 template <class T> inline bool has_integer_scores(const PagedKv<T> &kv) {
@@ -28,7 +33,8 @@ template <class T> inline bool has_integer_scores(const PagedKv<T> &kv) {
 
 // Whether keys in 8 bits are read as they are stored: as integers, or widened in registers.
 template <class T> inline bool reads_integers(const PagedKv<T> &kv) {
-    return has_integer_scores(kv) || (WIDENS_KEYS && kv.type == INT8_KV && kv.heads.dim % 16 == 0);
+    const int64_t dim = kv.heads.dim;
+    return has_integer_scores(kv) || (WIDENS_KEYS && kv.type == INT8_KV && dim % 16 == 0 && dim <= MAX_ROUNDED_DIM);
 }
 
 // Queries of a task, rounded for products of integers.
@@ -82,6 +88,29 @@ struct IntegerQueries {
     }
 };
 
+// A query's numbers as multiples of a power of two, of which 127 times the sum of their sizes is at most 2^24 and none
+// needs more than 16 bits: its products with integers of 8 bits add up in float32 without rounding. Up to
+// MAX_ROUNDED_DIM numbers.
+class RoundedQuery {
+  public:
+    RoundedQuery(const float *query, int64_t dim) {
+        vec sum = {}, most = {};
+        for (int64_t d = 0; d < dim; d += LANES) {
+            const vec some = load(query + d), size = max(some, -some);
+            sum += size, most = max(most, size);
+        }
+        const float total = reduce_add(sum), largest = 8 * reduce_max(most), bound = total > largest ? total : largest;
+        if (total >= LEAST_KV) unit = std::ldexp(1.0f, std::ilogb(bound) - 16), inverse = 1 / unit;
+        if (!(total - total == 0)) unit = total - total;  // NaN where a number is not finite
+    }
+    float unit = 0;  // the power of two; 0 of a query of zeros
+    ivec numbers(const float *query) const { return round_lanes(load(query) * broadcast(inverse)); }
+    vec rounded(const float *query) const { return to_float(numbers(query)) * broadcast(unit); }
+
+  private:
+    float inverse = 0;
+};
+
 #if defined(__AVX2__)
 
 // The i-th of the four numbers in each lane.
@@ -91,7 +120,7 @@ inline vec widen_number(uvec words, int i) { return to_float((ivec)(words << (24
 #if defined(RADIXSERVE_VNNI)
 constexpr int SCORED_KEYS = 16;
 #else
-constexpr int SCORED_KEYS = PANEL;
+constexpr int SCORED_KEYS = ROUNDS_QUERIES ? 8 : PANEL;
 #endif
 
 #if defined(RADIXSERVE_VNNI)
@@ -165,17 +194,13 @@ inline void integer_scores(const IntegerQueries &queries, int64_t first, int64_t
     }
 }
 
-#else
+#elif !defined(RADIXSERVE_LANE_SCORES)
 
 // The same, times 2^24: by an instruction less.
 inline vec widen_raised(uvec words, int i) {
     ivec places = broadcast_int(0x00808080);
     for (int lane = 0; lane < LANES; lane++) places[lane] |= (lane % 4 * 4 + i) << 24;
-#if defined(__AVX512BW__)
     return to_float((ivec)_mm512_shuffle_epi8((__m512i)words, (__m512i)places));
-#else
-    return to_float((ivec)_mm256_shuffle_epi8((__m256i)words, (__m256i)places));
-#endif
 }
 
 // Scores of PANEL keys, whose numbers begin at keys[...] + at and have `scales`, for H rows.
@@ -206,6 +231,70 @@ inline void widened_scores(const float *queries, int64_t depth, const char *cons
             store(scores + h * stride + n * LANES, sums[h][n] * broadcast(0x1p-24f) * load(scales + n * LANES));
 }
 
+#else
+
+// Rounded queries of a task as integers of 16 bits.
+struct IntegerRows {
+    int16_t *numbers;  // [heads * rows][dim]
+    float *units;      // [heads * rows]
+
+    template <class T> IntegerRows(const TaskState<T> &state, int64_t dim, ThreadScratch &scratch) {
+        const int64_t total = state.rows * state.task.num_heads;
+        numbers = scratch.query_parts.get<int16_t>(total * dim), units = scratch.query_scales.get<float>(total);
+        for (int64_t row = 0; row < total; row++) {
+            const float *query = state.all.queries + row * state.depth;
+            const RoundedQuery rounded(query, dim);
+            units[row] = rounded.unit;
+            for (int64_t d = 0; d < dim; d += LANES) {
+                const __m256i some = (__m256i)rounded.numbers(query + d);
+                _mm_storeu_si128((__m128i *)(numbers + row * dim + d),
+                                 _mm_packs_epi32(_mm256_castsi256_si128(some), _mm256_extracti128_si256(some, 1)));
+            }
+        }
+    }
+};
+
+// Scores of eight keys, whose numbers begin at keys[...] + at and have `scales`, for H rows of integers with their units.
+// Meanwhile `lines` are prefetched.
+template <int H>
+inline void integer_scores(const int16_t *queries, const float *units, const char *const *keys, int64_t at, int64_t dim,
+                           const float *scales, float *scores, int64_t stride, RowPrefetcher &prefetcher, int lines) {
+    constexpr int K = H <= 3 ? 4 : 2;  // keys at a time: bounded by registers
+    for (int first = 0; first < 8; first += K) {
+        __m256i sums[H][K] = {};
+        prefetcher.fetch<true>((lines * K + 7) / 8);
+        for (int64_t d = 0; d < dim; d += 16) {
+#pragma GCC unroll 4
+            for (int k = 0; k < K; k++) {
+                const __m256i key = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(keys[first + k] + at + d)));
+#pragma GCC unroll 4
+                for (int h = 0; h < H; h++) {
+                    const __m256i query = _mm256_loadu_si256((const __m256i *)(queries + h * dim + d));
+                    sums[h][k] = _mm256_add_epi32(sums[h][k], _mm256_madd_epi16(key, query));
+                }
+            }
+        }
+        auto sum_lanes = [](__m256i a, __m256i b, __m256i c, __m256i d) {
+            const __m256i all = _mm256_hadd_epi32(_mm256_hadd_epi32(a, b), _mm256_hadd_epi32(c, d));
+            return _mm_cvtepi32_ps(_mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1)));
+        };
+#pragma GCC unroll 4
+        for (int h = 0; h < H; h += 4 / K) {
+            float *to = scores + h * stride + first;
+            if constexpr (K == 4) {
+                const __m128 sum = sum_lanes(sums[h][0], sums[h][1], sums[h][2], sums[h][3]);
+                _mm_storeu_ps(to, _mm_mul_ps(_mm_mul_ps(sum, _mm_set1_ps(units[h])), _mm_loadu_ps(scales + first)));
+            } else {
+                const __m128 of_keys = (__m128)_mm_loaddup_pd((const double *)(scales + first));
+                const __m128 of_rows = _mm_setr_ps(units[h], units[h], units[h + 1], units[h + 1]);
+                const __m128 sum = sum_lanes(sums[h][0], sums[h][1], sums[h + 1][0], sums[h + 1][1]);
+                const __m128 two_rows = _mm_mul_ps(_mm_mul_ps(sum, of_rows), of_keys);
+                _mm_storel_pi((__m64 *)to, two_rows), _mm_storeh_pi((__m64 *)(to + stride), two_rows);
+            }
+        }
+    }
+}
+
 #endif
 
 // Adds weighted values to out[row][d ...], key after key, for H rows and V vectors of numbers from d on, which begin at
@@ -217,24 +306,36 @@ inline void integer_values(const Operand<float> *weights, int64_t stride, const 
     vec sums[H][V];
 #pragma GCC unroll 4
     for (int h = 0; h < H; h++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < V; v++) sums[h][v] = load(out + h * width + v * LANES);
     for (int64_t k = 0; k < count; k++) {
+        prefetcher.fetch<true>((V * LANES + 63) / 64);
+#if defined(RADIXSERVE_LANE_SCORES)
+        vec weight[H];
+#pragma GCC unroll 4
+        for (int h = 0; h < H; h++) weight[h] = broadcast(weights[h * stride + k]);
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) {
+            const vec some = load((const int8_t *)values[k] + at + v * LANES);
+#pragma GCC unroll 4
+            for (int h = 0; h < H; h++) sums[h][v] = add_product(sums[h][v], weight[h], some);
+        }
+#else
         vec some[V];
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) some[v] = load((const int8_t *)values[k] + at + v * LANES);
-        prefetcher.fetch<true>((V * LANES + 63) / 64);
 #pragma GCC unroll 4
         for (int h = 0; h < H; h++) {
             const vec weight = broadcast(weights[h * stride + k]);
 #pragma GCC unroll 4
             for (int v = 0; v < V; v++) sums[h][v] = sums[h][v] + weight * some[v];
         }
+#endif
     }
     shared_prefetcher = prefetcher;
 #pragma GCC unroll 4
     for (int h = 0; h < H; h++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < V; v++) store(out + h * width + v * LANES, sums[h][v]);
 }
 
@@ -320,7 +421,7 @@ inline void integer_values(const bf16 *weights, int64_t stride, const char *cons
 template <int H, class Number>
 inline void integer_value_rows(const Number *weights, int64_t stride, const char *const *values, int64_t count,
                                int64_t at, int64_t dim, float *out, int64_t width, RowPrefetcher &prefetcher) {
-    constexpr int V = LANES == 16 || H <= 2 ? 4 : 2;  // bounded by registers
+    constexpr int V = vectors_at_once(H);
     int64_t d = 0;
     for (; d + V * LANES <= dim; d += V * LANES)
         integer_values<H, V>(weights, stride, values, count, at + d, out + d, width, prefetcher);
@@ -352,6 +453,8 @@ void attend_int8(const PagedKv<T> &kv, const TaskState<T> &state, const Task *ne
     const BlockScales scales = kv.scales(task, scratch);
 #if defined(RADIXSERVE_VNNI)
     const IntegerQueries queries(state, dim, scratch);
+#elif defined(RADIXSERVE_LANE_SCORES)
+    const IntegerRows queries(state, dim, scratch);
 #endif
     const char *keys[KEYS], *values[KEYS];
     int64_t offsets_of[2][KEYS], *offsets = offsets_of[0], *later = offsets_of[1];  // of a block and of the next one
@@ -364,8 +467,10 @@ void attend_int8(const PagedKv<T> &kv, const TaskState<T> &state, const Task *ne
             values[j] = j < count ? kv.v + offsets[j] : zeros;
         }
         num_later = kv.next_offsets(state, from + count, DIRECT_KEYS, next, later);
+        touch_block(kv, offsets, count, later, num_later, size);
         RowPrefetcher prefetcher(kv.v, offsets, count, size);
-        const int64_t calls = (count + SCORED_KEYS - 1) / SCORED_KEYS * task.num_heads * (WIDENS_KEYS ? dim / 16 : rows);
+        const int64_t calls_per_head = ROUNDS_QUERIES ? (rows + FOUR - 1) / FOUR : WIDENS_KEYS ? dim / 16 : rows;
+        const int64_t calls = (count + SCORED_KEYS - 1) / SCORED_KEYS * task.num_heads * calls_per_head;
         const int lines = int((count * ((size + 63) / 64) + calls - 1) / calls);
         for (int64_t head = 0; head < task.num_heads; head++)
             load_scales(keys, head * kv.head_bytes + dim, count, scales.of_head(head).keys);
@@ -374,6 +479,12 @@ void attend_int8(const PagedKv<T> &kv, const TaskState<T> &state, const Task *ne
 #if defined(RADIXSERVE_VNNI)
                 integer_scores(queries, head * rows, rows, keys + j, head * kv.head_bytes, scales.of_head(head).keys + j,
                                scores + head * rows * KEYS + j, KEYS, prefetcher, lines);
+#elif defined(RADIXSERVE_LANE_SCORES)
+                for_row_quads(rows, [&](int64_t row, auto some) {
+                    integer_scores<some>(queries.numbers + (head * rows + row) * dim, queries.units + head * rows + row,
+                                         keys + j, head * kv.head_bytes, dim, scales.of_head(head).keys + j,
+                                         scores + (head * rows + row) * KEYS + j, KEYS, prefetcher, lines);
+                });
 #else
                 for_row_quads(rows, [&](int64_t row, auto some) {
                     widened_scores<some>(state.head(head).queries + row * state.depth, state.depth, keys + j,

@@ -30,7 +30,10 @@ template <class T> class PackedReader {
             queries.emplace(state, dim, scratch);
             key_numbers = scratch.key_numbers.get<char>(task.num_heads * KEYS * dim);
         }
-        if (reads_integers(kv)) return;
+        if (reads_integers(kv)) {
+            round_queries();
+            return;
+        }
         widened_keys = scratch.key_rows.get<T>(PACK_KEYS * task.num_heads * dim);
         widened_values = scratch.value_rows.get<T>(PACK_KEYS * task.num_heads * dim);
     }
@@ -146,6 +149,14 @@ template <class T> class PackedReader {
         }
     }
 
+    void round_queries() const {
+        for (int64_t row = 0; row < state.rows * task.num_heads && ROUNDS_QUERIES; row++) {
+            float *query = (float *)(state.all.queries + row * state.depth);
+            const RoundedQuery rounded(query, dim);
+            for (int64_t d = 0; d < dim; d += LANES) store(query + d, rounded.rounded(query + d));
+        }
+    }
+
     void widen_rows(int64_t first, int64_t count, const BlockScales &scales) const {
         const int64_t size = task.num_heads * dim;
         for (int64_t j = 0; j < count; j++) {
@@ -194,9 +205,7 @@ template <class T> class PackedReader {
             packed_integer_scores(*queries, head * state.rows + top, some, key_numbers + head * KEYS * dim,
                                   num_panels, scales.of_head(head).keys, scores);
         else
-            with_level<Number>([&](auto level) {
-                level.template gemm_into<Store>(of_head.queries + top * depth, depth, some, key_panels, scores, KEYS);
-            });
+            multiply_keys(of_head.queries + top * depth, some, key_panels);
         BlockScales weight_scales = scales.of_head(head);
         if (queries) weight_scales.keys = nullptr;  // the scores have them
         for (int m = 0; m < some; m++) {
@@ -211,6 +220,23 @@ template <class T> class PackedReader {
         with_level<Number>([&](auto level) {
             level.template gemm_into<Accumulate>(weights, KEYS, some, value_panels, of_head.part.acc + top * width,
                                                  width);
+        });
+    }
+
+    // Scores of some rows for packed keys.
+    void multiply_keys(const Number *queries, int rows, const Panels<Number> &key_panels) const {
+        if constexpr (HAS_LANE_SCORES)
+            if (has_lane_scores(dim) && !reads_integers(kv)) {
+                for (int panel = 0; panel < key_panels.count; panel++)
+                    for_row_blocks(rows, [&](int first, int count) {
+                        tile_rows_by_lanes<4 / sizeof(T)>(count, queries + first * state.depth, state.depth,
+                                                          key_panels[panel], dim, scores + first * KEYS + panel * PANEL,
+                                                          KEYS);
+                    });
+                return;
+            }
+        with_level<Number>([&](auto level) {
+            level.template gemm_into<Store>(queries, state.depth, rows, key_panels, scores, KEYS);
         });
     }
 

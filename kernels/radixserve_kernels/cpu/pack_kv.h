@@ -1,6 +1,7 @@
 // Packing of keys and values, given row by row, into the panels of panels.h.
 #pragma once
 
+#include "lane_scores.h"
 #include "panels.h"
 
 // words[i] holds the word `at + i` of each of LANES keys, in words of 32 bits.
@@ -44,10 +45,34 @@ inline void transpose_16(const uint32_t *const *rows, int64_t column, uint32_t *
         }
 }
 
+// pack_keys for scores by lanes, see lane_scores.h: the features of lane 0 come first, those of lane 7 last.
+template <class T, class Fetch>
+inline void pack_keys_by_lanes(const T *const *keys, int64_t count, int64_t dim, float *panels, Fetch &&fetch) {
+    constexpr int PARTS = 4 / sizeof(T);  // numbers in a word
+    for (int64_t first = 0; first < count; first += PANEL)
+        for (int64_t d = 0; d < dim; d += 4 * PARTS)
+            for (int j = 0; j < PANEL; j += LANES) {
+                fetch(1);
+                uvec words[4];
+                transpose_words((const uint32_t *const *)keys + first + j, d / PARTS, words);
+                const int64_t lane = d / PARTS % 8, at = d / (8 * PARTS) * PARTS;
+                for (int i = 0; i < 4; i++) {
+                    float *to = panels + first * dim + ((lane + i) * (dim / 8) + at) * PANEL + j;
+                    if (PARTS == 1) {
+                        store(to, (vec)words[i]);
+                    } else {
+                        store(to, low_halves(words[i]));
+                        store(to + PANEL, high_halves(words[i]));
+                    }
+                }
+            }
+}
+
 // Keys, each [dim], to panels of PANEL keys: depth padded_depth(dim), zeros after dim.
 // `keys` has a multiple of PANEL entries. fetch(n) is called for every n times two lines that are read.
 template <class T, class Fetch>
 inline void pack_keys(const T *const *keys, int64_t count, int64_t dim, float *panels, Fetch &&fetch) {
+    if (has_lane_scores(dim)) return pack_keys_by_lanes(keys, count, dim, panels, fetch);
     for (int64_t first = 0; first < count; first += PANEL) {
         float *panel = panels + first * dim;
         int64_t d = 0;

@@ -1,4 +1,5 @@
 // See tiles_f32.h.
+#include "lane_scores.h"
 #include "tiles_f32.h"
 
 static constexpr int STEPS = 6;  // of k, without a branch
@@ -91,6 +92,40 @@ static void widening_tile(const float *x, int64_t stride, const bf16 *panel, int
         for (int n = 0; n < N; n++) store(out + m * out_stride + n * LANES, sums[m][n]);
 }
 
+// See tile_rows_by_lanes. Sums of lanes are added as soon as both are finished; meanwhile one waits in memory.
+template <int M, int PARTS>
+static void lane_tile(const float *x, int64_t stride, const float *panel, int64_t depth, float *out,
+                      int64_t out_stride) {
+    static constexpr int ORDER[8] = {0, 2, 1, 3, 4, 6, 5, 7};
+    vec waiting[3][M][2];
+    for (int i = 0; i < 8; i++) {
+        vec sums[M][2] = {};
+        const float *from = panel + ORDER[i] * (depth / 8) * PANEL;
+        for (int64_t k = ORDER[i] * PARTS; k < depth; k += 8 * PARTS)
+#pragma GCC unroll 2
+            for (int part = 0; part < PARTS; part++, from += PANEL) {
+                const vec low = load(from), high = load(from + LANES);
+#pragma GCC unroll 12
+                for (int m = 0; m < M; m++) {
+                    const vec feature = broadcast(x[m * stride + k + part]);
+                    sums[m][0] += feature * low, sums[m][1] += feature * high;
+                }
+            }
+        auto add_waiting = [&](int level) {
+#pragma GCC unroll 12
+            for (int m = 0; m < M; m++) sums[m][0] += waiting[level][m][0], sums[m][1] += waiting[level][m][1];
+        };
+        if (i % 2) add_waiting(0);
+        if (i % 4 == 3) add_waiting(1);
+        if (i == 7) add_waiting(2);
+        const int level = i % 2 == 0 ? 0 : i % 4 == 1 ? 1 : 2;  // of the sums that wait now
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++)
+            if (i < 7) waiting[level][m][0] = sums[m][0], waiting[level][m][1] = sums[m][1];
+            else store2(out + m * out_stride, sums[m][0], sums[m][1]);
+    }
+}
+
 template <int P>
 void tile_rows_f32(Output output, int rows, const float *x, int64_t stride, const float *panel, int64_t panel_size,
                    int64_t depth, float *out, int64_t out_stride) {
@@ -131,6 +166,18 @@ void few_rows_panels_f32(const float *x, int64_t stride, int rows, const W *pane
     few_rows_panels<P>(x, stride, rows, panel, panel_size, depth, out);
 }
 
+template <int PARTS>
+void tile_rows_by_lanes(int rows, const float *x, int64_t stride, const float *panel, int64_t depth, float *out,
+                        int64_t out_stride) {
+    with_row_count<ROWS>(rows, [&](auto count) {
+        lane_tile<count, PARTS>(x, stride, panel, depth, out, out_stride);
+    });
+}
+
+#if defined(RADIXSERVE_LANE_SCORES)
+template void tile_rows_by_lanes<4 / sizeof(RADIXSERVE_NUMBER)>(int, const float *, int64_t, const float *, int64_t,
+                                                                float *, int64_t);
+#endif
 template void tile_rows_f32<1>(Output, int, const float *, int64_t, const float *, int64_t, int64_t, float *, int64_t);
 template void tile_rows_f32<4>(Output, int, const float *, int64_t, const float *, int64_t, int64_t, float *, int64_t);
 

@@ -24,3 +24,9 @@ void tile_rows_f32(Output output, int rows, const float *x, int64_t stride, cons
 template <int P, class W>
 void few_rows_panels_f32(const float *x, int64_t stride, int rows, const W *panel, int64_t panel_size, int64_t depth,
                          float *out);
+
+// Up to ROWS rows of x times one panel of keys that are packed by lanes, to out[rows][PANEL]: see lane_scores.h.
+// PARTS: numbers in a word of the keys as they were stored.
+template <int PARTS>
+void tile_rows_by_lanes(int rows, const float *x, int64_t stride, const float *panel, int64_t depth, float *out,
+                        int64_t out_stride);

@@ -174,6 +174,15 @@ inline vec max(vec a, vec b) {
 #endif
 }
 
+// b where a lane of either is NaN.
+inline vec min(vec a, vec b) {
+#if defined(__AVX__) && !defined(__AVX512F__)
+    return (vec)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return a < b ? a : b;
+#endif
+}
+
 inline float reduce_add(vec x) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)x);
@@ -187,6 +196,10 @@ inline float reduce_add(vec x) {
 inline float reduce_max(vec x) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)x);
+#elif defined(__AVX__)
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 #else
     float most = x[0];
     for (int i = 1; i < LANES; i++) most = most > x[i] ? most : x[i];
@@ -208,6 +221,8 @@ inline vec mask_tail(vec x, int64_t count, float others) {
 inline bool any_above(vec x, float limit) {
 #if defined(__AVX512F__)
     return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(limit), _CMP_NLE_UQ);
+#elif defined(__AVX__)
+    return _mm256_movemask_ps(_mm256_cmp_ps((__m256)x, _mm256_set1_ps(limit), _CMP_NLE_UQ));
 #else
     return !(reduce_max(x) <= limit);
 #endif
@@ -243,10 +258,10 @@ template <class T> inline vec fast_exp2(vec x) {
     }
     return (vec)_mm512_scalef_ps((__m512)y, (__m512)x);  // y times 2 to the power of floor(x)
 #else
-    x = max(broadcast(-126.0f), -max(broadcast(-127.0f), -x));  // in this order NaN stays NaN
+    x = max(broadcast(-126.0f), min(broadcast(127.0f), x));  // in this order NaN stays NaN
     const vec magic = broadcast(12582912.0f);
     vec n = x + magic;
-    ivec power = ((ivec)n - 0x4b400000) << 23;
+    ivec power = (ivec)n << 23;  // the bits of `magic` are shifted out
     vec r = x - (n - magic), y;
     if (sizeof(T) == 2) {
         y = broadcast(9.6181291e-3f) * r + broadcast(5.5504109e-2f);
