@@ -8,8 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
 
 from radixserve.runner import system_memory
+from radixserve.runner.kv_pool import _zeros
 from radixserve.runner.system_memory import cgroup_free_bytes, free_memory, map_on_demand
 
 MIB, MEMORY_PAGE = 1 << 20, 4096
@@ -25,6 +28,34 @@ def test_memory_is_mapped_when_it_is_written() -> None:
     memory[:: 16 * MIB] = 7
     assert resident(memory) == 16 * MEMORY_PAGE  # one page a write, none of 2 MiB
     assert memory.sum() == 16 * 7
+
+
+@linux
+def test_a_large_pool_has_large_memory_pages() -> None:
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not enabled.exists() or "[never]" in enabled.read_text("ascii"):
+        pytest.skip("the system has no large pages")
+    for num_bytes, page in ((256 * MIB, MEMORY_PAGE), (1024 * MIB, 2 * MIB)):
+        memory = _zeros((num_bytes,), torch.uint8, torch.device("cpu")).numpy()
+        assert resident(memory) == 0
+        memory[128 * MIB] = 7
+        assert resident(memory) in (page, MEMORY_PAGE)  # where memory is fragmented, a small one
+        if page == MEMORY_PAGE:
+            continue
+        flags = [line for line in vm_flags(memory) if line.startswith("VmFlags:")]
+        assert "hg" in flags[0].split()  # large pages are asked for
+
+
+def vm_flags(memory: NDArray[np.uint8]) -> list[str]:
+    """The lines of the system's description of the mapping that holds `memory`."""
+    address, is_inside, lines = memory.ctypes.data, False, []
+    for line in Path("/proc/self/smaps").read_text("ascii", "replace").splitlines():
+        bounds = line.split(" ", 1)[0].split("-")
+        if len(bounds) == 2 and not line.startswith("VmFlags"):
+            is_inside = int(bounds[0], 16) <= address < int(bounds[1], 16)
+        if is_inside:
+            lines.append(line)
+    return lines
 
 
 def test_memory_that_cannot_be_had() -> None:

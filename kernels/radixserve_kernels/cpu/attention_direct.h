@@ -11,7 +11,8 @@
 
 constexpr int FOUR = 4;  // rows of one step
 constexpr int64_t DIRECT_KEYS = 64;  // of a block, at most
-constexpr int64_t DIRECT_BYTES = 12 << 10;  // of a block's keys, about: they, its values and the next keys fit into L1
+// Bytes of a block's keys, about: two blocks with their values, or with AVX2 one and the next keys, fit into L1.
+constexpr int64_t DIRECT_BYTES = (LANES == 16 ? 6 : 12) << 10;
 
 // Keys of a block, of which a row has `size` bytes: what is prefetched a block ahead is still in L1. Measured.
 inline int64_t direct_keys(int64_t size) {
@@ -43,17 +44,16 @@ template <class T> struct HeadRows {
     int64_t count, at, dim;
 };
 
-// Prefetches keys or values of whole blocks in the order in which they lie, so that the processor's own prefetcher
-// follows.
-class RowPrefetcher {
+// Prefetches rows line by line in the order in which they lie, so that the processor's own prefetcher follows.
+class RowLines {
   public:
 #if defined(RADIXSERVE_LANE_SCORES)
     // `count` rows of `size` bytes, at from + offsets[...].
-    RowPrefetcher(const char *from, const int64_t *offsets, int64_t count, int64_t size)
+    RowLines(const char *from, const int64_t *offsets, int64_t count, int64_t size)
         : from(from), offsets(offsets), end(offsets + count), size(size), line(from + size), row_end(line) {}
     // NEAR: into the first cache level, for readers whose blocks fit there; else into the second. After the last row it
     // comes again: that takes fewer instructions than an end.
-    template <bool NEAR = false> void fetch(int lines) {
+    template <bool NEAR> void fetch(int lines) {
 #pragma GCC unroll 8
         for (int i = 0; i < lines; i++, line += 64) {
             if (line >= row_end) {
@@ -64,9 +64,9 @@ class RowPrefetcher {
         }
     }
 #else
-    RowPrefetcher(const char *from, const int64_t *offsets, int64_t count, int64_t size)
+    RowLines(const char *from, const int64_t *offsets, int64_t count, int64_t size)
         : from(from), offsets(offsets), end(offsets + count), size(size) {}
-    template <bool NEAR = false> void fetch(int lines) {
+    template <bool NEAR> void fetch(int lines) {
         for (; lines && offsets < end; lines--) {
             __builtin_prefetch(from + *offsets + at, 0, NEAR ? 3 : 2);
             at += 64;
@@ -84,6 +84,26 @@ class RowPrefetcher {
 #else
     int64_t size, at = 0;
 #endif
+};
+
+// Prefetches keys or values of whole blocks: those that are read next and, with AVX-512, those after them, which the next
+// prefetcher asks for once more. A processor that waits for as many lines as it can may drop a prefetch, as EPYC does: of
+// lines that were asked for once, many are not there when they are read.
+class RowPrefetcher {
+  public:
+    RowPrefetcher(const RowLines &next, const RowLines &after) : next(next), after(after) {}
+    RowPrefetcher(const char *from, const int64_t *offsets, int64_t count, int64_t size)
+        : RowPrefetcher({from, offsets, count, size}, {from, offsets, 0, size}) {}
+    // NEAR: into the first cache level, for readers whose blocks fit there; else into the second.
+    // ALTERNATES: a line of each rather than all lines of both. Which is faster is measured.
+    template <bool NEAR = false, bool ALTERNATES = false> void fetch(int lines) {
+        if (LANES < 16) return next.fetch<NEAR>(lines);
+        const int step = ALTERNATES ? 1 : lines;
+        for (; lines > 0; lines -= step) next.fetch<NEAR>(step), after.fetch<NEAR>(step);
+    }
+
+  private:
+    RowLines next, after;
 };
 
 // Prefetches the first byte of each row that begins in another page of memory than the row before it, and the last byte
@@ -136,7 +156,7 @@ inline void qk_panel(const Operand<T> *queries, int64_t depth, const HeadRows<T>
     RowPrefetcher prefetcher = shared_prefetcher;  // a copy stays in registers
     vec sums[H][N] = {};
     for (int64_t d = 0; d < keys.dim; d += STEP) {
-        prefetcher.fetch<true>(N * LANES / 4);  // as much as is read
+        prefetcher.fetch<true, sizeof(T) == 4>(N * LANES / 4);  // as much as is read
 #pragma GCC unroll 2
         for (int n = 0; n < N; n++) {
             uvec words[4];
@@ -173,7 +193,7 @@ inline void pv_vectors(const float *weights, int64_t stride, const HeadRows<T> &
         vec some[V];
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) some[v] = load(values.rows[k] + at + v * LANES);
-        prefetcher.fetch<true>((V * LANES * sizeof(T) + 63) / 64);
+        prefetcher.fetch<true, sizeof(T) == 4>((V * LANES * sizeof(T) + 63) / 64);
 #pragma GCC unroll 4
         for (int h = 0; h < H; h++) {
             const vec weight = broadcast(weights[h * stride + k]);
@@ -352,7 +372,8 @@ void pv_block(const TaskState<T> &state, int64_t head, const Operand<T> *weights
     });
 }
 
-// A block's values are prefetched while its keys are scored, the next keys while values are weighted.
+// While a block's keys are scored, its values and the next keys are prefetched; while its values are weighted, the next
+// keys and their values.
 template <class T>
 void attend_direct(const PagedKv<T> &kv, const TaskState<T> &state, const Task *next, ThreadScratch &scratch) {
     const Task &task = state.task;
@@ -386,9 +407,10 @@ void attend_direct(const PagedKv<T> &kv, const TaskState<T> &state, const Task *
         }
         num_later = fitting_keys(later, kv.next_offsets(state, from + count, most, next, later));
         touch_block(kv, offsets, count, later, num_later, num_bytes);
-        RowPrefetcher prefetcher(kv.v, offsets, count, num_bytes);
+        const RowLines next_keys(kv.k, later, num_later, num_bytes);
+        RowPrefetcher prefetcher({kv.v, offsets, count, num_bytes}, next_keys);
         qk_block(state, keys, count, dim, scores, prefetcher);
-        prefetcher = RowPrefetcher(kv.k, later, num_later, num_bytes);
+        prefetcher = {next_keys, {kv.v, later, num_later, num_bytes}};
         if (widened_values)
             point_at_widened(kv, task.num_heads, values, kv.v, offsets, count, zeros, widened_values, scales.values);
         for (int64_t head = 0; head < task.num_heads; head++) {

@@ -12,7 +12,8 @@
 #include "gemm.h"
 #include "stored_kv.h"
 
-constexpr int KEYS = 192;  // of a block, at most: they are scored, then weighted
+// Of a block, at most: they are scored, then weighted. With AVX-512 whole blocks fill a partition.
+constexpr int KEYS = LANES == 16 ? 256 : 192;
 constexpr float LOWEST = -3.0e38f;
 constexpr float HIDDEN = -1.0e30f;  // a score outside of a window: no exponent of it overflows
 constexpr float LOG2_E = 1.44269504f;
