@@ -157,7 +157,8 @@ class EngineConfig(StrictFields):
                         Default: "lru"; with admission "priced" "expected-return"
     max_lease_share     share of the pool that the leases of open sessions may fill, of cache
                         "radix"; the leases that began first end early
-    schedule_policy     "lpm" (longest cached prefix first), "fcfs", "dfs-weight"
+    schedule_policy     "lpm" (longest cached prefix first; with admission "priced" and too few free
+                        pages shortest job first), "fcfs", "dfs-weight"
     max_overtake        most later requests of its tenant that may be admitted before a waiting
                         request. Default: 64; with admission "priced" 4096
     max_wait_s          seconds after which no later request is admitted before a waiting request;

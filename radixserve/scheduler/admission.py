@@ -20,7 +20,8 @@ from radixserve.scheduler.running_requests import RunningRequests
 from radixserve.scheduler.tenants import Tenant, TenantShares
 from radixserve.scheduler.waiting_queue import WaitingQueue
 
-_MAX_HELD = 4  # requests in a row that are not worth their price: the later ones match less
+_MAX_HELD = 4  # held requests of a tenant after which a pass skips it: later ones match less
+_MAX_HELD_UNMATCHED = 64  # with policies that do not order by match
 _HELD_STEPS = 8  # after which held requests are looked at again
 _PATIENCE = 16  # steps that a tenant without a running request waits before others are preempted
 _LOOKAHEAD = 8  # tokens reserved for each running request when another is admitted
@@ -219,9 +220,9 @@ class Admission:
         """`pricing`: also decides whether a request is worth the K/V that it evicts."""
         self._cache = cache
         self._pricing = pricing
+        self._max_held = _MAX_HELD if waiting.is_by_match else _MAX_HELD_UNMATCHED
         self._held: tuple[int, int] | None = None  # of the last pass that held a request
         self._num_skipped = 0  # passes since
-        self._max_held = 4 if waiting.is_by_match else 64
         self._waiting = waiting
         self._running = running
         self._page_budget = page_budget

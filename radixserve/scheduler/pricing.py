@@ -6,13 +6,14 @@ All prices are in seconds. See docs/scheduling.md for the derivation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 
 from radixserve.cache import PrefixCache, ReturnEstimate
 from radixserve.scheduler.request_state import RequestState
 from radixserve.scheduler.returns import ReturnTimes, waiting_return
 from radixserve.scheduler.running_requests import RunningRequests
 from radixserve.scheduler.step_costs import StepCosts
+from radixserve.scheduler.waiting_queue import WaitingQueue
 
 _MAX_BACKLOGS = 16.0  # that a request waits: the time that all waiting requests take to compute
 _MARGIN = 1.4  # by which a gain exceeds the price, and by which it may fall short for the oldest
@@ -28,7 +29,7 @@ class PricedAdmission:
         self,
         cache: PrefixCache,
         running: RunningRequests,
-        waiting: Sized,
+        waiting: WaitingQueue,
         costs: StepCosts,
         clock: Callable[[], float],
     ) -> None:

@@ -77,7 +77,6 @@ class RequestState:
         "tenant",
         "tokens",
         "waiters",
-        "work_key",
     )
 
     def __init__(
@@ -122,7 +121,6 @@ class RequestState:
         self.first_token_at: float | None = None
         # Of the waiting queue, however often the request is queued.
         self.order_key: tuple[int, ...] = ()  # set by the queue's policy
-        self.work_key: tuple[int, ...] = ()  # the same of the order by work
         self.page_need: int | None = None  # as it is counted in the queue; None: not counted
         self.overtaken = 0  # admissions of later requests while it waited, up to its last entry
         self.admitted_before_enqueue = 0  # admissions of later requests when it was queued last

@@ -11,9 +11,9 @@ Policies:
 
 A higher priority comes before all of these. The overtake bound holds under each policy.
 
-With priced admission and lpm, the request with the least to compute comes first while the waiting
-ones do not fit into the free pages: see `_work_key`. And while requests are held, that of the
-oldest waiting session comes before all.
+With priced admission and lpm, the shortest job comes first while the waiting requests do not fit
+into the free pages: see `_work_key`. And while requests are held, that of the oldest waiting
+session comes before all.
 
 Tenants have a queue each, with an order and an overtake bound of its own. Between them the one that
 has been served least comes first: see `TenantShares`.
@@ -26,7 +26,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from operator import attrgetter
 from typing import Protocol
 
 from sortedcontainers import SortedDict, SortedKeyList, SortedList
@@ -35,6 +34,8 @@ from radixserve.cache import PrefixCache, PrefixWatch
 from radixserve.request import LEAST_PRIORITY
 from radixserve.scheduler.request_state import RequestState
 from radixserve.scheduler.tenants import Tenant, TenantShares
+
+_HELD_BY_WORK = 3  # held requests after which a pass goes on in the policy's order
 
 OrderKey = tuple[int, ...]
 
@@ -58,22 +59,23 @@ class PolicyQueue(Protocol):
 
 
 class SortedQueue:
-    """In the order of a key, which is kept in an attribute of the request."""
+    """In the order of a key, which is kept as it was when a request was added or updated."""
 
-    def __init__(self, key: Callable[[RequestState], OrderKey], kept_in: str = "order_key") -> None:
-        self._key, self._kept_in = key, kept_in
-        self._kept_key = attrgetter(kept_in)
-        self._requests: SortedKeyList = SortedKeyList(key=self._kept_key)
+    def __init__(self, key: Callable[[RequestState], OrderKey]) -> None:
+        self._key = key
+        self._keys: dict[int, OrderKey] = {}  # by arrival
+        self._requests: SortedKeyList = SortedKeyList(key=lambda state: self._keys[state.arrival])
 
     def add(self, state: RequestState) -> None:
-        setattr(state, self._kept_in, self._key(state))
+        self._keys[state.arrival] = self._key(state)
         self._requests.add(state)
 
     def remove(self, state: RequestState) -> None:
         self._requests.remove(state)
+        del self._keys[state.arrival]
 
     def update(self, state: RequestState) -> None:
-        if self._kept_key(state) != self._key(state):
+        if self._keys[state.arrival] != self._key(state):
             self.remove(state)
             self.add(state)
 
@@ -202,9 +204,9 @@ class _TenantQueue:
         self._by_age: SortedDict | None = SortedDict() if is_priced else None
         self._by_work: SortedQueue | None = None
         if is_priced and policy == "lpm":
-            self._by_work = SortedQueue(_work_key, "work_key")
-        self.is_short = False  # whether the waiting requests do not fit into the free pages
-        self.was_held = self.is_held = False  # whether the last pass, or this one, held a request
+            self._by_work = SortedQueue(_work_key)
+        self.was_held = False  # whether the last pass held a request
+        self.num_held = 0  # requests that this pass has held
         self.oldest: RequestState | None = None  # given first by `candidates`, out of the order
         self._queue = make_queue(policy)
         self._by_arrival: SortedDict = SortedDict()
@@ -218,7 +220,7 @@ class _TenantQueue:
     def serve(self, tenant: Tenant) -> None:
         """The queue is empty, and gets the requests of this tenant."""
         if self.tenant is not tenant:
-            self.was_held = self.is_held = False
+            self.was_held, self.num_held = False, 0
         self.tenant, self.num_passed = tenant, 0
 
     def __len__(self) -> int:
@@ -299,11 +301,15 @@ class _TenantQueue:
         )
         return min(limited, default=math.inf)
 
-    def candidates(self, get_since: Callable[[], float]) -> Iterator[RequestState]:
+    def candidates(
+        self, get_since: Callable[[], float], *, by_work: bool
+    ) -> Iterator[RequestState]:
         """Each request once that may start now, in order; the one just given may be removed.
 
-        With an admission limit: only requests up to it, by arrival. Else the policy's order or that
-        by work, after the request of the oldest session if the last pass held one.
+        With an admission limit: only requests up to it, by arrival. Else the policy's order; before
+        that, `by_work`, the shortest jobs until _HELD_BY_WORK are held: a cached prefix must not
+        wait for small requests that are not worth their price. If the last pass held a request,
+        that of the oldest session comes first, and once it has started that of the next oldest.
         """
         seen: set[int] = set()
         self.oldest = None
@@ -325,9 +331,9 @@ class _TenantQueue:
                     seen.add(oldest.arrival)
                     yield oldest
                     continue
-            order = self._queue
-            if self.is_short and self._by_work is not None:
-                order = self._by_work
+            by_work = by_work and self._by_work is not None and self.num_held < _HELD_BY_WORK
+            order = self._by_work if by_work else self._queue
+            assert order is not None
             for state in order.scan():
                 if state.arrival in seen:
                     continue
@@ -335,6 +341,8 @@ class _TenantQueue:
                 yield state
                 was_admitted = state.arrival not in self._by_arrival
                 if was_admitted and self.admission_limit(get_since()) < math.inf:
+                    break
+                if by_work and self.num_held >= _HELD_BY_WORK:
                     break
             else:
                 return
@@ -362,9 +370,9 @@ class WaitingQueue:
         """`max_wait_s`: None for no bound in seconds; on `clock`."""
         self._cache = cache
         self._policy, self._max_overtake = policy, max_overtake
+        self.is_by_match = policy == "lpm"
         self._max_wait_s, self._clock = max_wait_s, clock
         self._shares = TenantShares() if shares is None else shares
-        self.is_by_match = policy == "lpm"
         self._queues: dict[Tenant, _TenantQueue] = {}  # of tenants with waiting requests
         self._spare: _TenantQueue | None = None  # an empty one
         self._by_watch: dict[PrefixWatch, RequestState] = {}
@@ -512,14 +520,12 @@ class WaitingQueue:
 
     def begin_pass(self) -> None:
         """With priced admission: a pass begins that may hold requests. O(tenants that wait)."""
-        is_short = self._num_needed > self._cache.num_free
         for queue in self._queues.values():
-            queue.was_held, queue.is_held = queue.is_held, False
-            queue.is_short = is_short
+            queue.was_held, queue.num_held = queue.num_held > 0, 0
 
     def note_held(self, state: RequestState) -> None:
         """A request that fits was not started, because of its price."""
-        self._queues[state.tenant].is_held = True
+        self._queues[state.tenant].num_held += 1
 
     def is_first(self, arrival: int, tenant: Tenant, priority: int) -> bool:
         """Whether no waiting request of its tenant comes before a request like this."""
@@ -538,7 +544,7 @@ class WaitingQueue:
         passed by others at most `max_overtake` times before one of its own starts.
         """
         if len(self._queues) == 1:
-            return next(iter(self._queues.values())).candidates(self._since)
+            return self._candidates_of(next(iter(self._queues.values())))
         return self._shared_candidates(running)
 
     def skip_tenant(self, state: RequestState) -> bool:
@@ -564,15 +570,16 @@ class WaitingQueue:
             return None
         ahead = _to_compute(running)
         queue = min(queues, key=lambda queue: _turn(queue, ahead))
-        unblocked = (
-            state for state in queue.candidates(self._since) if state.page_need is not None
-        )
+        unblocked = (state for state in self._candidates_of(queue) if state.page_need is not None)
         return next(unblocked, None)
+
+    def _candidates_of(self, queue: _TenantQueue) -> Iterator[RequestState]:
+        return queue.candidates(self._since, by_work=self._num_needed > self._cache.num_free)
 
     def _shared_candidates(self, running: Iterable[RequestState]) -> Iterator[RequestState]:
         ahead = _to_compute(running)
         queues = list(self._queues.values())
-        given = [queue.candidates(self._since) for queue in queues]
+        given = [self._candidates_of(queue) for queue in queues]
         heap = [(_turn(queue, ahead), index) for index, queue in enumerate(queues)]
         heapq.heapify(heap)
         passed: list[_TenantQueue] = []  # whose turn it was, and none started

@@ -166,7 +166,7 @@ def test_while_requests_are_held_the_oldest_session_comes_first() -> None:
 
 
 @pytest.mark.parametrize(("pages", "order"), [(400, ["match", "short"]), (170, ["short", "match"])])
-def test_the_least_work_comes_first_where_waiting_requests_do_not_fit(
+def test_the_shortest_job_comes_first_where_waiting_requests_do_not_fit(
     pages: int, order: list[str]
 ) -> None:
     """Otherwise the longest match, as with greedy admission."""
@@ -179,6 +179,27 @@ def test_the_least_work_comes_first_where_waiting_requests_do_not_fit(
     driver.add("short", prompt(4, 10), max_tokens=1)
     driver.run()
     assert driver.admitted[2:] == order
+
+
+def test_small_requests_that_are_held_do_not_keep_a_returning_session_waiting() -> None:
+    """They come before it as shorter jobs, but it loses its cached prefix if it waits."""
+    driver = priced(160, max_running_requests=4, max_overtake=10_000, chunked_prefill_size=64)
+    driver.scheduler._waiting.backlog_bound = None
+    driver.add("cold-1", prompt(9, 2), max_tokens=1, session="cold0")  # the oldest session
+    driver.run()
+    driver.add("warm-1", prompt(1, 90), max_tokens=1, session="warm")
+    driver.run()
+    driver.add("running", prompt(2, 10), max_tokens=60, ignore_eos=True, session="running")
+    driver.step()
+    fix_costs(driver, prefill_share=1.0)
+    for number in range(20):
+        driver.add(f"{number}", prompt(10 + number, 12), max_tokens=2, session=f"cold{number}")
+    text = driver.prompts["warm-1"] + driver.output("warm-1")
+    driver.add("warm-2", text + prompt(3, 35), max_tokens=1, session="warm")
+    for _ in range(10):
+        driver.step()
+    assert driver.scheduler.num_held > 0
+    assert "warm-2" in driver.admitted
 
 
 def test_room_is_worth_nothing_while_the_machine_prefills_all_the_time() -> None:
