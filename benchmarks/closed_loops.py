@@ -25,6 +25,7 @@ import json
 import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,13 +61,13 @@ RATES = {
 }
 FIXED = (4, 8, 16, 32, 64)  # sessions that are live, or requests that run
 FIRST = 16
-LINES: dict[str, Callable[[str], bool]] = {  # of the picture, by the rules that each is of
-    "greedy": "greedy".__eq__,
-    "priced": "priced".__eq__,
-    "lpm, best fixed number": lambda rule: rule.startswith("lpm"),
-    "pause .95 resume .80": "pause .95 resume .80".__eq__,
-    "AIMD": "AIMD".__eq__,
-    "CacheTTL": "CacheTTL".__eq__,
+LINES = {  # of the picture: names of rules, the best of which is drawn
+    "greedy": "greedy",
+    "priced": "priced",
+    "lpm, best fixed number": "lpm*",
+    "pause .95 resume .80": "pause*",
+    "AIMD": "AIMD",
+    "CacheTTL": "CacheTTL",
 }
 FIGURES = ("makespan_s", "session_mean_s", "session_p99_s")
 Row = dict[str, Any]
@@ -300,21 +301,14 @@ def draw(rows: list[Row], path: Path) -> None:
     panels = figure.subplots(len(names), 3, squeeze=False)
     for name, line in zip(names, panels, strict=True):
         for rate, panel in zip(RATES[name].split(","), line, strict=True):
-            cells = [row for row in rows if (row["trace"], row["rate"]) == (name, rate)]
-            sizes = SIZES[name].split(",")
-            for label, is_in in LINES.items():
-                seconds = [
-                    min(
-                        (
-                            row["session_mean_s"]
-                            for row in cells
-                            if row["size"] == size and is_in(row["rule"])
-                        ),
-                        default=np.nan,
-                    )
-                    for size in sizes
-                ]
-                panel.plot(sizes, seconds, "o-", label=label)
+            for label, pattern in LINES.items():
+                seconds = dict.fromkeys(SIZES[name].split(","), np.nan)
+                for row in rows:
+                    is_here = (row["trace"], row["rate"]) == (name, rate)
+                    if is_here and fnmatch(row["rule"], pattern):
+                        size = row["size"]
+                        seconds[size] = float(np.fmin(seconds[size], row["session_mean_s"]))
+                panel.plot(list(seconds), list(seconds.values()), "o-", label=label)
             panel.set(yscale="log", xlabel="tokens", title=f"{name}, {rate} tokens/s")
         line[0].set_ylabel("mean session time, s")
     panels[0, 0].legend()

@@ -152,6 +152,7 @@ def check_queues(
 
     AssertionError names the first broken invariant.
     """
+    waiting.check()
     for name, state in requests.items():
         search = state.search
         rests = search is not None and (  # sampled, or the leader of a search without its own beam

@@ -260,6 +260,11 @@ class _TenantQueue:
         if self._by_work is not None:
             self._by_work.update(state)
 
+    def check(self) -> None:
+        """Audit: each order has all requests. AssertionError otherwise."""
+        for order in (self._queue, self._by_age, self._by_work, self._priorities):
+            assert order is None or len(order) == len(self), "a waiting request is not in an order"
+
     @property
     def highest_priority(self) -> float:
         """O(1)."""
@@ -331,10 +336,8 @@ class _TenantQueue:
                     seen.add(oldest.arrival)
                     yield oldest
                     continue
-            by_work = by_work and self._by_work is not None and self.num_held < _HELD_BY_WORK
-            order = self._by_work if by_work else self._queue
-            assert order is not None
-            for state in order.scan():
+            shortest = self._by_work if by_work and self.num_held < _HELD_BY_WORK else None
+            for state in (self._queue if shortest is None else shortest).scan():
                 if state.arrival in seen:
                     continue
                 seen.add(state.arrival)
@@ -342,7 +345,7 @@ class _TenantQueue:
                 was_admitted = state.arrival not in self._by_arrival
                 if was_admitted and self.admission_limit(get_since()) < math.inf:
                     break
-                if by_work and self.num_held >= _HELD_BY_WORK:
+                if shortest is not None and self.num_held >= _HELD_BY_WORK:
                     break
             else:
                 return
@@ -410,6 +413,12 @@ class WaitingQueue:
         self.num_tokens += len(state.tokens)
         self._by_watch[state.prefix_watch] = state
         self._note_need(state)
+
+    def check(self) -> None:
+        """Audit the queues of all tenants. AssertionError names what is broken. O(tenants)."""
+        for queue in self._queues.values():
+            queue.check()
+        assert sum(map(len, self._queues.values())) == len(self), "a tenant's queue is incomplete"
 
     def remove(self, state: RequestState) -> None:
         """O(log n)."""

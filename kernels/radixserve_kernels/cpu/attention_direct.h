@@ -45,11 +45,11 @@ template <class T> struct HeadRows {
 };
 
 // Prefetches rows line by line in the order in which they lie, so that the processor's own prefetcher follows.
-class RowLines {
+class LinePrefetcher {
   public:
 #if defined(RADIXSERVE_LANE_SCORES)
     // `count` rows of `size` bytes, at from + offsets[...].
-    RowLines(const char *from, const int64_t *offsets, int64_t count, int64_t size)
+    LinePrefetcher(const char *from, const int64_t *offsets, int64_t count, int64_t size)
         : from(from), offsets(offsets), end(offsets + count), size(size), line(from + size), row_end(line) {}
     // NEAR: into the first cache level, for readers whose blocks fit there; else into the second. After the last row it
     // comes again: that takes fewer instructions than an end.
@@ -64,7 +64,7 @@ class RowLines {
         }
     }
 #else
-    RowLines(const char *from, const int64_t *offsets, int64_t count, int64_t size)
+    LinePrefetcher(const char *from, const int64_t *offsets, int64_t count, int64_t size)
         : from(from), offsets(offsets), end(offsets + count), size(size) {}
     template <bool NEAR> void fetch(int lines) {
         for (; lines && offsets < end; lines--) {
@@ -91,7 +91,7 @@ class RowLines {
 // lines that were asked for once, many are not there when they are read.
 class RowPrefetcher {
   public:
-    RowPrefetcher(const RowLines &next, const RowLines &after) : next(next), after(after) {}
+    RowPrefetcher(const LinePrefetcher &next, const LinePrefetcher &after) : next(next), after(after) {}
     RowPrefetcher(const char *from, const int64_t *offsets, int64_t count, int64_t size)
         : RowPrefetcher({from, offsets, count, size}, {from, offsets, 0, size}) {}
     // NEAR: into the first cache level, for readers whose blocks fit there; else into the second.
@@ -103,7 +103,7 @@ class RowPrefetcher {
     }
 
   private:
-    RowLines next, after;
+    LinePrefetcher next, after;
 };
 
 // Prefetches the first byte of each row that begins in another page of memory than the row before it, and the last byte
@@ -407,7 +407,7 @@ void attend_direct(const PagedKv<T> &kv, const TaskState<T> &state, const Task *
         }
         num_later = fitting_keys(later, kv.next_offsets(state, from + count, most, next, later));
         touch_block(kv, offsets, count, later, num_later, num_bytes);
-        const RowLines next_keys(kv.k, later, num_later, num_bytes);
+        const LinePrefetcher next_keys(kv.k, later, num_later, num_bytes);
         RowPrefetcher prefetcher({kv.v, offsets, count, num_bytes}, next_keys);
         qk_block(state, keys, count, dim, scores, prefetcher);
         prefetcher = {next_keys, {kv.v, later, num_later, num_bytes}};

@@ -234,11 +234,11 @@ inline void widened_scores(const float *queries, int64_t depth, const char *cons
 #else
 
 // Rounded queries of a task as integers of 16 bits.
-struct IntegerRows {
+struct Int16Queries {
     int16_t *numbers;  // [heads * rows][dim]
     float *units;      // [heads * rows]
 
-    template <class T> IntegerRows(const TaskState<T> &state, int64_t dim, ThreadScratch &scratch) {
+    template <class T> Int16Queries(const TaskState<T> &state, int64_t dim, ThreadScratch &scratch) {
         const int64_t total = state.rows * state.task.num_heads;
         numbers = scratch.query_parts.get<int16_t>(total * dim), units = scratch.query_scales.get<float>(total);
         for (int64_t row = 0; row < total; row++) {
@@ -454,7 +454,7 @@ void attend_int8(const PagedKv<T> &kv, const TaskState<T> &state, const Task *ne
 #if defined(RADIXSERVE_VNNI)
     const IntegerQueries queries(state, dim, scratch);
 #elif defined(RADIXSERVE_LANE_SCORES)
-    const IntegerRows queries(state, dim, scratch);
+    const Int16Queries queries(state, dim, scratch);
 #endif
     const char *keys[KEYS], *values[KEYS];
     int64_t offsets_of[2][KEYS], *offsets = offsets_of[0], *later = offsets_of[1];  // of a block and of the next one
