@@ -2,7 +2,7 @@
 
     python benchmarks/bench_decoder.py [--model smollm2] [--threads 1,2] [--depths 0,4096]
         [--rows 8,32] [--rounds 3] [--forms float32,bfloat16,int8,file] [--llama DIR] [--clock cpu]
-        [--json]
+        [--activation-bits 16] [--json]
 
 Tokens a second of the wall clock, the best of the rounds: prefill of 512 tokens and decode of one
 sequence, each after `depth` tokens; decode steps of several sequences after 128 tokens each. Forms
@@ -116,11 +116,14 @@ def _json_lines(command: list[object]) -> Iterator[dict[str, float]]:
 def main() -> None:
     numbers: dict[str, list[int]] = {"threads": [1], "depths": [0], "rows": []}
     more = {"forms": Names("form", FORMS), "llama": Path, "json": False}
-    args = parse(__doc__, model="smollm2", rounds=3, clock="wall", **numbers, **more)
+    args = parse(
+        __doc__, model="smollm2", rounds=3, clock="wall", activation_bits=16, **numbers, **more
+    )
     if args.clock not in ("wall", "cpu") or (args.clock == "cpu" and args.llama):
         sys.exit("--clock is wall or cpu, and wall beside llama.cpp")
     source = find_model(args.model)
-    models = {name: load_cpu_decoder(source, *FORMS[name][:2]) for name in args.forms}
+    bits = args.activation_bits
+    models = {name: load_cpu_decoder(source, *FORMS[name][:2], bits) for name in args.forms}
     rates: dict[tuple[Cell, ...], dict[str, list[float]]] = {}
     for number in range(args.rounds):
         for threads, (name, model) in product(args.threads, models.items()):

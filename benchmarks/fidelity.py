@@ -1,6 +1,7 @@
-"""How far weights of 8 and 4 bits and activations in 8 move a model's distributions.
+"""How far weights of 8 and 4 bits and activations in 8 or 16 move a model's distributions.
 
     python benchmarks/fidelity.py [--model smollm2] [--num-tokens 20000] [--text FILE]
+        [--activation-bits 16]
 
 Text is cut into windows. As in llama.cpp's llama-perplexity the first half of each is context only;
 every distribution after it is compared with that of the same weights widened to float32: mean and
@@ -40,11 +41,20 @@ FORMS = (  # name, dtype of activations, K and V, weight_dtype
 
 
 def main() -> None:
-    args = parse(__doc__, model="smollm2", num_tokens=20_000, window=512, text=Path, json=False)
+    args = parse(
+        __doc__,
+        model="smollm2",
+        num_tokens=20_000,
+        window=512,
+        text=Path,
+        activation_bits=16,
+        json=False,
+    )
     source = find_model(args.model)
     windows = list(read_windows(source, args.text, args.num_tokens, args.window))
     reference = load_cpu_decoder(source, torch.float32, None)
-    models = {name: load_cpu_decoder(source, *form) for name, *form in FORMS}
+    bits = args.activation_bits
+    models = {name: load_cpu_decoder(source, *form, bits) for name, *form in FORMS}
     tallies = {form: Tally() for form in (REFERENCE, *models)}
     for number, tokens in enumerate(windows):
         half = tokens[len(tokens) // 2 :]

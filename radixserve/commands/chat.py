@@ -120,8 +120,6 @@ def run(args: argparse.Namespace) -> int:
         with without_echo(), loading_bar(args.model):
             from radixserve.api.runtime import Runtime
 
-            # Decoding one row waits mostly for memory, where 16-bit activations cost a tenth more.
-            settings = {"activation_bits": 16, **settings}
             runtime = stack.enter_context(Runtime(args.model, **settings))
         if not runtime.model_sampling_defaults:
             sampling = {"temperature": TEMPERATURE, **sampling}

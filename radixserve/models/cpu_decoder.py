@@ -29,7 +29,7 @@ from radixserve_kernels.quantized import AnyWeight
 class CpuDecoder(LanguageModel):
     """See `LanguageModel`. Made by `load_cpu_decoder`."""
 
-    def __init__(self, read: DecoderTensors, activation_bits: int = 8) -> None:
+    def __init__(self, read: DecoderTensors, activation_bits: int = 16) -> None:
         self.info: ModelInfo = read.info
         if activation_bits == 16:
             _round_finely(read)
@@ -106,7 +106,7 @@ def load_cpu_decoder(
     source: ModelSource,
     dtype: torch.dtype,
     weight_dtype: str | None = "auto",
-    activation_bits: int = 8,
+    activation_bits: int = 16,
 ) -> CpuDecoder:
     """Read a model of a native family.
 

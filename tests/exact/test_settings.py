@@ -27,7 +27,7 @@ FORMS: list[dict[str, Any]] = [
     {"dtype": "float32"},
     {"dtype": "bfloat16"},
     {"dtype": "bfloat16", "weight_dtype": "int8"},
-    {"dtype": "bfloat16", "weight_dtype": "int8", "activation_bits": 16},
+    {"dtype": "bfloat16", "weight_dtype": "int8", "activation_bits": 8},
 ]
 pytestmark = pytest.mark.skipif(
     bool(unsupported_reason(torch.float32)), reason="there are no CPU kernels here"

@@ -76,10 +76,13 @@ def logprobs(outs: Iterable[Any]) -> list[Any]:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("form", ["int8", "Q4_1", "mixed"])
-def test_the_same_bits_however_the_work_is_cut_up(tmp_path: Path, form: str, dtype: str) -> None:
+@pytest.mark.parametrize(("form", "bits"), [("int8", 16), ("Q4_1", 16), ("mixed", 16), ("Q4_1", 8)])
+def test_the_same_bits_however_the_work_is_cut_up(
+    tmp_path: Path, form: str, bits: int, dtype: str
+) -> None:
     """Log-probabilities are equal, not close: cold, warm, off, alone, in chunks, preempted."""
     path, settings = make_model(tmp_path, form)
+    settings["activation_bits"] = bits
     rng = random.Random(0)
     head = [rng.randrange(256) for _ in range(300)]
     prompts = [
