@@ -53,7 +53,8 @@ from radixserve import Runtime, SamplingParams
 from radixserve.engine.engine import Engine
 from radixserve.engine.kv_connector import KVConnector, slots_of
 from radixserve.replay.reader import read_trace
-from radixserve.store import FolderStore, KVLayout, StoredPrefix, StoredPrefixes
+from radixserve.runner.kv_layout import KVLayout
+from radixserve.store import FolderStore, StoredPrefix, StoredPrefixes
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 NOTES = (

@@ -33,6 +33,7 @@ from radixserve.config import EngineConfig, KVStoreWrite, parse_bytes
 from radixserve.errors import InvalidRequest, OutOfPages
 from radixserve.output import StoredLookup
 from radixserve.request import Request
+from radixserve.runner.kv_layout import ByteArray
 from radixserve.store import (
     MAX_RUN_TOKENS,
     BadRun,
@@ -49,7 +50,6 @@ from radixserve.store import (
 from radixserve.store.daemon_executor import DaemonExecutor
 from radixserve.store.fingerprint import model_fingerprint
 from radixserve.store.redis_store import SCHEMES, RedisStore
-from radixserve.store.run_file import ByteArray
 
 if TYPE_CHECKING:
     from radixserve.runner.base import ModelRunner
@@ -243,13 +243,19 @@ class KVConnector:
         load = self._load
         return [*([] if load is None else [load.waiter]), *self._waiting]
 
+    def _match(self, tokens: IntArray, namespace: str) -> StoredPrefix:
+        try:
+            return self._prefixes.match(tokens, namespace)
+        except OSError:
+            return self._prefixes.known(tokens, namespace)
+
     def stored_len(self, tokens: IntArray, namespace: str) -> int:
         """Returns the length of the longest stored prefix in tokens."""
-        return self._prefixes.match(tokens, namespace).length
+        return self._match(tokens, namespace).length
 
     def lookup(self, tokens: IntArray, namespace: str, cached_len: int) -> StoredLookup:
         """See `StoredLookup`. `cached_len`: leading tokens of the prompt that are cached."""
-        stored = self._prefixes.match(tokens, namespace)
+        stored = self._match(tokens, namespace)
         stored_len, in_memory = stored.length, self._prefixes.store.in_memory
         host_len = sum(run.num_tokens for run in stored.runs if in_memory(run.name))
         num_tokens = max(0, min(stored_len, len(tokens) - 1) - cached_len)
@@ -343,7 +349,7 @@ class KVConnector:
         lookup = self._cache.lookup(tokens, namespace, allow_full=True, compare_namespaces=False)
         if len(tokens) - lookup.cached_len < MIN_TOKENS:
             return None
-        stored = self._prefixes.match(tokens, namespace)
+        stored = self._match(tokens, namespace)
         num_missing = stored.length - lookup.cached_len
         if num_missing < MIN_TOKENS or not self._pays(num_missing, ahead):
             return None
@@ -527,7 +533,7 @@ class KVConnector:
         if end - num_reused < MIN_TOKENS:  # what was found in memory is not about to be evicted
             return 0
         gain_s = saved_s * (num_returned + rate * (end - num_reused - num_returned))
-        num_unstored = end - self._prefixes.match(tokens[:end], namespace).length
+        num_unstored = end - self._match(tokens[:end], namespace).length
         if num_unstored * write_s < gain_s + self._missed_s:
             self._missed_s = 0.0
             return end
@@ -632,7 +638,7 @@ class KVConnector:
         tokens, namespace = unsaved.tokens, unsaved.namespace
         if unsaved.stored is None:
             writing = self._writes.copy()  # before the match: what is written by then is matched
-            stored = self._prefixes.match(tokens, namespace)
+            stored = self._match(tokens, namespace)
             if len(tokens) - stored.length < MIN_TOKENS:
                 return False
             unsaved.stored = stored
@@ -675,7 +681,7 @@ class KVConnector:
         try:
             kv: Iterable[ByteArray] = self._paced(unsaved)
             # Writes that were queued before may have stored a part of it since it was copied.
-            present = self._prefixes.match(unsaved.tokens, unsaved.namespace)
+            present = self._match(unsaved.tokens, unsaved.namespace)
             if present.length > stored.length:
                 num_left = len(unsaved.tokens) - present.length
                 kv = _split(list(kv), present.length - stored.length)
@@ -722,7 +728,7 @@ class KVConnector:
         num_written = 0
         while True:
             cached_len, pages = self._cache.cached_pages(tokens, namespace)
-            stored = self._prefixes.match(tokens[:cached_len], namespace)
+            stored = self._match(tokens[:cached_len], namespace)
             end = min(cached_len, stored.length + MAX_RUN_TOKENS)
             if stored.length == end:
                 return num_written
@@ -736,7 +742,7 @@ class KVConnector:
         """Put the next run of the stored part of `tokens` into free pages, without evicting any.
         Returns the tokens loaded, 0 if all are cached or the run is damaged; None if it does not
         fit into the free pages."""
-        cache, stored = self._cache, self._prefixes.match(tokens, namespace)
+        cache, stored = self._cache, self._match(tokens, namespace)
         with self._lock(tokens[: stored.length], namespace) as sequence:
             for run in stored.runs:
                 num_missing = run.start + run.num_tokens - sequence.length

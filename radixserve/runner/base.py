@@ -25,10 +25,10 @@ from radixserve.models.parallel import TPGroup
 from radixserve.models.registry import load_model
 from radixserve.models.source import find_model
 from radixserve.runner.device import check_dtype, choose_kv_dtype, describe_device
+from radixserve.runner.kv_layout import KVLayout
 from radixserve.runner.kv_pool import KVPool
 from radixserve.runner.rounding_check import RoundingCheck
 from radixserve.schedule import ModelRunnerOutput, SchedulerOutput, WindowLayers
-from radixserve.store.run_file import KVLayout
 from radixserve_kernels.cpu_library import code_fingerprint
 from radixserve_kernels.stored_kv import INT8_FORM, dtype_name
 

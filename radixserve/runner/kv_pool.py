@@ -21,9 +21,9 @@ from radixserve.arrays import IntArray
 from radixserve.attention.base import LayersKV, WindowKV
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import KVShape, ModelInfo
+from radixserve.runner.kv_layout import ByteArray, KVLayout
 from radixserve.runner.pool_sizing import PoolSize
 from radixserve.runner.system_memory import map_on_demand
-from radixserve.store.run_file import ByteArray, KVLayout
 from radixserve_kernels.cpu_weights import fresh_memory
 from radixserve_kernels.stored_kv import dtype_name, stored_width
 from radixserve_kernels.torch_ops import as_bytes, copy_slots

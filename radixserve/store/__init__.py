@@ -6,8 +6,8 @@ K/V, named by everything before them.
 
 from radixserve.store.folder_store import FolderStore
 from radixserve.store.host_store import HostStore, TieredStore
-from radixserve.store.run_file import BadRun, KVLayout, KVRun, decode_run, encode_run
-from radixserve.store.run_store import RunStore, StoredFile
+from radixserve.store.run_file import BadRun, KVRun, OtherRun, decode_run, encode_run
+from radixserve.store.run_store import NotAFile, RunStore, StoredFile
 from radixserve.store.stored_prefixes import MAX_RUN_TOKENS, StoredPrefix, StoredPrefixes, StoredRun
 from radixserve.store.use_counts import ReturnRate, UseCounts
 
@@ -16,8 +16,9 @@ __all__ = [
     "BadRun",
     "FolderStore",
     "HostStore",
-    "KVLayout",
     "KVRun",
+    "NotAFile",
+    "OtherRun",
     "ReturnRate",
     "RunStore",
     "StoredFile",

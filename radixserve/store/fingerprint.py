@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -55,8 +56,8 @@ def _read_cache(folder: Path) -> dict[str, str]:
 
 
 def _write_cache(folder: Path, known: Mapping[str, str]) -> None:
-    temporary = folder / f".{os.getpid()}-{_CACHE}"
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        temporary.write_text(json.dumps(known))
-        os.replace(temporary, folder / _CACHE)
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:  # 0600
+            json.dump(known, file)
+        os.replace(file.name, folder / _CACHE)

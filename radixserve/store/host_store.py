@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from radixserve.store.run_file import Buffer, ByteArray
+from radixserve.runner.kv_layout import ByteArray
+from radixserve.store.run_file import Buffer
 from radixserve.store.run_store import RunStore, StoredFile
 
 
@@ -129,7 +130,7 @@ class TieredStore(RunStore):
         if data is not None:
             return data
         data = self.store.get(name, num_bytes, into)
-        if data is not None and num_bytes is None:
+        if data is not None and (num_bytes is None or len(data) < num_bytes):  # the whole file
             self._keep(name, data)
         return data
 
@@ -142,6 +143,10 @@ class TieredStore(RunStore):
     def drop(self, name: str) -> None:
         self.host.drop(name)
         self.store.drop(name)
+
+    def set_aside(self, name: str) -> None:
+        self.host.drop(name)
+        self.store.set_aside(name)
 
     def drop_folder(self, prefix: str) -> None:
         self.host.drop_folder(prefix)

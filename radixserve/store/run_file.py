@@ -1,12 +1,16 @@
-"""The file of a run: its tokens and their K/V, with a checksum at the end.
+"""The file of a run: its tokens and their K/V, with two checksums.
 
-"RSKV"    4 bytes
-header    4 bytes of length (little-endian), then JSON, then spaces up to the alignment of the K/V
+fixed     28 bytes, little-endian: "RSKV", version (uint32), algorithm of the checksums (4 bytes),
+          bytes of the header (uint32), number of tokens (uint32), checksum of the head (uint64)
+header    JSON, then spaces up to the alignment of the K/V
 tokens    [num_tokens] int32
 K/V       at a multiple of 64 bytes: [layers, 2, num_tokens, kv_heads, head_dim] in the layout's
           dtype; of int8 each head's scale is behind its numbers. Where layers differ in their
           heads: [2, num_tokens, layers, kv_heads, head_dim], without padding
-checksum  8 bytes (little-endian), of everything before it, by the algorithm that the header names
+checksum  8 bytes (little-endian), of everything before it
+
+The head is all up to the K/V. Its checksum, of the head without these 8 bytes, is verified before
+the header is parsed; then the type and the range of every field are checked.
 """
 
 from __future__ import annotations
@@ -18,65 +22,45 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from radixserve.arrays import IntArray
+from radixserve.runner.kv_layout import ByteArray, KVLayout
 
 MAGIC = b"RSKV"
-VERSION = 2
-_LENGTH = struct.Struct("<I")
+VERSION = 3
+_FIXED = struct.Struct("<4sI4sII")
 _CHECKSUM = struct.Struct("<Q")
-_MAX_HEADER = 1 << 20
+_HEADER_AT = _FIXED.size + _CHECKSUM.size
+_MAX_HEADER = 1 << 16
+_MAX_TOKENS = 1 << 16
+_MAX_START = 1 << 31
+_MAX_TEXT = 1 << 12  # characters of a namespace or a name
 WRITE_BYTES = 1 << 20  # at a time, at multiples of it: the system then keeps files in large pages
 _ALIGNMENT = 64  # bytes, of the K/V in a file
 XXH3, CRC32 = "xxh3_64", "crc32"
-ByteArray = NDArray[np.uint8]
+_ALGORITHMS = {b"xxh3": XXH3, b"crc3": CRC32}
+_MARKS = {algorithm: mark for mark, algorithm in _ALGORITHMS.items()}
 Buffer = bytes | bytearray | memoryview
 
 
 class BadRun(ValueError):
-    """The file is damaged, cut short, of another model or of an unknown version."""
+    """The file is damaged, cut short, or not what it claims to be."""
 
 
-@dataclass(frozen=True, slots=True)
-class KVLayout:
-    """What the K/V of a token is: [layers, 2, kv_heads, head_dim] numbers.
+class OtherRun(BadRun):
+    """The file may be whole, but not for this engine: of another version, K/V layout or
+    checksum."""
 
-    Where layers differ in their heads, the keys of all layers are one row, and so are the values.
-    num_kv_heads and head_dim are then the largest.
-    """
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str  # "float32"
-    itemsize: int  # bytes of a number
-    scale_bytes: int = 0  # of a head's keys, or of its values, behind its numbers
-    shapes: tuple[tuple[int, int], ...] = ()  # (kv_heads, head_dim) of each layer, if they differ
+class ShortHead(Exception):
+    """More of the file's first bytes are needed."""
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of a token's keys, or of its values."""
-        return 1 if self.shapes else self.num_layers
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row: of a token's keys, or of its values, in one layer or in all."""
-        shapes = self.shapes or ((self.num_kv_heads, self.head_dim),)
-        return sum(count * (dim * self.itemsize + self.scale_bytes) for count, dim in shapes)
-
-    @property
-    def token_bytes(self) -> int:
-        return 2 * self.num_rows * self.row_bytes
-
-    def as_list(self) -> list[Any]:
-        """Begins with `num_rows`. JSON values."""
-        if self.shapes:
-            return [1, 2, [list(shape) for shape in self.shapes], self.dtype]
-        return [self.num_layers, 2, self.num_kv_heads, self.head_dim, self.dtype]
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(f"{num_bytes} bytes are needed")
+        self.num_bytes = num_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,6 +76,22 @@ class KVRun:
     parent: str
     tokens: IntArray
     kv: ByteArray
+
+
+class RunHead(NamedTuple):
+    """What a file says before its K/V; see `KVRun`."""
+
+    namespace: str
+    start: int
+    parent: str
+    tokens: IntArray
+    layout: list[Any]
+    checksum: str  # algorithm
+    data: bytes  # all of this in the file
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.data)
 
 
 def default_checksum() -> str:
@@ -122,50 +122,45 @@ class _Crc32:
 
 
 def make_hasher(algorithm: str) -> Hasher:
-    """Raises BadRun for an algorithm that is unknown here."""
-    return _Crc32() if algorithm == CRC32 else _xxhash(algorithm).xxh3_64()
+    """Raises OtherRun for an algorithm that cannot be computed here."""
+    return _Crc32() if algorithm == CRC32 else _xxhash().xxh3_64()
 
 
 def checksum_of(data: Buffer, algorithm: str) -> int:
-    """As of a hasher, and faster. O(bytes). Raises BadRun, see `make_hasher`."""
+    """As of a hasher, and faster. O(bytes). Raises OtherRun, see `make_hasher`."""
     if algorithm == CRC32:
         return zlib.crc32(data)
-    checksum: int = _xxhash(algorithm).xxh3_64_intdigest(data)
+    checksum: int = _xxhash().xxh3_64_intdigest(data)
     return checksum
 
 
-def _xxhash(algorithm: str) -> ModuleType:
-    """The package xxhash, if it makes the checksum. Raises BadRun."""
-    if algorithm != XXH3:
-        raise BadRun(f"its checksum is {algorithm!r}, which this version does not know")
+def _xxhash() -> ModuleType:
     try:
         import xxhash
     except ImportError as error:
-        raise BadRun("its checksum needs the package xxhash (pip install xxhash)") from error
+        raise OtherRun("its checksum needs the package xxhash (pip install xxhash)") from error
     return xxhash
 
 
+# -- writing -----------------------------------------------------------------------------------
+
+
 def encode_run(run: KVRun, layout: KVLayout, checksum: str | None = None) -> Iterator[Buffer]:
-    """The parts of a file, in order. K/V is not copied. No part extends over a multiple of
-    WRITE_BYTES. The checksum is made part by part: whoever writes each soon finds it in the
-    processor's cache.
+    """The parts of a file, in order: the head first. K/V is not copied. No part extends over a
+    multiple of WRITE_BYTES. The checksum is made part by part: whoever writes each soon finds it in
+    the processor's cache.
 
     checksum  algorithm, see `default_checksum`
     """
     algorithm = default_checksum() if checksum is None else checksum
-    tokens = np.ascontiguousarray(run.tokens, "<i4")
     header = {
-        "version": VERSION,
-        "checksum": algorithm,
         "namespace": run.namespace,
         "start": run.start,
         "parent": run.parent,
-        "num_tokens": len(tokens),
         "layout": layout.as_list(),
     }
-    text = json.dumps(header).encode()
-    text += b" " * (-(8 + len(text) + tokens.nbytes) % _ALIGNMENT)
-    head, hasher = MAGIC + _LENGTH.pack(len(text)) + text + tokens.tobytes(), make_hasher(algorithm)
+    head = encode_head(json.dumps(header).encode(), run.tokens, algorithm)
+    hasher = make_hasher(algorithm)
     hasher.update(head)
     yield head
     offset = len(head)
@@ -180,12 +175,24 @@ def encode_run(run: KVRun, layout: KVLayout, checksum: str | None = None) -> Ite
     yield _CHECKSUM.pack(hasher.intdigest())
 
 
+def encode_head(header: bytes, tokens: IntArray, algorithm: str) -> bytes:
+    """The head of a file with a header, whatever it says, and the right checksum."""
+    own = np.ascontiguousarray(tokens, "<i4").tobytes()
+    header += b" " * (-(_HEADER_AT + len(header) + len(own)) % _ALIGNMENT)
+    fixed = _FIXED.pack(MAGIC, VERSION, _MARKS[algorithm], len(header), len(own) // 4)
+    checksum = checksum_of(fixed + header + own, algorithm)
+    return fixed + _CHECKSUM.pack(checksum) + header + own
+
+
 def _contiguous_blocks(kv: ByteArray) -> list[ByteArray]:
     """K/V [layers, 2, tokens, bytes] as contiguous arrays, in order: of some of a larger array's
     tokens, the keys or values of a layer each."""
     if kv.flags.c_contiguous:
         return [kv]
     return [np.ascontiguousarray(rows) for layer in kv for rows in layer]
+
+
+# -- reading -----------------------------------------------------------------------------------
 
 
 def decode_run(
@@ -207,75 +214,97 @@ def decode_run(
     end = len(view) - _CHECKSUM.size
     if end < head.num_bytes:
         raise BadRun("it ends before its checksum")
-    checksum = checksum_of(view[:end], head.checksum)
-    if checksum != _CHECKSUM.unpack(view[end:])[0]:
+    if checksum_of(view[:end], head.checksum) != _CHECKSUM.unpack(view[end:])[0]:
         raise BadRun("its checksum is wrong: it is damaged or cut short")
     if layout is not None and head.layout != layout.as_list():
-        raise BadRun(f"its K/V is {head.layout}, not {layout.as_list()}")
-    try:
-        shape = (int(head.layout[0]), 2, len(head.tokens), -1)
-        kv = np.frombuffer(view[head.num_bytes : end], np.uint8).reshape(shape)
-    except (IndexError, TypeError, ValueError) as error:
-        raise BadRun(f"its K/V has another size than its header says: {error}") from error
+        raise OtherRun(f"its K/V is {head.layout}, not {layout.as_list()}")
+    kv = np.frombuffer(view[head.num_bytes : end], np.uint8)
+    row_bytes, rest = divmod(len(kv), head.layout[0] * 2 * len(head.tokens))
+    if rest or not row_bytes or (layout is not None and row_bytes != layout.row_bytes):
+        raise BadRun(f"its K/V of {len(kv)} bytes has another size than its header says")
+    kv = kv.reshape(head.layout[0], 2, len(head.tokens), row_bytes)
     return KVRun(head.namespace, head.start, head.parent, head.tokens, kv)
 
 
-class RunHead(NamedTuple):
-    """What a file says before its K/V; see `KVRun`."""
-
-    namespace: str
-    start: int
-    parent: str
-    tokens: IntArray
-    layout: list[Any]
-    checksum: str  # algorithm
-    data: bytes  # all of this in the file
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.data)
-
-
 def decode_head(data: Buffer) -> RunHead:
-    """The head of a run, from a file's first bytes; the checksum is not checked. Raises BadRun, or
-    ShortHead, which says how many bytes are needed."""
+    """The head of a run, from a file's first bytes, with its checksum and every field checked.
+    Raises BadRun, or ShortHead, which says how many bytes are needed."""
     view = memoryview(data)
-    header, begin = _read_header(view)
-    try:
-        end = begin + 4 * int(header["num_tokens"])
-        namespace, parent = str(header["namespace"]), str(header["parent"])
-        start, layout = int(header["start"]), list(header["layout"])
-        checksum = str(header["checksum"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadRun(f"its header lacks a field: {error}") from error
+    if len(view) < _HEADER_AT:
+        if len(view) < 8:
+            raise BadRun("it is not a file of this store")
+        raise ShortHead(_HEADER_AT)
+    magic, version, mark, header_bytes, num_tokens = _FIXED.unpack(view[: _FIXED.size])
+    if magic != MAGIC:
+        raise BadRun("it is not a file of this store")
+    if version != VERSION:
+        raise OtherRun(f"its version is not {VERSION}")
+    if (algorithm := _ALGORITHMS.get(mark)) is None:
+        raise BadRun(f"its checksum is {mark!r}, which this version does not know")
+    if header_bytes > _MAX_HEADER or not 0 < num_tokens <= _MAX_TOKENS:
+        raise BadRun(f"a header of {header_bytes} bytes or {num_tokens} tokens is out of range")
+    tokens_at = _HEADER_AT + header_bytes
+    end = tokens_at + 4 * num_tokens
     if len(view) < end:
         raise ShortHead(end)
     head = bytes(view[:end])
-    tokens = np.frombuffer(head, "<i4", offset=begin).astype(np.int32, copy=False)
-    return RunHead(namespace, start, parent, tokens, layout, checksum, head)
-
-
-class ShortHead(Exception):
-    """More of the file's first bytes are needed."""
-
-    def __init__(self, num_bytes: int) -> None:
-        super().__init__(f"{num_bytes} bytes are needed")
-        self.num_bytes = num_bytes
-
-
-def _read_header(view: memoryview) -> tuple[dict[str, Any], int]:
-    """The header, and the index after it."""
-    if len(view) < 8 or view[:4] != MAGIC:
-        raise BadRun("it is not a file of this store")
-    (size,) = _LENGTH.unpack(view[4:8])
-    if size > _MAX_HEADER:
-        raise BadRun("its header is too long")
-    if len(view) < 8 + size:
-        raise ShortHead(8 + size)
+    checksum = _CHECKSUM.unpack_from(head, _FIXED.size)[0]
+    if checksum_of(head[: _FIXED.size] + head[_HEADER_AT:], algorithm) != checksum:
+        raise BadRun("the checksum of its head is wrong: it is damaged")
+    tokens = np.frombuffer(head, "<i4", offset=tokens_at).astype(np.int32, copy=False)
+    if tokens.min() < 0:
+        raise BadRun("it has a token below 0")
+    header = _parse_header(head[_HEADER_AT:tokens_at])
     try:
-        header = json.loads(bytes(view[8 : 8 + size]))
+        namespace, parent = (_text(header[name]) for name in ("namespace", "parent"))
+        start, layout = _number(header["start"], 0, _MAX_START), _layout(header["layout"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadRun(f"its header lacks a field, or the field is wrong: {error}") from None
+    return RunHead(namespace, start, parent, tokens, layout, algorithm, head)
+
+
+def _parse_header(text: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
-        raise BadRun(f"its header is not JSON: {error}") from error
-    if not isinstance(header, dict) or header.get("version") != VERSION:
-        raise BadRun(f"its version is not {VERSION}")
-    return header, 8 + size
+        raise BadRun(f"its header is not JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise BadRun("its header is not an object")
+    return header
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a number")
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or len(value) > _MAX_TEXT:
+        raise TypeError("a text is too long or not a string")
+    value.encode()  # without lone surrogates
+    return value
+
+
+def _number(value: object, low: int, high: int) -> int:
+    if type(value) is not int or not low <= value < high:
+        raise ValueError("a number is out of range or not an integer")
+    return value
+
+
+def _layout(value: object) -> list[Any]:
+    """A value of `KVLayout.as_list`."""
+    if not isinstance(value, list) or len(value) not in (4, 5):
+        raise TypeError("the layout is not a list of 4 or 5 values")
+    rows, two, *shape, dtype = value
+    _number(rows, 1, 1 << 16)
+    _number(two, 2, 3)
+    _text(dtype)
+    sizes = shape
+    if len(shape) == 1:
+        if not isinstance(shape[0], list) or len(shape[0]) > 1 << 12:
+            raise TypeError("the shapes of the layers are not a list")
+        if any(not isinstance(pair, list) or len(pair) != 2 for pair in shape[0]):
+            raise TypeError("the shape of a layer is not two numbers")
+        sizes = [size for pair in shape[0] for size in pair]
+    for size in sizes:
+        _number(size, 1, 1 << 20)
+    return value

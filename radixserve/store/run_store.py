@@ -17,6 +17,10 @@ class StoredFile(NamedTuple):
     used_at: float  # time.time() of its last use, 0 where the store does not know
 
 
+class NotAFile(OSError):
+    """What has the name of a file is a link, a pipe or a folder."""
+
+
 class RunStore(ABC):
     """Bytes by name. Any thread may call. OSError means that the store refused or cannot be
     reached; no K/V is wrong then. A store may lose a file at any time."""
@@ -61,6 +65,10 @@ class RunStore(ABC):
         """Remove all files whose names begin with the folder `prefix`; all of them for ""."""
         for file in list(self.list(prefix)):
             self.drop(file.name)
+
+    def set_aside(self, name: str) -> None:
+        """Take a damaged file out of the way, where a person may look at it."""
+        self.drop(name)
 
     def touch(self, name: str) -> None:  # noqa: B027  (a store may know by itself what is used)
         """It was used now."""

@@ -10,29 +10,36 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
+import math
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from radixserve.arrays import IntArray
+from radixserve.runner.kv_layout import ByteArray, KVLayout
 from radixserve.store.run_file import (
     BadRun,
-    ByteArray,
-    KVLayout,
     KVRun,
+    OtherRun,
     RunHead,
     ShortHead,
     decode_head,
     decode_run,
     encode_run,
 )
-from radixserve.store.run_store import RunStore
+from radixserve.store.run_store import NotAFile, RunStore
+
+_log = logging.getLogger("radixserve")
 
 MAX_RUN_TOKENS = 512  # longer runs are divided, so that reading one overlaps with loading another
-_HEAD_BYTES = 4096
+_HEAD_BYTES = 4096  # that are read of a file first
+_MAX_HEAD_BYTES = 1 << 17  # beside the tokens
+_MAX_ERRORS = 3  # of a store, after which a list of its runs is given up
 _MAX_HEADS = 65_536  # that are kept
 _MAX_NAMESPACES = 4096  # whose folders are kept
 _DIGEST_BYTES = 16
@@ -61,24 +68,44 @@ class StoredPrefix(NamedTuple):
 
 
 class StoredPrefixes:
-    """One thread calls `match`, any thread the others."""
+    """Any thread may call. Only `known` never reads or writes the store."""
 
     def __init__(self, store: RunStore, model: str, layout: KVLayout) -> None:
         """`model`: the fingerprint of what computes the K/V, in hexadecimal digits."""
         self.store = store
         self.layout = layout
+        self.num_refused = 0  # files that were damaged or not what their names say
         self._model = model
         self._heads: OrderedDict[str, RunHead] = OrderedDict()  # of runs, by name
         self._namespaces: dict[str, tuple[str, hashlib.blake2b]] = {}  # folder, hash of no tokens
 
-    def match(self, tokens: IntArray, namespace: str = "") -> StoredPrefix:
-        """The longest stored prefix. O(tokens), and a small read for each run seen first."""
+    def known(self, tokens: IntArray, namespace: str = "") -> StoredPrefix:
+        """The longest stored prefix whose heads were read or written before. O(tokens)."""
+        return self._match(tokens, namespace, lambda name, _: self._heads.get(name))
+
+    def match(self, tokens: IntArray, namespace: str = "", until: float = math.inf) -> StoredPrefix:
+        """The longest stored prefix. O(tokens), and a small read for each run seen first; none
+        after `until`, by time.monotonic(). Damaged files are put aside. Raises OSError."""
+
+        def find(name: str, start: int) -> RunHead | None:
+            head = self._heads.get(name)
+            if head is None and time.monotonic() <= until:
+                head = self._read_head(name, namespace, start)
+                if head is not None:
+                    self._keep_head(name, head)
+            return head
+
+        return self._match(tokens, namespace, find)
+
+    def _match(
+        self, tokens: IntArray, namespace: str, find: Callable[[str, int], RunHead | None]
+    ) -> StoredPrefix:
         folder, hasher = self.folder(namespace), self._hasher(namespace)
         runs: list[StoredRun] = []
         position = 0
         while position < len(tokens):
             name = _name(folder, hasher, int(tokens[position]))
-            head = self._known_head(name)
+            head = find(name, position)
             count = 0 if head is None else _num_equal(head.tokens, tokens[position:])
             if head is None or not count:
                 return StoredPrefix(position, runs, name)
@@ -105,8 +132,8 @@ class StoredPrefixes:
             name, own = _name(folder, hasher, int(tokens[begin])), tokens[begin:end]
             parts = encode_run(KVRun(namespace, begin, parent, own, run_kv), self.layout)
             first = next(parts)
-            self.store.put(name, chain((first,), parts))
             head = decode_head(first)
+            self.store.put(name, chain((first,), parts))
             self._keep_head(name, head)
             yield StoredRun(name, begin, end - begin, head)
             hasher.update(_as_bytes(own))
@@ -114,8 +141,8 @@ class StoredPrefixes:
 
     @property
     def max_file_bytes(self) -> int:
-        """Bytes of the largest file of a run, about."""
-        return MAX_RUN_TOKENS * (self.layout.token_bytes + 4) + _HEAD_BYTES
+        """Bytes of the largest file of a run."""
+        return MAX_RUN_TOKENS * (self.layout.token_bytes + 4) + _MAX_HEAD_BYTES
 
     def read(
         self, run: StoredRun, tokens: IntArray, into: memoryview | None = None
@@ -123,19 +150,18 @@ class StoredPrefixes:
         """The K/V [layers, 2, run.num_tokens, row bytes] of a run of `tokens`, a whole sequence.
         It is a view of `into` where that has `max_file_bytes`.
 
-        None if it is gone or has other tokens by now. Raises BadRun, and drops the file, if it is
-        damaged; OSError.
+        None if it is gone or has other tokens by now. Raises BadRun, and puts the file aside, if it
+        is damaged; OSError.
         """
-        data = self.store.get(run.name, into=into)
-        if data is None:
-            self._heads.pop(run.name, None)
-            return None
         try:
+            data = self.store.get(run.name, self.max_file_bytes, into)
+            if data is None:
+                self._heads.pop(run.name, None)
+                return None
             stored = decode_run(data, self.layout, run.head)
-        except BadRun as error:
-            self._heads.pop(run.name, None)
-            self.store.drop(run.name)
-            raise BadRun(f"{run.name} was dropped: {error}") from error
+        except (BadRun, NotAFile) as error:
+            self._refuse(run.name, error)
+            raise BadRun(f"{run.name} was put aside: {error}") from error
         if stored.tokens is not run.head.tokens:  # another engine has written the run again
             self._heads.pop(run.name, None)
             own = tokens[run.start : run.start + run.num_tokens]
@@ -150,16 +176,25 @@ class StoredPrefixes:
 
     def forget(self, namespace: str | None) -> None:
         """Drop what is stored of a namespace, or all of this model."""
-        self.store.drop_folder(self._model if namespace is None else self.folder(namespace))
         self._heads.clear()
+        self.store.drop_folder(self._model if namespace is None else self.folder(namespace))
+        self._heads.clear()  # of what was read meanwhile
 
     def paths(self) -> Iterator[tuple[str, IntArray]]:
         """(namespace, tokens) of each stored sequence that no other one continues, the last used
-        first. Reads all runs' tokens; damaged files are left out."""
+        first. Reads all runs' heads; damaged files are put aside. Raises OSError where the store
+        fails again and again."""
         heads: dict[tuple[str, str], RunHead] = {}
+        num_errors = 0
         for file in sorted(self.store.list(self._model), key=lambda file: -file.used_at):
-            head = self._read_head(file.name)
-            if head is not None and head.layout == self.layout.as_list():
+            try:
+                head = self._read_head(file.name)
+            except OSError:
+                num_errors += 1
+                if num_errors >= _MAX_ERRORS:
+                    raise
+                continue
+            if head is not None:
                 _, folder, name = file.name.split("/")
                 heads[folder, name] = head
         begins = {(folder, head.parent, head.start) for (folder, _), head in heads.items()}
@@ -188,26 +223,52 @@ class StoredPrefixes:
             known = self._namespaces[namespace] = f"{self._model}/{digest}", hasher
         return known
 
-    def _known_head(self, name: str) -> RunHead | None:
-        """As `_read_head`, which is asked only once."""
-        head = self._heads.get(name)
-        if head is None and (head := self._read_head(name)) is not None:
-            self._keep_head(name, head)
-        return head
-
-    def _read_head(self, name: str) -> RunHead | None:
-        """None where the file is gone or cannot be read."""
+    def _read_head(
+        self, name: str, namespace: str | None = None, start: int | None = None
+    ) -> RunHead | None:
+        """The head of a file that is what its name says; None where the file is gone or of another
+        version, or was put aside. `namespace`, `start`: what it must say. Raises OSError."""
         num_bytes = _HEAD_BYTES
         while True:
             try:
                 data = self.store.get(name, num_bytes)
-                return None if data is None else decode_head(data)
-            except ShortHead as short:
-                if num_bytes >= short.num_bytes:
-                    return None  # the file ends there
-                num_bytes = short.num_bytes
-            except (BadRun, OSError):
+                if data is None:
+                    return None
+                try:
+                    head = decode_head(data)
+                except ShortHead as short:
+                    if len(data) < num_bytes:
+                        raise BadRun("it ends within its header or tokens") from None
+                    num_bytes = short.num_bytes
+                    continue
+                self._check_head(name, head, namespace, start)
+                return head
+            except OtherRun:
                 return None
+            except (BadRun, NotAFile) as error:
+                self._refuse(name, error)
+                return None
+
+    def _check_head(
+        self, name: str, head: RunHead, namespace: str | None, start: int | None
+    ) -> None:
+        """Raises BadRun for a head, whole as it may be, that is not this name's."""
+        folder, _, own = name.rpartition("/")
+        if namespace not in (None, head.namespace) or self.folder(head.namespace) != folder:
+            raise BadRun("it is of another namespace")
+        if head.layout != self.layout.as_list():
+            raise BadRun(f"its K/V is {head.layout}, not {self.layout.as_list()}")
+        if start not in (None, head.start) or (head.start == 0) != (head.parent == ""):
+            raise BadRun(f"it does not begin at position {head.start}")
+        if not own.endswith(f"-{int(head.tokens[0]):08x}"):
+            raise BadRun("it is of other tokens")
+
+    def _refuse(self, name: str, reason: object) -> None:
+        """Put a file aside that is not what it should be."""
+        self.num_refused += 1
+        _log.debug("kv_store: %s was put aside: %s", name, reason)
+        self._heads.pop(name, None)
+        self.store.set_aside(name)
 
     def _keep_head(self, name: str, head: RunHead) -> None:
         self._heads[name] = head
@@ -217,12 +278,13 @@ class StoredPrefixes:
 
 
 def _path(heads: dict[tuple[str, str], RunHead], folder: str, name: str) -> IntArray | None:
-    """The tokens from position 0 to the end of a run; None where a run before it is missing."""
+    """The tokens from position 0 to the end of a run; None where a run before it is missing, or
+    does not begin before it."""
     parts: list[IntArray] = []
     end: int | None = None
     while name:
         head = heads.get((folder, name))
-        if head is None:
+        if head is None or (end is not None and not head.start < end):
             return None
         parts.append(head.tokens if end is None else head.tokens[: end - head.start])
         name, end = head.parent, head.start

@@ -403,7 +403,7 @@ class TestFaults:
         faults.write = ""
         assert faults.num_calls == 3
         # Of others the head says that they are not what is sought: they are not taken for stored.
-        is_head_readable = fault in ("torn", "flipped", "of another model")
+        is_head_readable = fault in ("torn", "flipped")
         num_failed = 1 if is_head_readable else 0
         assert self.check(tmp_path, cold, caplog, failed_reads=num_failed) == 0
         assert self.check(tmp_path, cold, caplog, failed_reads=0) == 1199

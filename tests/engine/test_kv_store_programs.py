@@ -19,16 +19,15 @@ from radixserve.config import KVStoreWrite
 from radixserve.engine import kv_connector
 from radixserve.engine.kv_connector import KVConnector
 from radixserve.request import Request
+from radixserve.runner.kv_layout import ByteArray, KVLayout
 from radixserve.store import (
     HostStore,
-    KVLayout,
     RunStore,
     StoredPrefixes,
     TieredStore,
     stored_prefixes,
     use_counts,
 )
-from radixserve.store.run_file import ByteArray
 from tests.cache.world import Prefix, World, random_step, random_tokens
 from tests.store.faulty_store import DAMAGES, Faults
 
