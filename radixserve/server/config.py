@@ -54,6 +54,8 @@ class ServerConfig(StrictFields):
     max_connections_per_address  most open connections from one address
     write_timeout       seconds in which a client must read 64 KiB of an answer that waits for it,
                         or all of it; otherwise its request is aborted and its connection closed
+    ping_interval       seconds without data after which a stream sends a ping: a comment, or an
+                        event of its protocol; 0: never
     max_queued_requests  most requests that wait for the engine; every sample of a prompt counts.
                         More are answered 429. When the queue is half full, no tenant gets more
                         than its share
@@ -105,6 +107,7 @@ class ServerConfig(StrictFields):
     max_connections: int = 4096
     max_connections_per_address: int = 2048
     write_timeout: float = 60.0
+    ping_interval: float = 10.0
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1_000_000
     max_body: int | str = "32MB"
@@ -155,7 +158,7 @@ class ServerConfig(StrictFields):
             object.__setattr__(self, "replicas", self.replicas or rule.min_replicas)
         check_choice("tool_call_parser", self.tool_call_parser, TOOL_CALL_PARSERS)
         check_choice("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
-        for name in ("shutdown_timeout", "ready_timeout", "session_lease"):
+        for name in ("ping_interval", "shutdown_timeout", "ready_timeout", "session_lease"):
             check_float(name, getattr(self, name), 0.0, 1e6)
         check_float("write_timeout", self.write_timeout, 0.001, 1e6)
         if self.served_model_name is not None:

@@ -67,6 +67,7 @@ def listen(config: ServerConfig) -> socket.socket:
     sock = socket.socket(family)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _keep_alive(sock)
         sock.bind((config.host, config.port))
         sock.listen(_BACKLOG)
         sock.setblocking(False)
@@ -75,6 +76,16 @@ def listen(config: ServerConfig) -> socket.socket:
         reason = error.strerror or str(error)
         raise OSError(f"cannot listen at {config.host}:{config.port}: {reason}") from None
     return sock
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    """Probe silent connections, which inherit these options. A client whose machine is gone is
+    noticed within a minute or so, and address translators do not forget one that waits for an
+    answer."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):  # not on every system
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def uvicorn_config(server: AppState, **options: Any) -> uvicorn.Config:

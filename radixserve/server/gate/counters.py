@@ -53,7 +53,7 @@ class ServerCounters:
             "queue": Histogram(COARSE),
         }
         self.finished: Counter[str] = Counter()  # completions by finish_reason
-        self.rejected: Counter[str] = Counter()  # refused requests by the code of their error
+        self.rejected: Counter[str] = Counter()  # also failed streams; by error code
         self.statuses: Counter[str] = Counter()  # answers by HTTP status
         self.hints: Counter[tuple[str, str]] = Counter()  # by (verb, answer)
         self.clients_gone = 0

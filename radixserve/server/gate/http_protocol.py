@@ -11,7 +11,11 @@ import asyncio
 from collections import Counter
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 MAX_HEAD_BYTES = 64 * 1024  # of a request line and its headers
 HEAD_TIMEOUT_S = 20.0  # from the connection, or a request's first byte, to the end of its headers
@@ -42,6 +46,21 @@ class ConnectionCounts:
         self._by_address[address] -= 1
         if not self._by_address[address]:
             del self._by_address[address]
+
+
+class _Http10Cycle(RequestResponseCycle):
+    """The answer to a request in HTTP/1.0, which has no chunks: the end of a body whose length is
+    unknown is the end of the connection. uvicorn itself sends chunks."""
+
+    _has_length = True
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._has_length = any(name == b"content-length" for name, _ in message["headers"])
+            self.chunked_encoding = False if not self._has_length else None
+        elif not self._has_length:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -143,6 +162,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(431, _TOO_LARGE)
             return
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.__class__ = _Http10Cycle  # its task has not begun
 
     def on_body(self, body: bytes) -> None:
         if not self.transport.is_closing():

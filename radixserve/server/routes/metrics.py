@@ -161,7 +161,9 @@ class _Figures(Collector):
         for pair, num_hints in counters.hints.items():
             hints.add_metric(pair, num_hints)
         yield hints
-        yield from self._by_label("rejections", "reason", counters.rejected, "refused requests")
+        yield from self._by_label(
+            "rejections", "reason", counters.rejected, "refused requests and failed streams"
+        )
         yield from self._by_label("responses", "status", counters.statuses, "HTTP answers")
         for name, count, text in (
             ("clients_gone", counters.clients_gone, "requests whose client left before the end"),

@@ -28,9 +28,10 @@ from radixserve.server.answer.output_parser import Delta
 from radixserve.server.answer.reasoning import count_reasoning
 from radixserve.server.prompt.rendering import tokenizer_of
 from radixserve.server.turn.chat_turn import ChatTurn
-from radixserve.server.turn.http_generation import EventStream, HttpGeneration
+from radixserve.server.turn.event_stream import EventStream
+from radixserve.server.turn.http_generation import HttpGeneration
 from radixserve.server.wire.errors import ApiError
-from radixserve.server.wire.json_response import DONE, answer, dump, event, quote
+from radixserve.server.wire.json_response import DONE, PING, answer, dump, event, quote
 from radixserve.server.wire.schema import GenerationFields
 from radixserve.server.wire.usage import Group, StreamUsage, completion_usage
 
@@ -48,7 +49,14 @@ class AnswerBuilder(ABC):
     async def respond(self) -> Response:
         """Wait for the whole answer, or return a stream that is generated while it is sent."""
         if self._streams:
-            return EventStream(self.generation, self.events(), done=self.done, failed=self.failed)
+            return EventStream(
+                self.generation,
+                self.events(),
+                opening=self.opening(),
+                ping=self.ping,
+                failed=self.failed,
+                done=self.done,
+            )
         return answer(await self.full_body())
 
     @abstractmethod
@@ -57,10 +65,19 @@ class AnswerBuilder(ABC):
 
     @abstractmethod
     def events(self) -> AsyncIterator[str]:
-        """Each item is the text of all events for one batch of new chunks."""
+        """Each item is the text of all events for one batch of new chunks; it may be empty."""
+
+    def opening(self) -> str:
+        """The events that a stream begins with, before anything is computed."""
+        return ""
+
+    def ping(self) -> str:
+        """The text that a stream sends after a silence: by default an SSE comment, which clients
+        skip."""
+        return PING
 
     def failed(self, error: ApiError) -> str:
-        """The last events of a stream that fails after its first event."""
+        """The last events of a stream that fails after its head was sent."""
         return event(error.body()) + DONE
 
 
@@ -167,10 +184,6 @@ class BlocksBuilder(AnswerBuilder):
         """The whole answer. `num_reasoning`: the number of reasoning tokens."""
 
     @abstractmethod
-    def opening(self) -> str:
-        """The events before the first block."""
-
-    @abstractmethod
     def block_event(self, block_event: ContentBlockEvent, completion: Completion | None) -> str:
         """The text of the events for a block event. `completion`: the answer's, at the end of its
         last block."""
@@ -188,8 +201,8 @@ class BlocksBuilder(AnswerBuilder):
         return self.message(blocks, completion, self._count_reasoning(blocks, completion))
 
     async def events(self) -> AsyncIterator[str]:
-        text = self.opening()
         async for batch in self._turn.deltas():
+            text = ""
             for _, delta, chunk in batch:
                 self._note_logprobs(chunk, chunk.completion)
                 for block_event in self._blocks.push(delta):
@@ -197,7 +210,6 @@ class BlocksBuilder(AnswerBuilder):
                 if chunk.completion is not None:
                     text += self._end(chunk.completion)
             yield text
-            text = ""
 
     def _end(self, completion: Completion) -> str:
         text = "".join(self.block_event(last, completion) for last in self._blocks.finish())

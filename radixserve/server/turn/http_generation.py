@@ -1,5 +1,4 @@
-"""`HttpGeneration` runs an HTTP request in the engine until it ends or its client disconnects;
-`EventStream` sends its events."""
+"""`HttpGeneration`: runs an HTTP request in the engine until it ends or its client disconnects."""
 
 from __future__ import annotations
 
@@ -8,21 +7,18 @@ from dataclasses import replace
 from typing import Any, Self
 
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from radixserve.api.client import RequestHandle
 from radixserve.arrays import IntArray
 from radixserve.output import Chunk, Completion
 from radixserve.request import BeamParams, SamplingParams
 from radixserve.request import Request as EngineRequest
-from radixserve.server.gate.disconnect import CancelOnDisconnect, ClientGone
+from radixserve.server.gate.disconnect import CancelOnDisconnect
 from radixserve.server.gate.request_log import add_header
 from radixserve.server.gate.state import AppState, caller_of
 from radixserve.server.gate.tenants import check_priority
 from radixserve.server.turn.cache_use import CacheUse
 from radixserve.server.turn.request_hints import HintAnswers
-from radixserve.server.wire.errors import ApiError, as_api_error
 from radixserve.server.wire.usage import Group, as_groups, completion_usage, grouped
 
 # Header of an answer whose max_tokens exceeds the context: the tokens that it can have.
@@ -199,58 +195,3 @@ class HttpGeneration(CancelOnDisconnect):
         for group in groups:
             self.server.counters.add(group)
         self.note_usage(sum(map(len, groups)), completion_usage(groups))
-
-
-_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-
-
-class EventStream(Response):
-    """The streaming response of a generation: enters it, sends its events, and leaves it.
-
-    An error before the first event is raised and so gets a status of its own; a later error becomes
-    the last event. When the client reads slowly, `send` waits and its events are joined; when it
-    stops reading, the write timeout (`gate/http_protocol.py`) closes the connection, and the
-    generation raises ClientGone.
-    """
-
-    def __init__(
-        self,
-        generation: HttpGeneration,
-        events: AsyncIterator[str],
-        *,
-        done: str,
-        failed: Callable[[ApiError], str],
-    ) -> None:
-        """`done`: the text that ends the stream. `failed`: returns the text that ends it after an
-        error."""
-        super().__init__(None, 200, _HEADERS, "text/event-stream")
-        del self.headers["content-length"]
-        self._generation = generation
-        self._events = events
-        self._done = done
-        self._failed = failed
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        has_begun = False
-        try:
-            with self._generation:
-                async for text in self._events:
-                    if not has_begun:
-                        has_begun = True
-                        await self._begin(send)
-                    await send(_body(text, more=True))
-            await send(_body(self._done, more=False))
-        except ClientGone:
-            return
-        except Exception as error:
-            if not has_begun:
-                raise
-            await send(_body(self._failed(as_api_error(error)), more=False))
-
-    async def _begin(self, send: Send) -> None:
-        head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(head)
-
-
-def _body(text: str, *, more: bool) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": text.encode(), "more_body": more}

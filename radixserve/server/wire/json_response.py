@@ -9,6 +9,7 @@ from typing import Any
 from starlette.responses import Response
 
 DONE = "data: [DONE]\n\n"
+PING = ": ping\n\n"  # a comment
 quote: Callable[[str], str] = json.dumps  # a string as JSON
 
 

@@ -22,8 +22,6 @@ from radixserve.server.wire.errors import ApiError, anthropic_error_body
 from radixserve.server.wire.json_response import named_event
 from radixserve.server.wire.usage import loaded_field
 
-PING = named_event("ping", {"type": "ping"})
-
 
 class MessageBuilder(BlocksBuilder):
     """Formats messages, whole and as events."""
@@ -48,7 +46,10 @@ class MessageBuilder(BlocksBuilder):
         usage = {"input_tokens": len(self._turn.prompt.token_ids), "output_tokens": 0}
         message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage)
         message |= self._diagnostics(begun_anthropic_diagnostics)
-        return _event({"type": "message_start", "message": message}) + PING
+        return _event({"type": "message_start", "message": message}) + self.ping()
+
+    def ping(self) -> str:
+        return _event({"type": "ping"})
 
     def block_event(self, block_event: ContentBlockEvent, completion: Completion | None) -> str:
         del completion  # Anthropic's blocks have no status

@@ -136,6 +136,14 @@ class ResponseBuilder(BlocksBuilder):
         body = self._response("in_progress", [])
         return self._event("created", response=body) + self._event("in_progress", response=body)
 
+    def ping(self) -> str:
+        """response.in_progress again, until the first block: some clients, such as Codex, count
+        only events as signs of life. Later a comment, since clients may take the response in an
+        event for the state of its output."""
+        if self._blocks.blocks:
+            return super().ping()
+        return self._event("in_progress", response=self._response("in_progress", []))
+
     def block_event(self, block_event: ContentBlockEvent, completion: Completion | None) -> str:
         kind, part, piece = block_event
         if kind == "start":
