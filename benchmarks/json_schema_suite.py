@@ -120,10 +120,12 @@ def validator_of(suite: Path, schema: Any) -> Any:
     return Draft202012Validator(schema, registry=Registry().with_resources(resources))
 
 
-def outcome_of(case: Case, suite: Path, vocabulary: Vocabulary) -> Outcome:
+def outcome_of(case: Case, suite: Path, vocabulary: Vocabulary, *, closes: bool) -> Outcome:
     """Compile and draw."""
     try:
-        form = StructuredOutput(json=case.schema, disable_any_whitespace=True)
+        form = StructuredOutput(
+            json=case.schema, disable_any_whitespace=True, disable_additional_properties=closes
+        )
         start = compile_matcher(form, vocabulary.table)
     except InvalidRequest as error:
         return Outcome("refused", detail=str(error))
@@ -188,12 +190,14 @@ def walk(matcher: Any, vocabulary: Vocabulary, rng: random.Random) -> str | None
     return None
 
 
-def run(suite: Path, only: str = "") -> dict[str, list[tuple[Case, Outcome]]]:
-    """The outcomes by file."""
+def run(
+    suite: Path, only: str = "", *, closes: bool = False
+) -> dict[str, list[tuple[Case, Outcome]]]:
+    """The outcomes by file. `closes`: close objects, as is the default elsewhere."""
     vocabulary, outcomes = load_vocabulary(), dict[str, list[tuple[Case, Outcome]]]()
     for case in cases(suite):
         if only in case.keyword:
-            outcome = outcome_of(case, suite, vocabulary)
+            outcome = outcome_of(case, suite, vocabulary, closes=closes)
             outcomes.setdefault(case.keyword, []).append((case, outcome))
     return outcomes
 
@@ -237,9 +241,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("suite", type=Path, help="folder with tests/ and remotes/")
     parser.add_argument("--only", default="", help="files with this in their names")
+    parser.add_argument("--closed", action="store_true", help="close objects")
     parser.add_argument("--page", type=Path, help="Markdown page whose table is written")
     options = parser.parse_args()
-    outcomes = run(options.suite, options.only)
+    outcomes = run(options.suite, options.only, closes=options.closed)
     for several in outcomes.values():
         for case, outcome in several:
             if outcome.kind != "valid":

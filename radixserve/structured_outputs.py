@@ -36,6 +36,9 @@ class StructuredOutput(StrictFields):
     whitespace_pattern      a regular expression of the white space between two parts of JSON;
                             None: up to 32 blanks, tabs and newlines
     disable_any_whitespace  JSON without white space
+    disable_additional_properties   of JSON: close the objects whose schema has properties and does
+                            not say more, see docs/structured-output.md; False: they are open, as
+                            JSON Schema says
     strict          of JSON: refuse a `uniqueItems` that a grammar cannot enforce; False: leave it
                     out, so that an array may repeat an item
     jump_forward    tokens without an alternative are appended without a forward pass for each.
@@ -50,12 +53,19 @@ class StructuredOutput(StrictFields):
     json_object: bool = False
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
+    disable_additional_properties: bool = True
     strict: bool = True
     jump_forward: bool = False
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
-        self._check_bools("json_object", "disable_any_whitespace", "strict", "jump_forward")
+        self._check_bools(
+            "json_object",
+            "disable_any_whitespace",
+            "disable_additional_properties",
+            "strict",
+            "jump_forward",
+        )
         values = {name: getattr(self, name) for name in _KINDS}
         values["json_object"] = values["json_object"] or None
         given = [name for name, value in values.items() if value is not None]

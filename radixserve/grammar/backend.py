@@ -135,6 +135,7 @@ def _grammar(structured_outputs: StructuredOutput, keeps_options: bool) -> str:
                 json.loads(source),
                 keeps_options=keeps_options,
                 strict=structured_outputs.strict,
+                closes=structured_outputs.disable_additional_properties,
             )
         )
         options = whitespace_options(structured_outputs)

@@ -1,5 +1,6 @@
 r"""Rewrites JSON schemas so that llguidance 1.9 reads them correctly, or refuses them by name.
 
+- Objects are closed, see closed_objects.py.
 - An unknown `format` is left out, as JSON Schema says; so is `x-guidance`, the options of
   llguidance.
 - `uniqueItems` is enforced if the items have few values: their arrays are listed. A grammar cannot
@@ -28,6 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from radixserve.errors import InvalidRequest
+from radixserve.grammar.closed_objects import closed
 
 _CONTROL = "\x01"
 _NO_CONTROLS = r"&&[^\x00-\x1f]"
@@ -60,10 +62,14 @@ _MOST = 2**63 - 1024  # the largest whole number of 64 bits that is a float64
 _MOST_KEYS = 64  # most keys of a pattern that are listed
 
 
-def narrowed(schema: Any, *, keeps_options: bool = False, strict: bool = False) -> Any:
-    """Returns a copy of a schema, rewritten as above. `keeps_options`: keep its `x-guidance`.
-    Raises InvalidRequest, with `strict` also for `uniqueItems` that cannot be enforced.
-    O(schema)."""
+def narrowed(
+    schema: Any, *, keeps_options: bool = False, strict: bool = False, closes: bool = True
+) -> Any:
+    """Returns a copy of a schema, rewritten as above. `keeps_options`: keep its `x-guidance`;
+    `closes`: close its objects. Raises InvalidRequest, with `strict` also for `uniqueItems` that
+    cannot be enforced. O(size of the result)."""
+    if closes:
+        schema = closed(schema)
     return _narrowed(schema, schema, keeps_options, strict)
 
 

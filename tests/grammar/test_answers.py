@@ -131,7 +131,7 @@ def test_beams_keep_the_form(rt: Runtime) -> None:
         ({"regex": "(a"}, "regex cannot be used: .*unclosed group"),
         ({"regex": "a(?=b)"}, "look-around"),
         ({"json": {"type": "strin"}}, "json cannot be used: Invalid type: strin"),
-        ({"json": {"unevaluatedProperties": False}}, "Unimplemented keys"),
+        ({"json": {"unevaluatedItems": False}}, "Unimplemented keys"),
         ({"grammar": "start: foo"}, 'unknown name: "foo"'),
         ({"grammar": "root ::= ("}, "grammar cannot be used: Expected"),
     ],

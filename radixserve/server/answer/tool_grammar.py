@@ -106,7 +106,11 @@ def annotated_schema(structured_outputs: StructuredOutput) -> dict[str, Any] | N
     """The JSON schema of a constraint, with options for white space; None for other constraints."""
     if structured_outputs.kind != "json":
         return None
-    schema = narrowed(json.loads(structured_outputs.source), strict=structured_outputs.strict)
+    schema = narrowed(
+        json.loads(structured_outputs.source),
+        strict=structured_outputs.strict,
+        closes=structured_outputs.disable_additional_properties,
+    )
     return {**schema, "x-guidance": whitespace_options(structured_outputs)}
 
 
@@ -211,7 +215,7 @@ def _value_rules(
 def _json(schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
     """A Lark term for JSON of `schema`, a part of `root`, which has the definitions."""
     definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
-    options = {**narrowed(schema), **narrowed(definitions), "x-guidance": _JSON}
+    options = {**narrowed({**schema, **definitions}), "x-guidance": _JSON}
     return f"%json {json.dumps(options)}"
 
 

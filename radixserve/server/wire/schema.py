@@ -161,6 +161,7 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
     strict: bool | None = None
     jump_forward: bool | None = None
 
