@@ -1,8 +1,8 @@
 r"""Rewrites JSON schemas so that llguidance 1.9 reads them correctly, or refuses them by name.
 
 - Objects are closed, see closed_objects.py.
-- An unknown `format` is left out, as JSON Schema says; so is `x-guidance`, the options of
-  llguidance.
+- A `format` becomes a pattern, see formats.py, unless llguidance checks it. An unknown one is left
+  out, as JSON Schema says; so is `x-guidance`, the options of llguidance.
 - `uniqueItems` is enforced if the items have few values: their arrays are listed. A grammar cannot
   enforce it for other items; it is refused, or left out with strict=False.
 - Counts such as `maxItems: 2.0` are whole numbers.
@@ -30,6 +30,7 @@ from typing import Any
 
 from radixserve.errors import InvalidRequest
 from radixserve.grammar.closed_objects import closed
+from radixserve.grammar.formats import CHECKED, MAX_LENGTHS, PATTERNS
 
 _CONTROL = "\x01"
 _NO_CONTROLS = r"&&[^\x00-\x1f]"
@@ -37,12 +38,6 @@ _PROPERTY = re.compile(r"\\p(?:\{[^C^][^}]*\}|[^C{])")  # of letters, digits and
 _UNSURE = re.compile(r"\\[pP]|\\[xu]\{|&&|--|~~|\[:|.\[")  # Python's re reads it otherwise
 _VALUES = ("const", "enum", "default", "examples")  # keywords whose values are not schemas
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-# Formats that llguidance enforces.
-_FORMATS = frozenset(
-    """
-    date date-time duration email hostname ipv4 ipv6 time unknown uri uuid
-    """.split()
-)
 _COUNTS = frozenset(
     """
     minItems maxItems minLength maxLength minProperties maxProperties minContains maxContains
@@ -100,15 +95,32 @@ def _narrowed(schema: Any, root: Any, keeps_options: bool, strict: bool) -> Any:
             copy[name] = value
         elif not _is_left_out(name, value, keeps_options):
             copy[name] = _narrowed(value, root, keeps_options, strict)
-    return _with_keys(_with_unique_items(copy, root, strict))
+    return _with_keys(_with_unique_items(_with_format(copy), root, strict))
 
 
 def _is_left_out(name: str, value: Any, keeps_options: bool) -> bool:
     if name == "format":
-        return isinstance(value, str) and value not in _FORMATS
+        return isinstance(value, str) and value not in PATTERNS and value not in CHECKED
     return (name == "propertyNames" and value is True) or (
         name == "x-guidance" and not keeps_options
     )
+
+
+def _with_format(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema with the pattern and the length that its `format` means."""
+    name = schema.get("format")
+    if not isinstance(name, str) or name not in PATTERNS:
+        return schema
+    del schema["format"]
+    if "pattern" in schema:
+        branches = schema.get("allOf", [])
+        schema["allOf"] = [*branches, {"pattern": PATTERNS[name]}]
+    else:
+        schema["pattern"] = PATTERNS[name]
+    if name in MAX_LENGTHS:
+        most, given = MAX_LENGTHS[name], schema.get("maxLength")
+        schema["maxLength"] = min(most, given) if isinstance(given, int) else most
+    return schema
 
 
 def _with_unique_items(schema: dict[str, Any], root: Any, strict: bool) -> dict[str, Any]:

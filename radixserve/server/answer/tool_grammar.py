@@ -10,6 +10,7 @@ from typing import Any
 
 from radixserve.errors import InvalidRequest
 from radixserve.grammar.backend import whitespace_options
+from radixserve.grammar.formats import PATTERNS
 from radixserve.grammar.json_schemas import narrowed, narrowed_pattern
 from radixserve.server.answer.reasoning import THINK, ThoughtMarks
 from radixserve.server.answer.tool_parsers.pythonic_calls import KEY, as_pythonic
@@ -230,8 +231,11 @@ def _text_expression(schema: Any) -> str | None:
         raise InvalidRequest(
             f"tools: arguments in this model's form: Unimplemented keys: {names}", param="tools"
         )
-    if "pattern" in schema:
-        expression = narrowed_pattern(schema["pattern"]).replace("/", r"\/")
+    pattern = schema.get("pattern")
+    if pattern is None and not {"minLength", "maxLength"} & set(schema):
+        pattern = PATTERNS.get(str(schema.get("format")))
+    if pattern is not None:
+        expression = narrowed_pattern(pattern).replace("/", r"\/")
         head, tail = expression.startswith("^"), expression.endswith("$")
         expression = expression[head : len(expression) - tail]
         return f"{'' if head else '(?s:.*)'}({expression}){'' if tail else '(?s:.*)'}"
