@@ -51,10 +51,12 @@ def body_of(rule: FieldRule, value: Any) -> dict[str, Any]:
     """The smallest body with that value in the field."""
     parent, _, name = rule.name.rpartition(".")
     if not parent:
-        body = {**BODIES[rule.protocol], name: value}
-        if rule.protocol == "chat" and name != "max_completion_tokens":
+        body = {**BODIES[rule.protocol]}
+        if rule.protocol == "chat":
             body["max_tokens"] = 1
-        return body
+        if name in ("max_completion_tokens", "n_predict") and value is not None:
+            body = {key: kept for key, kept in body.items() if not key.startswith("max_")}
+        return {**body, name: value}
     members: Any = {**PARENTS.get(parent, {}), name: value}
     if parent.endswith("[].content[]"):
         message = {"role": "user", "content": [members]}
@@ -128,6 +130,79 @@ def test_unknown_members_of_messages_are_skipped_and_unknown_fields_refused(
         answer = served.client.post(path, json={**BODIES[protocol], "whim": 1})
         assert answer.status_code == 400
         assert "unknown field whim" in answer.text
+
+
+def test_an_unknown_field_is_told_the_known_one_near_it(served: LocalServer) -> None:
+    for protocol, wrong, near in (
+        ("chat", "temprature", "temperature"),
+        ("chat", "max_token", "max_tokens"),
+        ("completions", "cache_prompts", "cache_prompt"),  # also one that is skipped
+        ("responses", "max_output_token", "max_output_tokens"),
+        ("messages", "stop_sequence", "stop_sequences"),
+        ("generate", "input_id", "input_ids"),
+        ("decisions", "question", "questions"),
+    ):
+        answer = served.client.post(PROTOCOLS[protocol], json={**BODIES[protocol], wrong: 1})
+        assert answer.status_code == 400
+        assert f"unknown field {wrong}; did you mean {near}?" in answer.text
+    body = {**BODIES["chat"], "stream": True, "stream_options": {"include_usag": True}}
+    error = served.client.post(PROTOCOLS["chat"], json=body).json()["error"]
+    known = "did you mean include_usage?"
+    assert error["message"] == f"unknown field stream_options.include_usag; {known}"
+
+
+@pytest.mark.parametrize("protocol", ["completions", "chat", "responses"])
+def test_other_names_of_sampling_fields_have_their_effect(
+    served: LocalServer, protocol: str
+) -> None:
+    limit = "max_output_tokens" if protocol == "responses" else "max_tokens"
+    path, prompt = PROTOCOLS[protocol], {**BODIES[protocol]}
+    prompt.pop(limit, None)
+
+    def text(**fields: Any) -> str:
+        answer = served.post(path, {**prompt, "ignore_eos": True, "seed": 1, **fields})
+        if protocol == "responses":
+            return str(answer["output"][0]["content"][0]["text"])
+        choice = answer["choices"][0]
+        return str(choice["text"] if protocol == "completions" else choice["message"]["content"])
+
+    def error(**fields: Any) -> Any:
+        answer = served.client.post(path, json={**prompt, **fields})
+        assert answer.status_code == 400, fields
+        return answer.json()["error"]
+
+    plain = text(**{limit: 40}, temperature=0)
+    repeated = text(**{limit: 40}, temperature=0, repetition_penalty=50.0)
+    assert repeated != plain
+    assert text(n_predict=40, temperature=0, repeat_penalty=50.0) == repeated
+    assert text(n_predict=12, seed=None, random_seed=1) == text(**{limit: 12})
+    assert text(n_predict=12, random_seed=1) == text(**{limit: 12})  # the same is no conflict
+    assert error(repeat_penalty=1.2, repetition_penalty=1.1)["param"] == "repetition_penalty"
+    assert error(random_seed=2, seed=1)["message"] == "seed and random_seed differ: give one"
+    assert error(**{limit: 2}, n_predict=1)["param"] == limit
+    for wrong in ("repeat_penalty", "random_seed", "n_predict"):
+        found = error(**{wrong: -7})
+        assert found["param"] == wrong
+        assert found["message"].startswith(f"{wrong} must be ")
+
+
+def test_a_limit_of_minus_one_is_the_rest_of_the_context(
+    served: LocalServer, runtime: Runtime
+) -> None:
+    ids = [5] * (runtime.max_seq_len - 4)
+    for name in ("max_tokens", "n_predict"):
+        body = {"prompt": ids, name: -1, "ignore_eos": True}
+        answer = served.client.post(PROTOCOLS["completions"], json=body)
+        assert answer.json()["usage"]["completion_tokens"] == 4
+        assert "x-radixserve-max-tokens" not in answer.headers
+    for protocol, name in (("chat", "max_tokens"), ("responses", "max_output_tokens")):
+        field = {"chat": "messages", "responses": "input"}[protocol]
+        long = {field: [{"role": "user", "content": "x " * 2_000}], "ignore_eos": True}
+        counts = [
+            served.post(PROTOCOLS[protocol], {**long, **limit})["usage"]["total_tokens"]
+            for limit in ({name: -1}, {})
+        ]
+        assert counts == [runtime.max_seq_len] * 2
 
 
 def test_tools_of_other_types_are_left_out(calling: LocalServer) -> None:
@@ -216,6 +291,24 @@ def test_thinking_and_effort_become_variables_of_the_template() -> None:
     assert variables(output_config={"effort": "max"}) == {"reasoning_effort": "high"}
     own = {"enable_thinking": False}
     assert variables(thinking=enabled, chat_template_kwargs=own) == {**thinking, **own}
+
+
+def test_no_fields_of_other_servers_are_unknown(served: LocalServer) -> None:
+    """What llama.cpp's, Ollama's and routers' clients send with their defaults."""
+    defaults = {
+        "cache_prompt": True, "id_slot": -1, "timings_per_token": False, "return_progress": False,
+        "reasoning_format": "auto", "mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1,
+        "typical_p": 1.0, "dry_multiplier": 0.0, "dry_base": 1.75, "xtc_probability": 0.0,
+        "dynatemp_range": 0.0, "repeat_penalty": 1.0, "keep_alive": "5m", "options": {},
+        "num_ctx": 4096, "usage": {"include": True}, "provider": {"order": ["x"]},
+        "transforms": [], "plugins": [], "tool_stream": True,
+    }  # fmt: skip
+    for protocol in ("completions", "chat", "responses"):
+        answer = served.client.post(
+            PROTOCOLS[protocol], json={**BODIES[protocol], "n_predict": 1, **defaults}
+        )
+        assert answer.status_code == 200, answer.text
+        assert {"cache_prompt", "keep_alive", "usage"} <= set(names(answer))
 
 
 def test_context_management_clears_thoughts() -> None:

@@ -97,6 +97,38 @@ def test_a_streamed_thought(thinking: LocalServer) -> None:
     assert len([delta for delta in deltas if delta.get("reasoning_content")]) > 1
 
 
+def test_all_switches_of_thinking_reach_the_template(thinking: LocalServer) -> None:
+    def prompt(**fields: Any) -> Any:
+        return ask(thinking, [USER], max_tokens=1, tools=None, **fields)["prompt_token_ids"]
+
+    off = prompt(chat_template_kwargs={"enable_thinking": False})
+    assert off != prompt()
+    for fields in (
+        {"enable_thinking": False},
+        {"thinking": {"type": "disabled"}},
+        {"reasoning": {"enabled": False}},
+        {"reasoning": {"effort": "none"}},
+        {"reasoning_effort": "none"},
+        {"enable_thinking": False, "reasoning": {"effort": "high"}},  # the nearest switch counts
+    ):
+        assert prompt(**fields) == off, fields
+    for fields in (
+        {"enable_thinking": True},
+        {"thinking": {"type": "enabled", "budget_tokens": 64}},
+        {"reasoning": {"effort": "high", "max_tokens": 64}},
+        {"enable_thinking": True, "thinking": {"type": "disabled"}},
+        {"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}},
+    ):
+        assert prompt(**fields) == prompt(), fields
+    for fields in ({"enable_thinking": False}, {"thinking": {"type": "disabled"}}):
+        body = {"input": "Now?", "max_output_tokens": 1, **fields}
+        used = thinking.post("/v1/responses", body)["usage"]["input_tokens"]
+        assert used == len(off)
+    body = {"messages": [USER], "reasoning_effort": "low", "reasoning": {"effort": "high"}}
+    error = thinking.client.post(CHAT, json=body).json()["error"]
+    assert error["message"] == "reasoning_effort and reasoning.effort differ: give one"
+
+
 def test_the_parser_can_be_turned_off(thinker: Runtime) -> None:
     with LocalServer(thinker, reasoning_parser="none", tool_call_parser="llama3") as served:
         message = said(ask(served, [USER], THOUGHT + CALL))

@@ -44,13 +44,19 @@ QWEN3 = """{{- bos_token -}}
 {%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{ '<|end|>' }}{%- endif -%}
 {%- endif -%}
 {%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}
+{%- if add_generation_prompt -%}{{ '<|assistant|>' }}
+{%- if enable_thinking is defined and not enable_thinking -%}
+{{- '<think>\\n\\n</think>\\n\\n' -}}
+{%- endif -%}{%- endif -%}
 """
+_NO_THOUGHT = """{%- if enable_thinking is defined and not enable_thinking -%}
+{{- '<think>\\n\\n</think>\\n\\n' -}}
+{%- endif -%}"""
 _THOUGHT = """{%- if message.reasoning_content and loop.index0 > last.at -%}
 {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' -}}
 {%- endif -%}
 """
-HERMES = QWEN3.replace(_THOUGHT, "")
+HERMES = QWEN3.replace(_THOUGHT, "").replace(_NO_THOUGHT, "")
 # Tools in front of the first question, one call a turn as plain JSON, results as JSON texts.
 LLAMA3 = """{{- bos_token -}}
 {%- for message in messages -%}
@@ -114,8 +120,8 @@ MISTRAL_ARGS = _MISTRAL.replace(
 {%- endfor -%}""",
 )
 # Reasoning is opened in the prompt.
-THINKING = QWEN3.replace(
-    "{{ '<|assistant|>' }}{%- endif -%}\n", "{{ '<|assistant|><think>\\n' }}{%- endif -%}\n"
+THINKING = QWEN3.replace(_NO_THOUGHT, "").replace(
+    "{{ '<|assistant|>' }}\n{%- endif -%}\n", "{{ '<|assistant|><think>\\n' }}{%- endif -%}\n"
 )
 # Turns as the demo model knows them; each family's own tools, calls and results.
 _FAMILY = """{{- bos_token -}}

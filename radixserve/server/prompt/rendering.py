@@ -16,7 +16,7 @@ from radixserve.errors import InvalidRequest
 from radixserve.server.answer.tool_choice import ChatTools
 from radixserve.server.prompt.chat_messages import key_of, read_messages
 from radixserve.server.wire.errors import ApiError, invalid
-from radixserve.server.wire.schema import TemplateFields
+from radixserve.server.wire.schema import TemplateFields, Thinking
 from radixserve.text.chat_options import read_template_kwargs
 from radixserve.text.template_traits import Message, Render, check_rendered, fit_messages
 from radixserve.text.tokenizer import Tokenizer
@@ -126,15 +126,12 @@ def _strip_headers(messages: Sequence[Message]) -> int:
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 
 
-def thinks_at(effort: str | None) -> bool | None:
-    """Whether OpenAI's `reasoning_effort` asks for reasoning; None if it is not given."""
-    return None if effort is None else effort != "none"
-
-
 def template_variables(
     given: Mapping[str, Any] | None,
     *,
     effort: str | None = None,
+    enable_thinking: bool | None = None,
+    thinking: Thinking | None = None,
     thinks: bool | None = None,
     budget: int | None = None,
     verbosity: str | None = None,
@@ -142,18 +139,29 @@ def template_variables(
     """The template's variables: those of the other arguments, then `given`, which takes precedence.
     None if there are none.
 
-    effort     becomes `reasoning_effort`
-    thinks     becomes `enable_thinking`
-    budget     tokens of reasoning; becomes `thinking_budget`
-    verbosity  becomes `verbosity`
+    effort           becomes `reasoning_effort`
+    enable_thinking  becomes the variable of that name; None: `thinking` decides
+    thinking         becomes `enable_thinking` and `thinking_budget`
+    thinks           becomes `enable_thinking` if neither of the two decides
+    budget           tokens of reasoning, if `thinking` has none; becomes `thinking_budget`
+    verbosity        becomes `verbosity`
     """
     variables: dict[str, Any] = {}
     if effort is not None and effort != "none":
         variables["reasoning_effort"] = _EFFORTS.get(effort, effort)
-    if thinks is not None:
-        variables["enable_thinking"] = thinks
+    if thinking is not None:
+        enable_thinking = thinking.thinks if enable_thinking is None else enable_thinking
+        budget = thinking.budget if budget is None else budget
+    enable_thinking = thinks if enable_thinking is None else enable_thinking
+    if enable_thinking is not None:
+        variables["enable_thinking"] = enable_thinking
     if budget is not None:
         variables["thinking_budget"] = budget
     if verbosity is not None:
         variables["verbosity"] = verbosity
     return {**variables, **(given or {})} or None
+
+
+def thinks_at(effort: str | None) -> bool | None:
+    """Whether OpenAI's `reasoning_effort` asks for reasoning; None if it is not given."""
+    return None if effort is None else effort != "none"

@@ -190,7 +190,7 @@ async def generate_branch(
     params, constraint = await in_thread_if(
         has_large_body(request),
         lambda: (
-            completion_params(server, asked, opened.branch.namespace),
+            completion_params(server, asked, opened.branch.namespace, opened.branch.length),
             read_constraint(body.response_format, body.structured_outputs),
         ),
     )

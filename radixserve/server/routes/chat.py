@@ -30,8 +30,8 @@ from radixserve.server.wire import logprobs
 from radixserve.server.wire.cache_fields import retain_hints
 from radixserve.server.wire.errors import ApiError
 from radixserve.server.wire.json_response import dump, quote
-from radixserve.server.wire.sampling import check_stream, read_beams, read_sampling
-from radixserve.server.wire.schema import ChatRequest, NamedTool, TemplateFields
+from radixserve.server.wire.sampling import check_stream, read_beams, read_sampling, token_limit
+from radixserve.server.wire.schema import ChatReasoning, ChatRequest, NamedTool, TemplateFields
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -54,16 +54,13 @@ def _turn_request(server: AppState, request: Request, body: ChatRequest) -> Turn
     options = body.prompt_cache_options
     hints = retain_hints(options, body.prompt_cache_retention, body.breakpoints())
     cache = CacheUse.read(request, body, hints)
-    max_tokens = _max_tokens(body)
-    renamed = {"logprobs": "top_logprobs"}
-    if body.max_completion_tokens is not None:
-        renamed["max_tokens"] = "max_completion_tokens"
+    limit_name, max_tokens = token_limit(body, "max_tokens", "max_completion_tokens", "n_predict")
     params = read_sampling(
         server.runtime,
         body,
         cache.namespace,
         server.config.max_n,
-        renamed=renamed,
+        renamed={"logprobs": "top_logprobs", "max_tokens": limit_name},
         max_tokens=server.runtime.max_seq_len if max_tokens is None else max_tokens,
         **_logprobs(body),
     )
@@ -72,12 +69,7 @@ def _turn_request(server: AppState, request: Request, body: ChatRequest) -> Turn
         template=TemplateFields(
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            chat_template_kwargs=template_variables(
-                body.chat_template_kwargs,
-                effort=body.reasoning_effort,
-                thinks=thinks_at(body.reasoning_effort),
-                verbosity=body.verbosity,
-            ),
+            chat_template_kwargs=_template_variables(body),
         ),
         tools=_tools(body),
         params=params,
@@ -106,14 +98,24 @@ def _logprobs(body: ChatRequest) -> dict[str, Any]:
     return {"logprobs": body.top_logprobs or 0}
 
 
-def _max_tokens(body: ChatRequest) -> int | None:
-    """The most tokens to generate; None: not given. Raises ApiError."""
-    limits = {body.max_tokens, body.max_completion_tokens} - {None}
-    if len(limits) > 1:
+def _template_variables(body: ChatRequest) -> dict[str, Any] | None:
+    """The template's variables. Raises ApiError."""
+    reasoning = body.reasoning or ChatReasoning()
+    efforts = {body.reasoning_effort, reasoning.effort} - {None}
+    if len(efforts) > 1:
         raise ApiError(
-            400, "max_tokens and max_completion_tokens differ: give one", param="max_tokens"
+            400, "reasoning_effort and reasoning.effort differ: give one", param="reasoning_effort"
         )
-    return next(iter(limits), None)
+    effort = next(iter(efforts), None)
+    return template_variables(
+        body.chat_template_kwargs,
+        effort=effort,
+        enable_thinking=body.enable_thinking,
+        thinking=body.thinking,
+        thinks=thinks_at(effort) if reasoning.enabled is None else reasoning.enabled,
+        budget=reasoning.max_tokens,
+        verbosity=body.verbosity,
+    )
 
 
 def _tools(body: ChatRequest) -> ChatTools:

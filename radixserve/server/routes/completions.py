@@ -25,7 +25,13 @@ from radixserve.server.turn.structured_outputs import read_constraint
 from radixserve.server.wire import logprobs
 from radixserve.server.wire.errors import ApiError
 from radixserve.server.wire.json_response import dump, quote
-from radixserve.server.wire.sampling import check_stream, keep_last, read_beams, read_sampling
+from radixserve.server.wire.sampling import (
+    check_stream,
+    keep_last,
+    read_beams,
+    read_sampling,
+    token_limit,
+)
 from radixserve.server.wire.schema import CompletionRequest
 
 router = APIRouter(route_class=JsonRoute)
@@ -47,17 +53,17 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
         add_special_tokens=body.add_special_tokens is not False,
         truncation_side=body.truncation_side,
         keep_last=keep_last(
-            body.truncate_prompt_tokens, server.runtime.max_seq_len, body.max_tokens or _MAX_TOKENS
+            body.truncate_prompt_tokens, server.runtime.max_seq_len, _limit(body)[1] or 1
         ),
     )
-    if body.stream and body.echo and (body.logprobs is not None or body.max_tokens == 0):
+    if body.stream and body.echo and (body.logprobs is not None or _drops_output(body)):
         raise ApiError(
             400, "echo with logprobs or with max_tokens 0 cannot be streamed", param="echo"
         )
     params, constraint = await in_thread_if(
         has_large_body(request),
         lambda: (
-            completion_params(server, body, cache.namespace),
+            completion_params(server, body, cache.namespace, min(map(len, prompts))),
             read_constraint(body.response_format, body.structured_outputs),
         ),
     )
@@ -73,8 +79,11 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     return await builder.respond()
 
 
-def completion_params(server: AppState, body: CompletionRequest, namespace: str) -> SamplingParams:
-    """The sampling parameters of a completion. Raises ApiError."""
+def completion_params(
+    server: AppState, body: CompletionRequest, namespace: str, num_prompt: int
+) -> SamplingParams:
+    """The sampling parameters of a completion of a prompt of `num_prompt` tokens. Raises
+    ApiError."""
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         if prompt_logprobs not in (None, body.logprobs):
@@ -84,7 +93,9 @@ def completion_params(server: AppState, body: CompletionRequest, namespace: str)
         prompt_logprobs = body.logprobs
     if body.logprob_token_ids and body.logprobs is None:
         raise ApiError(400, "logprob_token_ids needs logprobs", param="logprob_token_ids")
-    max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    limit_name, max_tokens = _limit(body)
+    if max_tokens is None:
+        max_tokens = max(1, server.runtime.max_seq_len - num_prompt)
     own: dict[str, Any] = {
         "max_tokens": 1 if _drops_output(body) else max_tokens,
         "logprobs": None if body.logprob_token_ids else body.logprobs,
@@ -92,12 +103,20 @@ def completion_params(server: AppState, body: CompletionRequest, namespace: str)
         "prompt_logprobs": prompt_logprobs,
         "best_of": body.best_of,
     }
-    return read_sampling(server.runtime, body, namespace, server.config.max_n, **own)
+    renamed = {"max_tokens": limit_name}
+    return read_sampling(
+        server.runtime, body, namespace, server.config.max_n, renamed=renamed, **own
+    )
+
+
+def _limit(body: CompletionRequest) -> tuple[str, int | None]:
+    """The field that limits the answer, and the most tokens; None: the rest of the context."""
+    return token_limit(body, "max_tokens", "n_predict", default=_MAX_TOKENS)
 
 
 def _drops_output(body: CompletionRequest) -> bool:
     """Whether max_tokens is 0 with echo: one token is generated and left out of the answer."""
-    return body.max_tokens == 0 and bool(body.echo)
+    return bool(body.echo) and _limit(body)[1] == 0
 
 
 class CompletionBuilder(ChoicesBuilder):

@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from radixserve.checks import suggestion
 from radixserve.server.wire.fields import FieldRule, Kind
 
 T = TypeVar("T")
@@ -107,10 +108,18 @@ class Body(BaseModel):
             if kind is Kind.SKIPPED or (rule is None and is_skipped):
                 skipped.append(name)
                 continue
-            raise PydanticCustomError("refused", "{name}", {"name": name, "rule": rule})
+            near = "" if rule is not None else suggestion(name, (*names, *cls._taken()))
+            raise PydanticCustomError(
+                "refused", "{name}", {"name": name, "rule": rule, "near": near}
+            )
         body = handler(known)
         body._skipped = tuple(skipped)
         return body
+
+    @classmethod
+    def _taken(cls) -> list[str]:
+        """The names of fields that are not of the class and are not refused."""
+        return [name for name, rule in cls.rules.items() if rule.kind is not Kind.REFUSED]
 
     @classmethod
     def _names(cls) -> frozenset[str]:

@@ -145,7 +145,7 @@ def of_validation(first: Mapping[str, Any]) -> ApiError:
         return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
     context = first.get("ctx", {})
     if kind == "refused":
-        return _refused(_joined([*place, context["name"]]), context["rule"])
+        return _refused(_joined([*place, context["name"]]), context["rule"], context["near"])
     if not place:
         return ApiError(400, "the body must be a JSON object", code="invalid_json")
     name = _joined(place)
@@ -160,8 +160,9 @@ def of_validation(first: Mapping[str, Any]) -> ApiError:
     return ApiError(400, f"{name} must {_demand(first)}, got {shown(given)}", param=name)
 
 
-def _refused(name: str, rule: FieldRule | None) -> ApiError:
-    message = f"unknown field {name}"
+def _refused(name: str, rule: FieldRule | None, near: str) -> ApiError:
+    """The error for a field that is not taken. `near`: names a similar field that is."""
+    message = f"unknown field {name}{near}"
     if rule is not None:
         message = f"{name} is not supported by this server: {rule.note}"
     return ApiError(400, message, param=name, code="unsupported_field")

@@ -47,6 +47,7 @@ PROTOCOLS = {
     "decisions": "/v1/decisions",
 }
 _OPENAI = "completions chat responses"
+_CHATS = "chat responses"
 _AGENTS = "chat responses messages"
 _ALL = "completions chat responses messages"
 
@@ -66,6 +67,9 @@ _SKIP, _MAP, _REFUSE = Kind.SKIPPED, Kind.MAPPED, Kind.REFUSED
 _COMPARES = "reports why that prompt missed the cache, see below"
 _RETAINS = "a `retain` hint for the prompt"
 _EFFORT = "the template's variables `enable_thinking` and `reasoning_effort`"
+_THINKS = "the template's variable `enable_thinking`"
+_NO_TEMPLATE = "prompts are not rendered by a template"
+_IS_OFF = "belongs to a sampler that is off here"
 FIELD_RULES: tuple[FieldRule, ...] = (
     # Names of callers and of their requests.
     *_rules("completions chat", "user", _SKIP, "names the caller's user", "u-1"),
@@ -94,7 +98,32 @@ FIELD_RULES: tuple[FieldRule, ...] = (
     *_rules("decisions", "metadata", _SKIP, "the caller's own data", {"run": "7"}),
     *_rules("decisions", "prompt_cache_key prompt_cache_options", _SKIP,
             "decisions open no session", {"ttl": "30m"}),
+    # Fields of llama.cpp, Ollama and of proxies.
+    *_rules(_OPENAI, "cache_prompt id_slot", _SKIP, "every prompt is cached, for all requests",
+            True),
+    *_rules(_OPENAI, "timings_per_token return_progress", _SKIP, "not reported", True, False),
+    *_rules(_OPENAI, "tool_stream", _SKIP, "calls are always streamed", True, False),
+    *_rules(_OPENAI, "usage", _SKIP, "usage is always in the answer", {"include": True}),
+    *_rules(_OPENAI, "provider", _SKIP, "there is one provider", {"sort": "price"}),
+    *_rules(_OPENAI, "keep_alive", _SKIP, "the model stays loaded", "5m"),
+    *_rules(_OPENAI, "num_ctx", _SKIP, "the context is `--max-seq-len`", 4096),
+    *_rules(_OPENAI, "mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold dry_base "
+            "dry_allowed_length dry_penalty_last_n dry_sequence_breakers min_keep", _SKIP, _IS_OFF,
+            1),
+    *_rules("completions", "enable_thinking thinking reasoning reasoning_effort "
+            "chat_template_kwargs", _SKIP, _NO_TEMPLATE, {}),
     # The same thing under another name.
+    *_rules(_OPENAI, "repeat_penalty", _MAP, "`repetition_penalty`", 1.1),
+    *_rules(_OPENAI, "random_seed", _MAP, "`seed`", 7),
+    *_rules("completions chat", "n_predict", _MAP, "`max_tokens`", 4),
+    *_rules("responses", "n_predict", _MAP, "`max_output_tokens`", 4),
+    *_rules("chat", "reasoning.effort", _MAP, _EFFORT, "low"),
+    *_rules("chat", "reasoning.enabled", _MAP, _THINKS, False),
+    *_rules("chat", "reasoning.max_tokens", _MAP, "the template's variable `thinking_budget`", 64),
+    *_rules("chat", "reasoning.exclude", _MAP, "`include_reasoning` false", True),
+    *_rules(_CHATS, "enable_thinking", _MAP, _THINKS, False),
+    *_rules(_CHATS, "thinking", _MAP, "the template's variables `enable_thinking` and "
+            "`thinking_budget`", {"type": "disabled"}),
     *_rules(_OPENAI, "prompt_cache_key", _MAP, "names the session, see below", "k-1"),
     *_rules("chat responses", "prompt_cache_options.ttl", _MAP, _RETAINS, "30m"),
     *_rules("chat responses", "prompt_cache_options.mode", _MAP, "`explicit`: only breakpoints "
@@ -128,6 +157,8 @@ FIELD_RULES: tuple[FieldRule, ...] = (
             "thoughts before the last `keep` turns are left out; others are refused",
             {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     *_rules("chat", "max_completion_tokens", _MAP, "`max_tokens`", 4),
+    *_rules("completions chat", "max_tokens", _MAP, "-1: the rest of the context", 4),
+    *_rules("responses", "max_output_tokens", _MAP, "-1: the rest of the context", 4),
     *_rules(_ALL, "seed", _MAP, "-1: no seed", -1),
     *_rules(_ALL, "top_p", _MAP, "0: greedy", 0),
     # What would change the answer.
@@ -138,7 +169,20 @@ FIELD_RULES: tuple[FieldRule, ...] = (
     *_rules("completions", "tools tool_choice parallel_tool_calls", _REFUSE, "belong to chats",
             "x", [], "none"),
     *_rules("chat responses", "web_search_options", _REFUSE, "there is no web search", {}),
-    *_rules("chat", "documents chat_template", _REFUSE, "the template is the model's", "x"),
+    *_rules("chat", "chat_template", _REFUSE, "the template is the model's", "x"),
+    *_rules("chat", "documents", _REFUSE, "put them into a message", [{"text": "x"}], []),
+    *_rules(_OPENAI, "reasoning_format", _REFUSE, "thoughts are in `reasoning_content`", "none",
+            "auto", "deepseek", "parsed"),
+    *_rules(_OPENAI, "transforms plugins", _REFUSE, "prompts are used as they are", ["x"], []),
+    *_rules(_OPENAI, "options", _REFUSE, "give its members as fields of the body", {"top_k": 4},
+            {}),
+    *_rules(_OPENAI, "mirostat dry_multiplier xtc_probability dynatemp_range n_probs", _REFUSE,
+            "not implemented", 2, 0),
+    *_rules(_OPENAI, "typical_p tfs_z", _REFUSE, "not implemented", 0.5, 1),
+    *_rules(_OPENAI, "top_n_sigma", _REFUSE, "not implemented", 0.5, -1),
+    *_rules(_OPENAI, "n_keep", _REFUSE, "no silent truncation", 64, 0, -1),
+    *_rules(_OPENAI, "repeat_last_n", _REFUSE, "penalties count the whole prompt and answer", 64,
+            -1),
     *_rules("completions chat", "guided_json guided_regex guided_choice guided_grammar "
             "guided_decoding_backend guided_whitespace_pattern", _REFUSE,
             "use `structured_outputs`", "x"),
@@ -148,11 +192,11 @@ FIELD_RULES: tuple[FieldRule, ...] = (
             "x"),
     *_rules("completions chat", "beam_width", _REFUSE, "use `use_beam_search` with `n`", 4),
     *_rules("completions chat", "thinking_token_budget", _REFUSE, "thoughts are not bounded", 9),
-    *_rules("completions chat", "logits_processors vllm_xargs kv_transfer_params prompt_embeds",
+    *_rules("completions chat", "logits_processors kv_transfer_params prompt_embeds",
             _REFUSE, "not implemented", {"a": 1}),
+    *_rules("completions chat", "vllm_xargs", _REFUSE, "not implemented", {"a": 1}, {}),
     *_rules("completions chat", "spaces_between_special_tokens", _REFUSE, "not implemented", False,
             True),
-    *_rules("chat", "include_reasoning", _REFUSE, "thoughts are always returned", False, True),
     *_rules("completions", "suffix", _REFUSE, "not implemented", "x"),
     *_rules("chat responses messages", "moderation", _REFUSE, "not implemented", {"a": 1}),
     *_rules("responses", "background background_options", _REFUSE, "not implemented", True, False),

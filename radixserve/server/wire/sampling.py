@@ -21,6 +21,8 @@ from radixserve.server.wire.errors import ApiError, invalid
 from radixserve.server.wire.schema import GenerationFields, Sampling, StreamOptions
 
 _NONE: Mapping[str, str] = {}
+# Fields of SamplingParams by the names that `schema.OtherNames` has for them.
+_OTHER_NAMES = {"repeat_penalty": "repetition_penalty", "random_seed": "seed"}
 
 
 def read_sampling(
@@ -39,6 +41,10 @@ def read_sampling(
     SamplingParams to those of the client's protocol, for errors. Raises ApiError.
     """
     fields = {name: getattr(body, name, None) for name in Sampling.model_fields}
+    for theirs, ours in _OTHER_NAMES.items():
+        if getattr(body, theirs, None) is not None:
+            name, fields[ours] = the_one(body, ours, theirs)
+            renamed = {**renamed, ours: name}
     fields |= own
     given = {name: value for name, value in fields.items() if value is not None}
     if "logit_bias" in given:
@@ -68,6 +74,24 @@ def read_sampling(
         if params.truncate_prompt_tokens is None
         else replace(params, truncate_prompt_tokens=None)
     )
+
+
+def the_one(body: BaseModel, *names: str) -> tuple[str, Any]:
+    """The name and value of the one field that is given among those with the same meaning; the
+    first name and None if none is. Raises ApiError if two values differ."""
+    given = {name: value for name in names if (value := getattr(body, name, None)) is not None}
+    if len(set(given.values())) > 1:
+        raise ApiError(400, f"{' and '.join(given)} differ: give one", param=next(iter(given)))
+    return next(iter(given.items()), (names[0], None))
+
+
+def token_limit(body: BaseModel, *names: str, default: int | None = None) -> tuple[str, int | None]:
+    """The field among `names` that limits the answer's tokens, and the limit: `default` if none is
+    given. None, or -1 in the body: the rest of the context. Raises ApiError."""
+    name, limit = the_one(body, *names)
+    if limit is None:
+        return name, default
+    return name, None if limit == -1 else limit
 
 
 def read_beams(body: GenerationFields) -> BeamParams | None:

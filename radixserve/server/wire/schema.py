@@ -108,6 +108,55 @@ class Sampling(SingleSampling):
     prompt_logprobs: int | None = None
 
 
+class OtherNames(Body):
+    """Names that other servers have for fields of ours; `read_sampling` reads them."""
+
+    repeat_penalty: float | None = None
+    n_predict: int | None = None
+    random_seed: int | None = None
+
+
+class Thinking(Body):
+    """Switches a model's reasoning on or off. Other types leave it to the template."""
+
+    type: Literal["adaptive", "auto", "disabled", "enabled"]
+    budget_tokens: int | None = None
+
+    @property
+    def thinks(self) -> bool | None:
+        """The template's variable `enable_thinking`; None: its default."""
+        return {"enabled": True, "disabled": False}.get(self.type)
+
+    @property
+    def budget(self) -> int | None:
+        """The template's variable `thinking_budget`."""
+        return self.budget_tokens if self.type == "enabled" else None
+
+
+class ThinkingFields(Body):
+    """Fields that become variables of the template: `template_variables`."""
+
+    enable_thinking: bool | None = None
+    thinking: Thinking | None = None
+
+
+class Reasoning(Body):
+    """An `effort` of "none" sets the template's variable enable_thinking to false."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ChatReasoning(Reasoning):
+    """`reasoning` of a chat, as routers of several vendors have it."""
+
+    rules: ClassVar = rules_of("chat", "reasoning")
+
+    enabled: bool | None = None
+    max_tokens: int | None = None
+    exclude: bool | None = None
+
+
 class StreamOptions(Body):
     """`include_usage` null: the usage is in the event that ends the last choice."""
 
@@ -166,7 +215,7 @@ class StructuredOutputs(Body):
     jump_forward: bool | None = None
 
 
-class GenerationFields(Sampling, SessionFields):
+class GenerationFields(Sampling, OtherNames, SessionFields):
     """The common fields of completions and chats. With `use_beam_search`, `n` is the width of the
     search."""
 
@@ -336,7 +385,7 @@ class TemplateFields(Body):
     tools: Bounded[ChatTool] | None = None
 
 
-class ChatRequest(GenerationFields, TemplateFields, PromptCacheFields):
+class ChatRequest(GenerationFields, TemplateFields, ThinkingFields, PromptCacheFields):
     """The body of /v1/chat/completions."""
 
     rules: ClassVar = rules_of("chat")
@@ -348,6 +397,8 @@ class ChatRequest(GenerationFields, TemplateFields, PromptCacheFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
+    reasoning: ChatReasoning | None = None
+    include_reasoning: bool | None = None
     verbosity: Verbosity | None = None
 
     def breakpoints(self) -> Iterator[CacheBreakpoint]:

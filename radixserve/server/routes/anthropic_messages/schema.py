@@ -23,6 +23,7 @@ from radixserve.server.wire.schema import (
     CacheFields,
     SessionFields,
     StopText,
+    Thinking,
     text_or_object,
 )
 
@@ -138,13 +139,8 @@ class ToolChoice(Body):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Body):
-    """Sets the template's variables `enable_thinking` and `thinking_budget`."""
-
+class MessageThinking(Thinking):
     rules: ClassVar = rules_of("messages", "thinking")
-
-    type: Literal["adaptive", "disabled", "enabled"]
-    budget_tokens: int | None = None
 
 
 class JsonFormat(Body):
@@ -208,7 +204,7 @@ class PromptFields(CacheFields):
     system: TextOrList[TextBlock] | None = None
     tools: Bounded[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: MessageThinking | None = None
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
     cache_control: CacheControl | None = None

@@ -71,15 +71,10 @@ def template_of(body: PromptFields, messages: Sequence[dict[str, Any]]) -> Templ
         raise ApiError(
             400, "the last message is a tool_use: its tool_result has to follow", param="messages"
         )
-    thinks, budget = None, None
-    if body.thinking is not None and body.thinking.type != "adaptive":
-        thinks = body.thinking.type == "enabled"
-        budget = body.thinking.budget_tokens if thinks else None
     variables = template_variables(
         body.chat_template_kwargs,
         effort=body.output_config.effort if body.output_config is not None else None,
-        thinks=thinks,
-        budget=budget,
+        thinking=body.thinking,
     )
     return TemplateFields(
         add_generation_prompt=False if continues else None,

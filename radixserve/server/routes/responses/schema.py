@@ -24,10 +24,12 @@ from radixserve.server.wire.cache_fields import (
 )
 from radixserve.server.wire.fields import rules_of
 from radixserve.server.wire.schema import (
-    Effort,
+    OtherNames,
     PromptCacheFields,
+    Reasoning,
     SessionFields,
     SingleSampling,
+    ThinkingFields,
     Verbosity,
     text_or_object,
     tool_kind,
@@ -194,14 +196,7 @@ class TextOptions(Body):
     verbosity: Verbosity | None = None
 
 
-class Reasoning(Body):
-    """An `effort` of "none" sets the template's variable enable_thinking to false."""
-
-    effort: Effort | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
-
-
-class ResponseRequest(SingleSampling, SessionFields, PromptCacheFields):
+class ResponseRequest(SingleSampling, OtherNames, ThinkingFields, SessionFields, PromptCacheFields):
     rules: ClassVar = rules_of("responses")
 
     input: Input

@@ -27,7 +27,7 @@ from radixserve.server.turn.cache_use import CacheUse
 from radixserve.server.turn.chat_turn import TurnRequest
 from radixserve.server.turn.structured_outputs import Constraint, json_schema
 from radixserve.server.wire.errors import wrong_field
-from radixserve.server.wire.sampling import read_sampling
+from radixserve.server.wire.sampling import read_sampling, token_limit
 from radixserve.server.wire.schema import TemplateFields
 from radixserve.text.template_traits import Message
 
@@ -37,7 +37,7 @@ def turn_request(
 ) -> TurnRequest:
     """Translate a body. `messages`: the conversation without the instructions. Raises ApiError."""
     said = [] if body.instructions is None else [_message("system", body.instructions)]
-    max_tokens = body.max_output_tokens
+    limit_name, max_tokens = token_limit(body, "max_output_tokens", "n_predict")
     effort = body.reasoning.effort if body.reasoning is not None else None
     options = body.prompt_cache_options
     params = read_sampling(
@@ -45,7 +45,7 @@ def turn_request(
         body,
         cache.namespace,
         server.config.max_n,
-        renamed={"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"},
+        renamed={"max_tokens": limit_name, "logprobs": "top_logprobs"},
         max_tokens=server.runtime.max_seq_len if max_tokens is None else max_tokens,
         logprobs=body.num_logprobs,
     )
@@ -56,6 +56,8 @@ def turn_request(
             chat_template_kwargs=template_variables(
                 body.chat_template_kwargs,
                 effort=effort,
+                enable_thinking=body.enable_thinking,
+                thinking=body.thinking,
                 thinks=thinks_at(effort),
                 verbosity=body.text.verbosity if body.text is not None else None,
             )
