@@ -17,6 +17,7 @@ from radixserve.checks import (
     shown,
 )
 from radixserve.errors import InvalidRequest
+from radixserve.sampling_defaults import check_override
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 WeightDtype = Literal["auto", "int8"]
@@ -101,6 +102,7 @@ class EngineSettings(TypedDict, total=False):
     kv_events_topic: str
     kv_events_block_size: int
     generation_config: GenerationConfig
+    override_generation_config: Mapping[str, float] | None
     allow_guidance_options: bool
     parse_special_tokens: bool
     seed: int
@@ -203,9 +205,11 @@ class EngineConfig(StrictFields):
                         format, "PUB[,REPLAY]": tcp://*:5557,tcp://*:5558
     kv_events_topic     topic of these messages; llm-d reads kv@POD@MODEL
     kv_events_block_size  tokens per block of these messages, whatever the page_size
-    generation_config   "auto": the sampling defaults are those of the model's
-                        generation_config.json, or of a GGUF file's general.sampling. "none": these
-                        are not read
+    generation_config   "auto": sampling fields that a request leaves out are the model's: those of
+                        its generation_config.json or GGUF file, else of its model card, for other
+                        GGUF files llama.cpp's. "none": temperature 1 and no filter
+    override_generation_config  sampling defaults that replace the model's, such as
+                        {"temperature": 0.2}: temperature, top_k, top_p, min_p, repetition_penalty
     allow_guidance_options  read "x-guidance", the options of llguidance, in JSON schemas; else it
                         is left out
     parse_special_tokens  special tokens written in chat messages are control tokens, not text
@@ -258,6 +262,7 @@ class EngineConfig(StrictFields):
     kv_events_topic: str = ""
     kv_events_block_size: int = 16
     generation_config: GenerationConfig = "auto"
+    override_generation_config: Mapping[str, float] | None = field(default=None, hash=False)
     allow_guidance_options: bool = False
     parse_special_tokens: bool = False
     seed: int = 0
@@ -277,7 +282,7 @@ class EngineConfig(StrictFields):
             page_size=(1, 4096),
             num_pages=(1, 2**31 - 1),
             chunked_prefill_size=(1, None),
-            max_running_requests=(1, None),
+            max_running_requests=(1, 1_000_000),
             max_seq_len=(2, None),
             num_states=(1, 2**31 - 1),
             checkpoint_interval=(1, None),
@@ -295,6 +300,8 @@ class EngineConfig(StrictFields):
         if self.tenant_weights is not None:
             weights = _check_tenant_weights(self.tenant_weights)
             object.__setattr__(self, "tenant_weights", weights)
+        if (override := self.override_generation_config) is not None:
+            object.__setattr__(self, "override_generation_config", check_override(override))
         if self.max_wait_s is not None:
             self._check_floats(max_wait_s=(0.0, 1e9))
         if self.swa_full_tokens_ratio is not None:
@@ -449,3 +456,12 @@ def parse_bytes(size: int | str, name: str = "kv_cache_memory") -> int:
     raise InvalidRequest(
         f'{name} must be a positive number of bytes or a string like "512MB", got {size!r}'
     )
+
+
+def format_bytes(count: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} GiB"

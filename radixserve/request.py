@@ -14,6 +14,7 @@ from radixserve.arrays import IntArray
 from radixserve.checks import StrictFields, check_choice, check_float, check_int, check_text, shown
 from radixserve.errors import InvalidRequest
 from radixserve.logits_digest import LogitsDigest
+from radixserve.sampling_defaults import NEUTRAL, NotGivenFloat, NotGivenInt, check_field
 from radixserve.structured_outputs import Grammar, StructuredOutput
 
 TruncationSide = Literal["left", "right"]
@@ -26,7 +27,8 @@ MAX_SAMPLES = 1_024  # of one prompt
 MAX_BEAM_WIDTH = 256
 MAX_LENGTH_PENALTY = 10.0
 LEAST_PRIORITY = -(2**31)  # the priority of prefetches
-LEAST_TEMPERATURE = 1e-5  # below it float32 cannot hold the scaled logits
+
+_NOT_GIVEN = (NotGivenFloat, NotGivenInt)
 
 # (output ids, logits [V] float32) or (prompt ids, output ids, logits) -> logits
 LogitsProcessor = Callable[..., Any]
@@ -35,6 +37,9 @@ LogitsProcessor = Callable[..., Any]
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SamplingParams(StrictFields):
     """How a request's tokens are sampled and when it ends. Raises InvalidRequest when made.
+
+    temperature, top_k, top_p, min_p and repetition_penalty that are left out are the model's, see
+    `Runtime.sampling_defaults`; neutral where it has none.
 
     max_tokens            most tokens to generate
     min_tokens            number of tokens before which end tokens and stop strings are ignored
@@ -92,11 +97,11 @@ class SamplingParams(StrictFields):
 
     max_tokens: int = 128
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: float = NotGivenFloat(NEUTRAL["temperature"])
+    top_k: int = NotGivenInt(NEUTRAL["top_k"])
+    top_p: float = NotGivenFloat(NEUTRAL["top_p"])
+    min_p: float = NotGivenFloat(NEUTRAL["min_p"])
+    repetition_penalty: float = NotGivenFloat(NEUTRAL["repetition_penalty"])
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
@@ -126,7 +131,6 @@ class SamplingParams(StrictFields):
         put = partial(object.__setattr__, self)
         self._check_ints(
             max_tokens=(1, None),
-            top_k=(-1, None),
             seed=(0, 2**63 - 1),
             n=(1, MAX_SAMPLES),
             logprobs=(0, MAX_LOGPROBS),
@@ -135,19 +139,11 @@ class SamplingParams(StrictFields):
             priority=(LEAST_PRIORITY, 2**31 - 1),
         )
         self._check_ints(min_tokens=(0, self.max_tokens), best_of=(self.n, MAX_SAMPLES))
-        self._check_floats(
-            temperature=(0.0, 100.0),
-            min_p=(0.0, 1.0),
-            presence_penalty=(-2.0, 2.0),
-            frequency_penalty=(-2.0, 2.0),
-            repetition_penalty=(0.01, 100.0),
-        )
-        put("top_p", check_float("top_p", self.top_p, 0.0, 1.0, open_low=True))
-        if 0.0 < self.temperature < LEAST_TEMPERATURE:
-            raise InvalidRequest(
-                f"temperature must be 0 (greedy) or >= {LEAST_TEMPERATURE:g}, "
-                f"got {self.temperature}"
-            )
+        self._check_floats(presence_penalty=(-2.0, 2.0), frequency_penalty=(-2.0, 2.0))
+        for name in NEUTRAL:
+            value = getattr(self, name)
+            if not isinstance(value, _NOT_GIVEN):
+                put(name, check_field(name, value))
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequest("truncate_prompt_tokens must be None, -1 or >= 1, got 0")
         check_choice("truncation_side", self.truncation_side, get_args(TruncationSide))
@@ -180,6 +176,16 @@ class SamplingParams(StrictFields):
         if self.logprobs:
             raise InvalidRequest(f"{name} and logprobs={self.logprobs} exclude each other")
         return ids
+
+    def with_defaults(self, defaults: SamplingParams) -> SamplingParams:
+        """Returns these params with the sampling fields that were left out from `defaults`."""
+        left_out = {
+            name: getattr(defaults, name)
+            for name in NEUTRAL
+            if isinstance(value := getattr(self, name), _NOT_GIVEN)
+            and value != getattr(defaults, name)
+        }
+        return replace(self, **left_out) if left_out else self
 
     @property
     def has_top_logprobs(self) -> bool:

@@ -56,7 +56,7 @@ def test_wrong_use(flags: list[str], words: str) -> None:
     assert words in err
 
 
-def test_the_temperature_is_the_models_or_that_of_small_models(
+def test_the_temperature_is_that_of_the_flag_the_setting_or_the_model(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen = []
@@ -65,10 +65,11 @@ def test_the_temperature_is_the_models_or_that_of_small_models(
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     for settings, flags, expected in (
-        ({}, [], 0.3),
+        ({}, [], 1.0),
         ({"temperature": 0.6, "top_k": 7}, [], 0.6),
         ({"temperature": 0.6}, ["--temperature", "0.9"], 0.9),
-        ({"temperature": 0.6}, ["--generation-config", "none"], 0.3),
+        ({"temperature": 0.6}, ["--generation-config", "none"], 1.0),
+        ({"temperature": 0.6}, ["--override-generation-config", '{"temperature": 0.4}'], 0.4),
     ):
         (tmp_path / "generation_config.json").write_text(json.dumps(settings))
         assert run("chat", str(tmp_path), *flags, "--num-pages", "256")[0] == 0
@@ -206,6 +207,14 @@ def test_ctrl_c_stops_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "".join(told[:3])
     assert f"{said} ..." in shown
     assert any(line.startswith("* main: turns 1, ") for line in shown)
+    prompt = usage[0][2] - usage[0][1]  # what the second prompt took from the first turn
+    (prompts,) = (line for line in shown if line.startswith("prompts: "))
+    counted = re.fullmatch(
+        r"prompts: (\d+) tokens, 0 reused \(0 %\), \1 computed; answers: (\d+) tokens", prompts
+    )
+    assert counted is not None, prompts
+    assert 0 < int(counted[1]) < prompt + 8
+    assert int(counted[2]) >= 3
     assert len(usage) == 1
     assert usage[0][0] >= 8
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [
     ["radixserve._version", "radixserve.errors", "radixserve.arrays", "radixserve.int_buffer"],
     ["radixserve.checks", "radixserve.gguf_file"],
-    ["radixserve.diagnosis"],
+    ["radixserve.diagnosis", "radixserve.sampling_defaults"],
     ["radixserve.config", "radixserve.structured_outputs", "radixserve.logits_digest"],
     ["radixserve.request", "radixserve.hint"],
     ["radixserve.schedule"],

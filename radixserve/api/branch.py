@@ -21,9 +21,7 @@ from numpy.typing import NDArray
 
 from radixserve.api.client import EngineClient, RequestHandle
 from radixserve.api.request_builder import (
-    check_params,
     check_single,
-    params_for,
     sample_of,
     with_prompt_scores,
 )
@@ -413,7 +411,7 @@ class Branch:
 
     def _request(self, params: SamplingParams | None) -> Request:
         """Returns the checked request of the next answer, without its session."""
-        params = check_params(params, self.default_sampling_params)
+        params = self._client.builder.params(params)
         check_single(params, "a branch")
         if params.truncate_prompt_tokens is not None:
             raise InvalidRequest(
@@ -555,7 +553,7 @@ def generate_all(
     if not branches:
         return []
     client = _common_client(branches)
-    each = params_for(params, len(branches), client.builder.default_params)
+    each = client.builder.params_for(params, len(branches))
     with contextlib.ExitStack() as moves:
         for branch in branches:
             moves.enter_context(branch._moving())

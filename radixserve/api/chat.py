@@ -192,7 +192,7 @@ class ChatSession:
         self._client = client
         self._record = record
         self._format = ChatFormat(client.tokenizer, record.options)
-        self._params = check_params(params, client.builder.default_params)
+        self._params = client.builder.params(params)
         self._turns = list(record.turns)
         self._added = list(record.added)  # messages since the last answer
         self._branch = branch or Branch(client, self.tokens.copy(), self._params.namespace)
@@ -391,7 +391,7 @@ class ChatSession:
                     yield chunk
 
     def _params_of(self, params: SamplingParams | None) -> SamplingParams:
-        return check_params(params, self._params)
+        return self._params if params is None else check_params(params).with_defaults(self._params)
 
     def _messages(self) -> list[Message]:
         text = self._record.system

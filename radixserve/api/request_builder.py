@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -19,6 +19,7 @@ from radixserve.errors import InvalidRequest
 from radixserve.grammar.compiler import GrammarCompiler
 from radixserve.output import Completion
 from radixserve.request import BeamParams, Request, SamplingParams
+from radixserve.sampling_defaults import NEUTRAL, SamplingDefault
 from radixserve.text.chat_options import ChatOptions
 from radixserve.text.prompts import Prompt, PromptReader
 from radixserve.text.turn_marks import turn_marks, turn_starts
@@ -138,25 +139,60 @@ class RequestBuilder:
         reader: PromptReader,
         end_ids: frozenset[int],
         seed: int,
-        default_params: SamplingParams,
+        sampling_defaults: Mapping[str, SamplingDefault],
         *,
         keeps_guidance_options: bool = False,
         marks_turns: bool = False,
     ) -> None:
         """`end_ids`: the model's end tokens. `seed`: from which requests without a seed draw
-        theirs. `default_params`: for calls without params. `keeps_guidance_options`: as in
-        EngineConfig.allow_guidance_options. `marks_turns`: whether requests name their
+        theirs. `sampling_defaults`: of fields that params leave out. `keeps_guidance_options`: as
+        in EngineConfig.allow_guidance_options. `marks_turns`: whether requests name their
         `turn_starts`."""
         self.reader = reader
         self.grammars = GrammarCompiler(
             reader.backend_tokenizer, keeps_options=keeps_guidance_options
         )
         self.end_ids = end_ids
-        self.default_params = default_params
+        self.sampling_defaults = dict(sampling_defaults)
+        values: dict[str, Any] = {
+            name: default.value for name, default in sampling_defaults.items()
+        }
+        self.default_params = SamplingParams(**values)
         self._turn_marks = turn_marks(reader.tokenizer, end_ids) if marks_turns else frozenset()
         self._random = random.Random(seed)
         self._random_lock = threading.Lock()
         self._next_id = itertools.count()
+
+    def set_defaults(self, params: SamplingParams, given: Iterable[str]) -> None:
+        """Use `params` for calls without params, and their sampling fields in `given` as defaults
+        of the others."""
+        self.default_params = params
+        for name in NEUTRAL.keys() & set(given):
+            default = SamplingDefault(getattr(params, name), "set_default_sampling_params")
+            self.sampling_defaults[name] = default
+
+    def params(self, params: Any) -> SamplingParams:
+        """Returns the params of a call: `params`, with the defaults of fields that they leave out,
+        or all defaults for None. Raises InvalidRequest for other types."""
+        if params is None:
+            return self.default_params
+        return check_params(params).with_defaults(self.default_params)
+
+    def params_for(self, params: Any, count: int) -> list[SamplingParams]:
+        """Returns the params of `count` prompts, from one for all or a list. Raises
+        InvalidRequest."""
+        if not isinstance(params, list | tuple):
+            return [self.params(params)] * count
+        if len(params) != count:
+            raise InvalidRequest(
+                f"{len(params)} SamplingParams for {count} prompts: one each, or one"
+            )
+        distinct = {id(own): own for own in params}
+        full = {
+            key: check_params(own).with_defaults(self.default_params)
+            for key, own in distinct.items()
+        }
+        return [full[id(own)] for own in params]
 
     def build(
         self,
@@ -171,7 +207,20 @@ class RequestBuilder:
 
         `options`: for chat messages. `is_batch`: an error names the index of its prompt.
         """
-        each = params_for(params, len(prompts), self.default_params)
+        each = self.params_for(params, len(prompts))
+        requests = self._build(prompts, each, request_id, options, is_batch=is_batch)
+        return requests, each
+
+    def _build(
+        self,
+        prompts: Sequence[Prompt],
+        each: Sequence[SamplingParams],
+        request_id: str | None,
+        options: ChatOptions | None = None,
+        *,
+        is_batch: bool,
+    ) -> list[Request]:
+        """`build` with the params of each prompt."""
         _check_request_id(request_id, sum(own_params.num_samples for own_params in each))
         requests: list[Request] = []
         makers: dict[int, MakeRequest] = {}  # by identity: many prompts share their params
@@ -193,7 +242,7 @@ class RequestBuilder:
                     raise
                 raise InvalidRequest(f"prompt {index}: {error}") from error.__cause__
             requests += fan_out(first, [self._new_id() for _ in range(own_params.num_samples - 1)])
-        return requests, each
+        return requests
 
     def single(
         self,
@@ -216,9 +265,10 @@ class RequestBuilder:
         *,
         is_batch: bool = False,
     ) -> list[Request]:
-        """Returns the request of each prompt's beam search."""
+        """Returns the request of each prompt's beam search, to which no sampling defaults apply."""
         vocab_size = self.reader.vocab_size
-        requests, _ = self.build(prompts, params, request_id, is_batch=is_batch)
+        each = [params] * len(prompts)
+        requests = self._build(prompts, each, request_id, is_batch=is_batch)
         return [as_search(request, beams, vocab_size) for request in requests]
 
     def request(
@@ -317,24 +367,11 @@ class RequestBuilder:
         return f"{_OWN_ID}{next(self._next_id)}"
 
 
-def check_params(params: Any, default: SamplingParams) -> SamplingParams:
-    """Returns `params`, or `default` if they are None. Raises InvalidRequest for other types."""
-    if params is None:
-        return default
+def check_params(params: Any) -> SamplingParams:
+    """Returns `params` if they are SamplingParams. Raises InvalidRequest."""
     if not isinstance(params, SamplingParams):
         raise InvalidRequest(f"params must be SamplingParams, got {shown(params)}")
     return params
-
-
-def params_for(params: Any, count: int, default: SamplingParams) -> list[SamplingParams]:
-    """Returns one SamplingParams per prompt, from one for all or a list. Raises InvalidRequest."""
-    if isinstance(params, list | tuple) and all(isinstance(own, SamplingParams) for own in params):
-        if len(params) == count:
-            return list(params)
-        raise InvalidRequest(f"{len(params)} SamplingParams for {count} prompts: one each, or one")
-    if params is None or isinstance(params, SamplingParams):
-        return [check_params(params, default)] * count
-    raise InvalidRequest(f"params must be SamplingParams or a list of them, got {shown(params)}")
 
 
 def _check_request_id(request_id: object, num_requests: int) -> None:

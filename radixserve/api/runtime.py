@@ -53,7 +53,6 @@ from radixserve.engine.output_notifier import OutputNotifier
 from radixserve.engine.trace_recorder import TraceRecorder
 from radixserve.errors import InvalidRequest
 from radixserve.hint import Hint, HintAnswer, check_hint
-from radixserve.models.generation_config import read_sampling_defaults
 from radixserve.models.names import check_model_name
 from radixserve.output import Chunk, Completion, EngineStatus, Score
 from radixserve.reports import (
@@ -64,6 +63,7 @@ from radixserve.reports import (
     TreeDump,
 )
 from radixserve.request import BeamParams, Request, SamplingParams, TruncationSide
+from radixserve.sampling_defaults import NO_SAMPLING, SamplingDefault, in_force
 from radixserve.structured_outputs import StructuredOutput
 from radixserve.text.decision_prompts import Question
 from radixserve.text.prompts import Prompt, PromptReader, as_prompts
@@ -142,10 +142,6 @@ class Runtime:
             eos_ids = tuple(sorted({*facts.model.eos_ids, *end_ids}))
             facts = facts._replace(model=replace(facts.model, eos_ids=eos_ids))
         self.facts = facts
-        reads = self.config.generation_config == "auto"
-        self.model_sampling_defaults: Mapping[str, Any] = (
-            read_sampling_defaults(facts.model_path) if reads else {}
-        )
         self.max_seq_len: int
         self.max_seq_len, limit = sequence_limit(self.config, facts.model, facts.capacity)
         reader = PromptReader(self.tokenizer, facts.model.vocab_size, self.max_seq_len, limit)
@@ -153,7 +149,10 @@ class Runtime:
             reader,
             frozenset(facts.model.eos_ids),
             self.config.seed,
-            SamplingParams(**self.model_sampling_defaults),
+            in_force(
+                self.config.override_generation_config,
+                facts.model.sampling if self.config.generation_config == "auto" else NO_SAMPLING,
+            ),
             keeps_guidance_options=self.config.allow_guidance_options,
             marks_turns=bool(facts.model.states),
         )
@@ -180,16 +179,22 @@ class Runtime:
         return self.facts.resolved_config
 
     @property
+    def sampling_defaults(self) -> dict[str, SamplingDefault]:
+        """{field: (value, source)} of sampling fields that requests leave out: from
+        `set_default_sampling_params`, the config's `override_generation_config`, or the model, in
+        this order; else neutral."""
+        return dict(self._builder.sampling_defaults)
+
+    @property
     def default_sampling_params(self) -> SamplingParams:
-        """The parameters of a call without params: the model's own sampling defaults (fields of its
-        generation_config.json, unless `generation_config` is "none"), else those of
-        `SamplingParams`. A SamplingParams that is given to a call is used unchanged."""
+        """The parameters of a call without params. In a SamplingParams that is given to a call,
+        fields in `sampling_defaults` that it leaves out have these values too."""
         return self._builder.default_params
 
     def set_default_sampling_params(self, **fields: Any) -> None:
         """Change fields of `default_sampling_params`, for calls from now on. Raises
         InvalidRequest."""
-        self._builder.default_params = self.sampling_params(**fields)
+        self._builder.set_defaults(self.sampling_params(**fields), fields)
 
     def sampling_params(self, **fields: Any) -> SamplingParams:
         """Returns `default_sampling_params` with these fields changed. Raises InvalidRequest."""
@@ -494,7 +499,8 @@ class Runtime:
         `max_in_flight`: most requests in the engine at a time; the others follow as these end.
         """
         if beams is not None:
-            own, _ = read_options(check_params(params, SamplingParams()), None, {})
+            given = SamplingParams() if params is None else check_params(params)
+            own, _ = read_options(given, None, {})
             requests = self._builder.beam_search(prompts, own, beams, None)
             requests = [
                 replace(request, session=check_str("session", session)) for request in requests

@@ -17,8 +17,7 @@ from radixserve.commands.flags import (
     given_engine,
 )
 from radixserve.commands.jsonl import read_batch
-from radixserve.commands.terminal import format_bytes
-from radixserve.config import parse_bytes
+from radixserve.config import format_bytes, parse_bytes
 from radixserve.errors import InvalidRequest
 from radixserve.request import SamplingParams
 

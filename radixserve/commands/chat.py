@@ -63,10 +63,6 @@ A pasted text of several lines is one message. A line that begins with // is sen
 the two. In a terminal, conversations are saved after every answer, the last 100 of a model, in
 ~/.local/state/radixserve/chats; --no-save keeps nothing.
 
-Sampling fields that are not given are the model's own (its generation_config.json, or
-general.sampling of a GGUF file). Where it has none the temperature is 0.3, at which small models
-make sense.
-
 examples:
   radixserve chat
   radixserve chat Qwen/Qwen3-0.6B --system "You are brief." --temperature 0.6
@@ -75,7 +71,6 @@ examples:
 """
 _HELP = _EPILOG.partition("\n\n")[0].partition("\n")[2]
 _MAX_NODES = 200
-TEMPERATURE = 0.3  # for models without sampling defaults: small models ramble at 1.0
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -121,8 +116,6 @@ def run(args: argparse.Namespace) -> int:
             from radixserve.api.runtime import Runtime
 
             runtime = stack.enter_context(Runtime(args.model, **settings))
-        if not runtime.model_sampling_defaults:
-            sampling = {"temperature": TEMPERATURE, **sampling}
         params = runtime.sampling_params(**sampling)
         path = resumed if args.load is None else as_path(args.load)
         if path is None:
@@ -164,7 +157,6 @@ class ChatTerminal:
         self._origins: dict[str, str] = {}  # {fork: the conversation that it was forked from}
         self._files: dict[str, Path] = {}  # {conversation: the file in which it is saved}
         self._name = "main"  # of the current conversation
-        self._reused = self._computed = self._generated = 0
 
     def close(self) -> None:
         for chat in self._chats.values():
@@ -252,7 +244,7 @@ class ChatTerminal:
         for note in notes:
             self._note(f"{note.message}")
         if done is not None:
-            self._count(done)
+            self._note_usage(done)
         elif is_stopped and num_tokens:
             self._note(f"stopped: the {num_tokens} tokens so far are kept; /undo takes them back")
         elif is_stopped:
@@ -307,11 +299,8 @@ class ChatTerminal:
 
         return progress
 
-    def _count(self, done: Completion) -> None:
+    def _note_usage(self, done: Completion) -> None:
         usage, metrics = done.usage, done.metrics
-        self._reused += usage.cached_tokens
-        self._computed += usage.computed_tokens
-        self._generated += usage.completion_tokens
         cut = "cut at " if done.finish_reason == "length" else ""
         decode_s = metrics.total_s - (metrics.ttft_s or 0)
         rate = ""
@@ -373,13 +362,13 @@ class ChatTerminal:
         self._console.print(draw_tree(dump, decode, width=self._console.width))
 
     def _stats(self, _: str) -> None:
-        stats = self._runtime.cache_stats()
-        prompted = self._reused + self._computed
-        share = f" ({100 * self._reused / prompted:.0f} %)" if prompted else ""
+        stats = self._runtime.cache_stats()  # of the engine, so that stopped answers count too
+        reused, computed = stats["reused_tokens"], stats["computed_tokens"]
+        share = f" ({100 * reused / (reused + computed):.0f} %)" if reused + computed else ""
         self._note(self._line_about(self._name))
         self._note(
-            f"prompts: {prompted:,} tokens, {self._reused:,} reused{share}, "
-            f"{self._computed:,} computed; answers: {self._generated:,} tokens"
+            f"prompts: {reused + computed:,} tokens, {reused:,} reused{share}, "
+            f"{computed:,} computed; answers: {stats['generated_tokens']:,} tokens"
         )
         self._note(
             f"cache: {stats['pages_tree']:,} of {stats['pages_total']:,} pages of "

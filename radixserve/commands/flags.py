@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import collections.abc
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -15,16 +16,18 @@ import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from radixserve.checks import shown
 from radixserve.commands.parser import CommandParser
 from radixserve.config import CHOICES as ENGINE_CHOICES
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.models.sizes import SIZES
 from radixserve.request import SamplingParams
+from radixserve.sampling_defaults import NotGivenFloat, NotGivenInt
 from radixserve.server.config import REASONING_PARSERS
-from radixserve.structured_outputs import StructuredOutput
 
 DEFAULT_MODEL = "demo"
 # Fields of EngineConfig about what an engine publishes.
@@ -67,6 +70,10 @@ FIELD_METAVARS = {
     "session": "NAME",
 }
 _SAMPLING, _ENGINE = "sampling.", "engine."  # prefixes of fields in the parsed arguments
+_JSON_EXAMPLES = {  # by the names of fields whose flags take JSON
+    "structured": '{"regex": "[0-9]+"}',
+    "override_generation_config": '{"temperature": 0.2}',
+}
 _NOT_FLAGS = ("n", "best_of", "logits_processors", "keep_special_ids")
 _FIELD = re.compile(r"(\w+) {2,}(\S.*)")
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
@@ -227,12 +234,14 @@ def _add_field_flags(
     hints, texts = typing.get_type_hints(record), _field_help(record)
     for name in names:
         default = defaults.get(name, argparse.SUPPRESS)
-        shown = defaults.get(name, fields[name].default)
+        value = defaults.get(name, fields[name].default)
+        if isinstance(value, NotGivenFloat | NotGivenInt):
+            value = f"the model's, else {value:g}"
         text = texts.get(name, "").replace("%", "%%")
-        if shown is not None and not isinstance(shown, bool) and shown != () and shown != "":
-            text += f" (default: {shown})"
+        if value is not None and not isinstance(value, bool) and value != () and value != "":
+            text += f" (default: {value})"
         reading = _reading(name, hints[name])
-        if shown is True:  # --no-name switches it off
+        if value is True:  # --no-name switches it off
             reading = {"action": argparse.BooleanOptionalAction}
         if reading.get("action") == "append":
             text += "; give it again for more"
@@ -248,6 +257,8 @@ def _reading(name: str, hint: Any) -> dict[str, Any]:
     """The options of `add_argument` for a field: by its type, with its choices, if it has some, as
     the metavar. The record itself refuses a wrong choice.
     """
+    if name in _JSON_EXAMPLES:
+        return {"type": partial(_json_object, example=_JSON_EXAMPLES[name]), "metavar": "JSON"}
     choices = CHOICES.get(name)
     if typing.get_origin(hint) is typing.Literal:
         choices = typing.get_args(hint)
@@ -259,8 +270,6 @@ def _reading(name: str, hint: Any) -> dict[str, Any]:
     kinds = typing.get_args(hint) if is_union else (hint,)
     if bool in kinds:
         return {"action": argparse.BooleanOptionalAction}
-    if StructuredOutput in kinds:
-        return {"type": json.loads, "metavar": "JSON"}
     for kind in kinds:
         if typing.get_origin(kind) is collections.abc.Iterable:
             (item,) = typing.get_args(kind)
@@ -275,14 +284,26 @@ def _reading(name: str, hint: Any) -> dict[str, Any]:
     return {"type": kind, "metavar": FIELD_METAVARS.get(name, _METAVARS[kind])}
 
 
+def _json_object(text: str, example: str) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        value = json.loads(text)
+        if isinstance(value, dict):
+            return value
+    raise argparse.ArgumentTypeError(f"takes a JSON object such as {example}, got {shown(text)}")
+
+
 def _bias(text: str) -> tuple[int, float]:
     token_id, _, bias = text.partition(":")
-    return int(token_id), float(bias)
+    with contextlib.suppress(ValueError):
+        return int(token_id), float(bias)
+    raise argparse.ArgumentTypeError(f"takes ID:BIAS such as 42:-5, got {shown(text)}")
 
 
 def _weight(text: str) -> tuple[str, float]:
     name, _, weight = text.rpartition(":")
-    return name, float(weight)
+    with contextlib.suppress(ValueError):
+        return name, float(weight)
+    raise argparse.ArgumentTypeError(f"takes NAME:X such as alice:2, got {shown(text)}")
 
 
 def _int_or_text(text: str) -> int | str:

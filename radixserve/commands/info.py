@@ -22,7 +22,9 @@ from radixserve.commands.flags import (
     given_engine,
     given_model,
 )
-from radixserve.commands.terminal import format_bytes, make_console
+from radixserve.commands.terminal import make_console
+from radixserve.config import format_bytes
+from radixserve.sampling_defaults import SamplingDefault, describe_sampling
 
 if TYPE_CHECKING:
     from radixserve.models.base import ModelInfo
@@ -181,6 +183,9 @@ def _model(name: str, settings: dict[str, Any]) -> dict[str, Any]:
             **_facts_of(name, runtime.model),
             "max_seq_len": runtime.max_seq_len,
             "has_tokenizer": runtime.tokenizer is not None,
+            "sampling_defaults": {
+                name: default._asdict() for name, default in runtime.sampling_defaults.items()
+            },
             "attention_backend": runtime.attention_backend,
             "device": runtime.resolved_config.device,
             "graph_sizes": list(runtime.resolved_config.graph_sizes),
@@ -312,7 +317,13 @@ def _model_lines(model: dict[str, Any]) -> dict[str, str]:
         "page size": str(model["page_size"]),
         "exact": f"no: {model['inexact_because']}" if model["inexact_because"] else _EXACT,
         "runs on": _runs_on(model),
+        "sampling": describe_sampling(_sampling_defaults(model)),
     }
+
+
+def _sampling_defaults(model: dict[str, Any]) -> dict[str, SamplingDefault]:
+    given = model["sampling_defaults"]
+    return {name: SamplingDefault(**default) for name, default in given.items()}
 
 
 def _kv_heads(model: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from radixserve.commands.flags import add_command
-from radixserve.commands.terminal import format_bytes
+from radixserve.config import format_bytes
 from radixserve.errors import InvalidRequest
 from radixserve.models.names import HubName, read_hub_name
 

@@ -85,15 +85,6 @@ def print_escaped(console: Console, text: str) -> None:
     console.print("\n".join(lines), end="", markup=False, soft_wrap=True)
 
 
-def format_bytes(count: float) -> str:
-    """1536 -> "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
-
-
 def format_seconds(seconds: float | None) -> str:
     """0.0123 -> "12 ms"."""
     if seconds is None:

@@ -18,6 +18,7 @@ from radixserve.attention.base import (
     ForwardBatch,
     LayerKV,
 )
+from radixserve.sampling_defaults import NO_SAMPLING, ModelSampling
 from radixserve_kernels.quantized import BITS, FORMS
 from radixserve_kernels.stored_kv import stored_width
 
@@ -55,6 +56,7 @@ class ModelInfo:
     eos_ids: tuple[int, ...]  # ascending; of generation_config.json, config.json, the tokenizer
     dtype: torch.dtype
     num_parameters: int  # tied ones once
+    sampling: ModelSampling = NO_SAMPLING
     # (form, parameters in it) of quantized weights; the others are in dtype
     weight_forms: tuple[tuple[str, int], ...] = ()
     attention_features: tuple[str, ...] = ()  # fields of AttentionFeatures that any layer uses

@@ -173,6 +173,7 @@ def read_decoder(
         vocab_size=shape.vocab_size,
         max_positions=shape.max_positions,
         eos_ids=source.eos_ids(),
+        sampling=source.sampling(),
         dtype=dtype,
         num_parameters=tensors.num_parameters - reader.num_twice,
         weight_forms=tuple(sorted(reader.forms.items())),
@@ -232,7 +233,7 @@ def describe(source: ModelSource, dtype: torch.dtype) -> ModelInfo:
     """
     shapes = replace(source, path=None, gguf=None)
     info = read_decoder(shapes, dtype, torch.device("meta"), lambda _: None).info
-    return replace(info, eos_ids=source.eos_ids())
+    return replace(info, eos_ids=source.eos_ids(), sampling=source.sampling())
 
 
 def _rounded_scale(shape: DecoderShape, dtype: torch.dtype) -> DecoderShape:

@@ -10,40 +10,46 @@ from pathlib import Path
 from typing import Any
 
 from radixserve.errors import InvalidRequest
-from radixserve.gguf_file import SUFFIX, GgufFile
+from radixserve.gguf_file import GgufFile
 from radixserve.models.names import CONFIG_FILE
-from radixserve.request import SamplingParams
+from radixserve.sampling_defaults import NEUTRAL, ModelSampling, check_field
 
 _log = logging.getLogger("radixserve")
-_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _GGUF_NAMES = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
 FILE = "generation_config.json"
 
 
-def read_sampling_defaults(path: Path | None) -> dict[str, Any]:
-    """Fields of SamplingParams that the checkpoint folder or GGUF file names; a value that
-    SamplingParams refuses is left out, with a warning."""
-    if path is None:
-        return {}
-    if path.suffix == SUFFIX:
-        fields = GgufFile(path).fields
-        names = {name: f"general.sampling.{_GGUF_NAMES.get(name, name)}" for name in _FIELDS}
-        return _checked({name: fields.get(key) for name, key in names.items()}, path)
-    file = path / FILE
-    return _checked(read_json(file), file) if file.is_file() else {}
+def read_sampling(folder: Path) -> ModelSampling:
+    """The sampling defaults in a checkpoint's generation_config.json. A value that SamplingParams
+    refuses is left out, with a warning."""
+    file = folder / FILE
+    return ModelSampling(_checked(read_json(file), file) if file.is_file() else {}, FILE)
 
 
-def _checked(settings: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    defaults: dict[str, Any] = {}
-    for name in _FIELDS:
+def read_gguf_sampling(file: GgufFile) -> ModelSampling:
+    """`read_sampling` of a GGUF file, from its keys general.sampling.*."""
+    names = {name: f"general.sampling.{_GGUF_NAMES.get(name, name)}" for name in NEUTRAL}
+    given = {name: file.fields.get(key) for name, key in names.items()}
+    values = _checked(given, file.path)
+    return ModelSampling({name: _shortest(value) for name, value in values.items()}, "GGUF file")
+
+
+def _checked(settings: Mapping[str, Any], source: Path) -> dict[str, float]:
+    defaults = {}
+    for name in NEUTRAL:
         value = settings.get(name)
         if value is None:
             continue
         try:
-            defaults[name] = getattr(SamplingParams(**{name: value}), name)
+            defaults[name] = check_field(name, value)
         except InvalidRequest as error:
             _log.warning("%s: %s; the field is not used", source, error)
     return defaults
+
+
+def _shortest(value: float) -> float:
+    """A float32 of a file as it was written: 0.2, not 0.20000000298."""
+    return value if isinstance(value, int) else float(f"{value:.7g}")
 
 
 def read_eos_ids(folder: Path, config: Any) -> tuple[int, ...]:

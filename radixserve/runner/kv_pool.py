@@ -19,8 +19,8 @@ from torch import Tensor
 
 from radixserve.arrays import IntArray
 from radixserve.attention.base import LayersKV, WindowKV
-from radixserve.errors import InvalidRequest
 from radixserve.models.base import KVShape, ModelInfo
+from radixserve.runner.device import lacks_memory
 from radixserve.runner.kv_layout import ByteArray, KVLayout
 from radixserve.runner.pool_sizing import PoolSize
 from radixserve.runner.system_memory import map_on_demand
@@ -238,8 +238,6 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         map_memory = fresh_memory if num_bytes >= _LARGE_POOL else map_on_demand
         flat = map_memory(num_bytes)
     except (MemoryError, ValueError, OverflowError, torch.OutOfMemoryError) as error:
-        raise InvalidRequest(
-            f"the KV pool needs {num_bytes} bytes, which cannot be had; "
-            "set a smaller num_pages or kv_cache_memory"
-        ) from error
+        remedy = "set a smaller num_pages or kv_cache_memory"
+        raise lacks_memory("a KV pool", num_bytes, device, remedy) from error
     return torch.from_numpy(flat).view(dtype).view(shape)  # which holds `flat`

@@ -17,6 +17,7 @@ from radixserve.config import (
     SWA_FULL_TOKENS_RATIO,
     EngineConfig,
     choose_checkpoint_interval,
+    format_bytes,
     parse_bytes,
 )
 from radixserve.errors import InvalidRequest
@@ -84,7 +85,8 @@ def choose_num_pages(config: EngineConfig, info: ModelInfo, states_bytes: int = 
     if fitting < 1:
         raise InvalidRequest(
             f"a page of {config.page_size} tokens of this model needs {page_bytes} bytes, more "
-            f"than a quarter of the free memory; set num_pages or kv_cache_memory"
+            f"than a quarter of the free memory, {format_bytes(free)}; set num_pages or "
+            "kv_cache_memory"
         )
     return max(1, min(wanted, fitting))
 
@@ -168,7 +170,8 @@ def choose_num_states(
         share = {_STATES_DIVISOR: "an eighth", _SHARED_DIVISOR: "a third"}[divisor]
         raise InvalidRequest(
             f"{least} recurrent states of this model need {least * info.state_bytes} bytes, more "
-            f"than {share} of {where}; set a smaller max_running_requests, or num_states"
+            f"than {share} of {where}, {format_bytes(max(0, whole))}; set a smaller "
+            "max_running_requests, or num_states"
         )
     if device_bytes is not None and config.num_pages is None:
         num_tokens = min(device_bytes // info.kv_bytes_per_token, MAX_TOKENS)
@@ -222,13 +225,13 @@ def fitting_pages(
     """
     available = available_bytes(use, share) - states_bytes
     if available < page_bytes:
-        needed = _gib(use.needed + states_bytes)
+        needed = format_bytes(use.needed + states_bytes)
         others = (
             "weights, activations, recurrent states" if states_bytes else "weights, activations"
         )
         raise InvalidRequest(
-            f"gpu_memory_utilization={share:g} of {_gib(use.total)} leaves no room for a KV pool: "
-            f"{others} and others on the card take {needed}; "
+            f"gpu_memory_utilization={share:g} of {format_bytes(use.total)} leaves no room for a "
+            f"KV pool: {others} and others on the card take {needed}; "
             "allow more, or set a smaller chunked_prefill_size or max_running_requests"
         )
     return min(available // page_bytes, max(1, MAX_TOKENS // page_size))
@@ -245,7 +248,3 @@ def graph_bytes(num_rows: int, vocab_size: int) -> int:
     """About the memory of graphs of up to so many rows: logits in float32, as computed and as
     handed out, and as much for everything before them."""
     return 3 * num_rows * vocab_size * 4
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 30):.1f} GiB"

@@ -20,8 +20,8 @@ from radixserve.attention.base import (
     RecurrentTokens,
     StateRows,
 )
-from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo
+from radixserve.runner.device import lacks_memory
 from radixserve.runner.input_batch import InputBatch
 from radixserve.schedule import ScheduledRows
 
@@ -52,11 +52,10 @@ class RecurrentStates:
                 torch.zeros((num_states, *state.shape), dtype=state.dtype, device=device)
                 for state in info.states
             ]
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            raise InvalidRequest(
-                f"{num_states} recurrent states need {num_states * info.state_bytes} bytes, which "
-                "cannot be had; set a smaller num_states or max_running_requests"
-            ) from error
+        except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError
+            what, num_bytes = f"{num_states} recurrent states", num_states * info.state_bytes
+            remedy = "set a smaller num_states or max_running_requests"
+            raise lacks_memory(what, num_bytes, device, remedy) from error
 
     @property
     def num_bytes(self) -> int:

@@ -232,7 +232,7 @@ def test_sizes(checkpoints: dict[str, Path]) -> None:
     default = choose_num_pages(EngineConfig(max_running_requests=3, page_size=100), info)
     assert default == 3 * 6  # 512 positions
     assert choose_num_pages(EngineConfig(max_running_requests=3, max_seq_len=10), info) == 30
-    many = choose_num_pages(EngineConfig(max_running_requests=10**9), info)
+    many = choose_num_pages(EngineConfig(max_running_requests=10**6), info)
     assert many * info.kv_bytes_per_token <= free_memory() // 2
 
 
@@ -269,7 +269,7 @@ def test_too_small_or_too_large(checkpoints: dict[str, Path]) -> None:
         CpuModelRunner(folder, EngineConfig(kv_cache_memory=8191, page_size=16))
     with pytest.raises(InvalidRequest, match="512 positions"):
         CpuModelRunner(folder, EngineConfig(num_pages=10, max_seq_len=513))
-    with pytest.raises(InvalidRequest, match="cannot be had"):
+    with pytest.raises(InvalidRequest, match=r"this machine has [\d.]+ .iB free; set a"):
         CpuModelRunner(folder, EngineConfig(num_pages=2**31 - 1, page_size=4096))
 
 

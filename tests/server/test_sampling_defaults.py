@@ -29,6 +29,9 @@ def test_fields_that_a_body_leaves_out_are_the_models(tmp_path: Path) -> None:
             params = SamplingParams(**{**own, **given}, seed=3, max_tokens=8)
             expected = rt.generate("abc", params).token_ids
             assert ask("/v1/completions", prompt="abc", **given) == expected
+        card = served.client.get("/v1/models").json()["data"][0]["sampling_defaults"]
+        assert card["temperature"] == {"value": 0.05, "source": "generation_config.json"}
+        assert card["min_p"] == {"value": 0.0, "source": "neutral"}
         native = {"text": "abc", "sampling_params": {"max_new_tokens": 8, "sampling_seed": 3}}
         expected = rt.generate("abc", SamplingParams(**own, seed=3, max_tokens=8)).token_ids
         assert served.post("/generate", native)["output_ids"] == expected

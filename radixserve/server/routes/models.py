@@ -38,12 +38,14 @@ async def show_model(request: Request, name: str) -> Response:
 
 
 def _card(server: AppState, name: str) -> dict[str, Any]:
+    defaults = server.runtime.sampling_defaults
     return {
         "id": name,
         "object": "model",
         "created": server.started_at,
         "owned_by": "radixserve",
         "max_model_len": server.runtime.max_seq_len,
+        "sampling_defaults": {field: default._asdict() for field, default in defaults.items()},
     }
 
 
