@@ -78,7 +78,7 @@ class WeightRecord(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("panels", "bias", "next")),
-        *((name, ctypes.c_int64) for name in ("columns", "depth", "form", "parts")),
+        *((name, ctypes.c_int64) for name in ("columns", "depth", "form", "activation_bits")),
     )
 
 
@@ -118,13 +118,13 @@ class PackedWeight:
         self.record = WeightRecord(
             *(self._panels.ctypes.data, address(self._bias)),
             None if following is None else ctypes.addressof(following.record),
-            *(size, depth, form, 1),
+            *(size, depth, form, 8),
         )
 
     def round_finely(self) -> None:
-        """Round activations to nearly 16 bits in place of 8, for twice the products; of no effect
-        where the weight is not in one of FORMS. Before the record is copied."""
-        self.record.parts = 2
+        """Round activations to 16 bits in place of 8; of no effect where the weight is not in one
+        of FORMS. Before the record is copied."""
+        self.record.activation_bits = 16
         if self._next is not None:
             self._next.round_finely()
 

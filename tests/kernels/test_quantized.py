@@ -45,16 +45,18 @@ def in_blocks(x: NDArray[np.float32]) -> NDArray[np.float32]:
     return padded.reshape(len(x), -1, 32)
 
 
-def reference(x: Tensor, weight: QuantizedTensor) -> tuple[NDArray, NDArray]:
-    """The product with activations in 8 bits, sums exact; and the sum of magnitudes."""
+def reference(x: Tensor, weight: QuantizedTensor, bits: int) -> tuple[NDArray, NDArray]:
+    """The product with activations in 8 or 16 bits, sums exact; and the sum of magnitudes."""
     blocks = in_blocks(x.float().numpy())
     far = np.abs(blocks).argmax(-1, keepdims=True)
     largest = -np.take_along_axis(blocks, far, -1)  # becomes -limit
     is_signed_pairs = weight.minimums is None and cpu_library().radixserve_integer_dot() == 1
-    limit = np.float32(127 if is_signed_pairs else 128)
+    highest = 2 ** (bits - 1) - 1
+    limit = np.float32(highest if bits == 16 or is_signed_pairs else 128)
     inverse = np.zeros_like(largest)
     np.divide(limit, largest, where=np.abs(largest) > 1e-30, out=inverse)
-    numbers = np.minimum(np.rint(blocks * inverse), 127).astype(np.int64)
+    scaled = blocks.astype(np.float64) * inverse  # is not rounded before it becomes an integer
+    numbers = np.minimum(np.rint(scaled), highest).astype(np.int64)
     scales = (largest / limit)[..., 0].astype(np.float64)  # [M, blocks]
     w = in_blocks(weight.numbers.numpy()).astype(np.int64)
     sums = np.einsum("mbk,nbk->mnb", numbers, w)  # whole numbers
@@ -68,16 +70,20 @@ def reference(x: Tensor, weight: QuantizedTensor) -> tuple[NDArray, NDArray]:
 
 
 @on_all_levels
+@pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_sums_are_exact(form: str, n: int, k: int) -> None:
+def test_sums_are_exact(form: str, n: int, k: int, bits: int) -> None:
     weight = random_weight(form, n, k)
     x = torch.randn(19, k, generator=torch.Generator().manual_seed(k))
     x[3] = 0
     x[5] = 1e-42  # too small to be told from 0
     x[7, ::2] = 127.0  # with an odd scale, every number the highest
-    expected, size = reference(x, weight)
-    out = PackedWeight(weight)(x).double().numpy()
+    expected, size = reference(x, weight, bits)
+    packed = PackedWeight(weight)
+    if bits == 16:
+        packed.round_finely()
+    out = packed(x).double().numpy()
     expected[5] = 0
     assert (np.abs(out - expected) <= FAR * (size + 1)).all()
 
@@ -96,7 +102,7 @@ def test_a_row_does_not_depend_on_others(form: str, dtype: torch.dtype) -> None:
 
 @on_all_levels
 @pytest.mark.parametrize("form", FORMS)
-def test_two_parts_of_a_row_have_nearly_16_bits(form: str) -> None:
+def test_rows_in_16_bits_are_close(form: str) -> None:
     weight = random_weight(form, 130, 330)
     x = torch.randn(300, 330, generator=torch.Generator().manual_seed(5))
     x[3], x[5, 32:64] = 0, 0

@@ -252,7 +252,7 @@ template <class T, class A> class ExpertMlp {
         if constexpr (std::is_same<T, float>::value)
             if (w.form == FLOAT16)
                 return dense_panels<half>(VectorF32<float, half>(), x, stride, count, w, first, last, tile, epilogue);
-        const QuantizedRows rows{numbers + block * BLOCK, row_blocks + block, num_blocks(w.depth)};
+        const QuantizedRows rows{numbers + block * BLOCK, row_blocks + block, num_blocks(w.depth), 8};
         quantized_panels(rows, count, w, first, last, epilogue);
     }
 

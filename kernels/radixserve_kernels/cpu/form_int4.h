@@ -55,12 +55,40 @@ template <class Scale> struct FormInt4 {
             for (int n = 0; n < 2; n++) sums[m][n] = IntegerDot::finish_nibbles(sums[m][n]);
     }
 
+    template <int M>
+    static void add_block(const uint8_t *block, const int16_t *x, int64_t stride, ivec (&sums)[M][2]) {
+        block += SCALE_BYTES;
+        const uwords low = (uwords)broadcast_int(0x000f000f);
+#pragma GCC unroll 4
+        for (int k = 0; k < BLOCK / 2; k += 4, block += 4 * PANEL) {
+            const uwords both[2] = {(uwords)load_lanes(block), (uwords)load_lanes(block + 4 * LANES)};
+#pragma GCC unroll 4
+            for (int part = 0; part < 4; part++) {  // of x: k and k + 2, k + 1 and k + 3, and 16 later
+                uwords w[2];
+                for (int n = 0; n < 2; n++) {
+                    w[n] = both[n] >> (part % 2 * 8 + part / 2 * 4);
+                    if (part < 3) w[n] &= low;
+                }
+#pragma GCC unroll 12
+                for (int m = 0; m < M; m++) {
+                    int32_t pair;
+                    memcpy(&pair, x + m * stride + k + part / 2 * (BLOCK / 2) + part % 2 * 2, 4);
+                    for (int n = 0; n < 2; n++) {
+                        sums[m][n] = add_words(sums[m][n], (words)w[n], broadcast_int(pair));
+                        pin(sums[m][n]);
+                    }
+                }
+            }
+        }
+    }
+
     struct Scales {
         vec scales, minimums;
     };
     static Scales scales(const uint8_t *block, int n) {
         return {load((const Scale *)block + n), load((const Scale *)block + PANEL + n)};
     }
+    static ivec start(const RowBlock &) { return ivec{}; }
     static vec add_scaled(const Scales &w, ivec sum, const RowBlock &x, vec total) {
         total = total + to_float(sum) * (w.scales * broadcast(x.scale));
         return total + w.minimums * broadcast(x.scaled_sum);

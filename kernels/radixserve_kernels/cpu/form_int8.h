@@ -37,8 +37,30 @@ struct FormInt8 {
         }
     }
 
+    template <int M>
+    static void add_block(const uint8_t *block, const int16_t *x, int64_t stride, ivec (&sums)[M][2]) {
+        block += SCALE_BYTES;
+#pragma GCC unroll 8
+        for (int k = 0; k < BLOCK; k += 4, block += 4 * PANEL) {
+            const words bytes[2] = {(words)load_lanes(block), (words)load_lanes(block + 4 * LANES)};
+            const words even[2] = {bytes[0] << 8 >> 8, bytes[1] << 8 >> 8}, odd[2] = {bytes[0] >> 8, bytes[1] >> 8};
+#pragma GCC unroll 12
+            for (int m = 0; m < M; m++) {
+                int32_t pairs[2];
+                memcpy(pairs, x + m * stride + k, 8);
+#pragma GCC unroll 2
+                for (int i = 0; i < 2; i++)
+                    for (int n = 0; n < 2; n++) {
+                        sums[m][n] = add_words(sums[m][n], i ? odd[n] : even[n], broadcast_int(pairs[i]));
+                        pin(sums[m][n]);
+                    }
+            }
+        }
+    }
+
     static vec scales(const uint8_t *block, int n) { return load((const half *)block + n); }
+    static ivec start(const RowBlock &x) { return IntegerDot::OFFSET ? broadcast_int(x.offset) : ivec{}; }
     static vec add_scaled(vec scales, ivec sum, const RowBlock &x, vec total) {
-        return total + to_float(IntegerDot::finish(sum, x.sum)) * (scales * broadcast(x.scale));
+        return total + to_float(sum) * (scales * broadcast(x.scale));
     }
 };

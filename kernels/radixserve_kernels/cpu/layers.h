@@ -13,7 +13,7 @@ template <class T> struct Weight {
     const T *bias;       // [columns] or null
     const Weight *next;  // a weight of the same depth whose columns follow, in another form; or null
     int64_t columns, depth, form;
-    int64_t parts;  // of a quantised form: 1, or 2 where rows of x are rounded to 8 bits and their rest to 8 more
+    int64_t activation_bits;  // to which a quantised form's rows of x are rounded: 8 or 16
     int num_panels() const { return int((columns + PANEL - 1) / PANEL); }
     bool is_quantized() const { return (form != DENSE && form != FLOAT16) || (next && next->is_quantized()); }
     double num_numbers() const { return double(columns) * depth + (next ? next->num_numbers() : 0); }
@@ -138,26 +138,22 @@ inline int block_rows(int64_t rows, int64_t row_bytes, int unit) {
 }
 
 constexpr int64_t OWN_ROWS = 4;  // rows of x up to which each thread of a team quantises all of them
-constexpr int64_t QUANTIZED_ROWS = 256;  // rows of x that a panel is multiplied with at a time
+constexpr int64_t QUANTIZED_ROWS = 256;  // rows of x in 8 bits that a panel is multiplied with at a time
 
-// Panels [first, last) of a weight in one of the other forms, see `gemm`. x: [rows][w.parts].
+// Panels [first, last) of a weight in one of the other forms, see `gemm`.
 template <class T, class Epilogue>
 void quantized_panels(const QuantizedRows &x, int64_t rows, const Weight<T> &w, int64_t first, int64_t last,
                       Epilogue &&epilogue) {
     alignas(64) float sums[QUANTIZED_ROWS * PANEL];
     const QuantizedForm &form = quantized_form(w.form);
     const int64_t panel_bytes = num_blocks(w.depth) * form.block_bytes;
-    const int parts = int(w.parts);
-    static_assert(QUANTIZED_ROWS % 2 == 0, "the parts of a row are multiplied together");
-    for (int64_t top = 0; top < rows * parts; top += QUANTIZED_ROWS)
+    const int64_t most = QUANTIZED_ROWS * 8 / x.bits;
+    for (int64_t top = 0; top < rows; top += most)
         for (int64_t panel = first; panel < last; panel++) {
-            const int some = int(min(rows * parts - top, QUANTIZED_ROWS));
+            const int some = int(min(rows - top, most));
             form.multiply(x.from(top), some, (const uint8_t *)w.panels + panel * panel_bytes, sums);
-            for (int m = 0; m < some; m += parts) {
-                vec low = load(sums + m * PANEL), high = load(sums + m * PANEL + LANES);
-                if (parts == 2) low += load(sums + (m + 1) * PANEL), high += load(sums + (m + 1) * PANEL + LANES);
-                epilogue((top + m) / parts, panel * PANEL, low, high);
-            }
+            for (int m = 0; m < some; m++)
+                epilogue(top + m, panel * PANEL, load(sums + m * PANEL), load(sums + m * PANEL + LANES));
         }
 }
 
@@ -171,20 +167,18 @@ void quantized_gemm(const TeamThread &thread, const A *x, int64_t stride, int64_
     Scratch &block_scratch = is_shared ? thread.state.scratches[1] : own_blocks;
     const QuantizedForm &form = quantized_form(w.form);
     const int64_t blocks = num_blocks(w.depth), panel_bytes = blocks * form.block_bytes;
-    const int64_t parts = w.parts, row_blocks_size = parts * blocks;
+    const int64_t row_bytes = blocks * BLOCK * w.activation_bits / 8;
     if (is_shared) {  // one thread makes room
-        if (thread.index == 0)
-            number_scratch.get<int8_t>(rows * row_blocks_size * BLOCK),
-                block_scratch.get<RowBlock>(rows * row_blocks_size);
+        if (thread.index == 0) number_scratch.get<int8_t>(rows * row_bytes), block_scratch.get<RowBlock>(rows * blocks);
         thread.barrier();
     }
-    int8_t *numbers = number_scratch.get<int8_t>(rows * row_blocks_size * BLOCK);
-    RowBlock *row_blocks = block_scratch.get<RowBlock>(rows * row_blocks_size);
+    int8_t *numbers = number_scratch.get<int8_t>(rows * row_bytes);
+    RowBlock *row_blocks = block_scratch.get<RowBlock>(rows * blocks);
     auto quantize = [&](int64_t first, int64_t last) {
         for (int64_t row = first; row < last; row++) {
-            int8_t *own = numbers + row * row_blocks_size * BLOCK;
-            RowBlock *own_blocks = row_blocks + row * row_blocks_size;
-            if (parts == 2) quantize_row_finely(x + row * stride, w.depth, form.limit, own, own_blocks);
+            int8_t *own = numbers + row * row_bytes;
+            RowBlock *own_blocks = row_blocks + row * blocks;
+            if (w.activation_bits == 16) quantize_row(x + row * stride, w.depth, 0, (int16_t *)own, own_blocks);
             else quantize_row(x + row * stride, w.depth, form.limit, own, own_blocks);
         }
     };
@@ -194,8 +188,8 @@ void quantized_gemm(const TeamThread &thread, const A *x, int64_t stride, int64_
     } else {
         quantize(0, rows);
     }
-    const QuantizedRows quantized{numbers, row_blocks, blocks};
-    const double ns = price(2.0 * parts * rows * w.columns * w.depth, double(w.num_panels()) * panel_bytes);
+    const QuantizedRows quantized{numbers, row_blocks, blocks, int(w.activation_bits)};
+    const double ns = price(0.25 * w.activation_bits * rows * w.columns * w.depth, double(w.num_panels()) * panel_bytes);
     thread.share(w.num_panels(), ns, [&](int64_t first, int64_t last) {
         quantized_panels(quantized, rows, w, first, last, epilogue);
     });

@@ -1,4 +1,4 @@
-// Products with weights of 8 or 4 bits: activations are rounded to 8 bits, a block of 32 numbers of a row
+// Products with weights of 8 or 4 bits: activations are rounded to 8 or 16 bits, a block of 32 numbers of a row
 // at a time, blocks are summed in integers, and the sums of blocks are added in float32 in the order of k.
 // A row's result therefore has the same bits whatever rows are beside it, with any number of threads.
 //
@@ -15,25 +15,47 @@ inline int64_t num_blocks(int64_t depth) { return (depth + BLOCK - 1) / BLOCK; }
 
 // What belongs to 32 numbers of a row: x = scale * (its integer).
 struct RowBlock {
-    float scale, scaled_sum;
-    int32_t sum;  // of the integers; scaled_sum: times scale
+    float scale, scaled_sum;  // scaled_sum: scale times the sum of the integers
+    int32_t offset;           // with which sums of products begin, see IntegerDot
 };
 
-// Rows of activations in 8 bits.
+// Rows of activations in 8 bits or in 16: `bits`.
 struct QuantizedRows {
-    const int8_t *numbers;   // [rows][blocks][BLOCK], zeros after the last column
+    const int8_t *numbers;   // [rows][blocks][BLOCK] int8_t or int16_t, see quantize_row
     const RowBlock *blocks;  // [rows][blocks]
     int64_t num_blocks;
+    int bits;
     QuantizedRows from(int64_t row) const {
-        return {numbers + row * num_blocks * BLOCK, blocks + row * num_blocks, num_blocks};
+        return {numbers + row * num_blocks * BLOCK * bits / 8, blocks + row * num_blocks, num_blocks, bits};
     }
 };
 
-// One row. The largest number of a block becomes -limit, 127 or 128, and the others, to 127, what lies nearest.
+// The numbers of a block in 8 bits.
+inline void store_numbers(const ivec *numbers, int8_t *out) {
+    typedef int8_t narrow __attribute__((vector_size(LANES)));
+    for (int i = 0; i < BLOCK / LANES; i++) {
+        const narrow some = __builtin_convertvector(numbers[i], narrow);
+        memcpy(out + i * LANES, &some, LANES);
+    }
+}
+
+// In 16 bits, of each four in the order 0 2 1 3: the order of pairs that IntegerDot::add_words multiplies.
+inline void store_numbers(const ivec *numbers, int16_t *out) {
+    uint64_t pairs[BLOCK / 2];
+    memcpy(pairs, numbers, sizeof pairs);
+    for (int i = 0; i < BLOCK / 4; i++) {
+        const uint64_t low = 0x0000ffff0000ffff, four = (pairs[2 * i] & low) | (pairs[2 * i + 1] & low) << 16;
+        memcpy(out + 4 * i, &four, 8);
+    }
+}
+
+// One row to `numbers`, zeros after the last column. In 8 bits the largest number of a block becomes -limit, 127 or 128,
+// and the others, to 127, what lies nearest; in 16 bits the largest becomes -32767.
 // A block with a number that is not finite gets such a scale, so that it is seen in the result.
-template <class T>
-void quantize_row(const T *x, int64_t depth, int limit, int8_t *numbers, RowBlock *blocks) {
-    constexpr int VECTORS = BLOCK / LANES;
+template <class Number, class T>
+void quantize_row(const T *x, int64_t depth, int limit, Number *numbers, RowBlock *blocks) {
+    constexpr int VECTORS = BLOCK / LANES, HIGHEST = sizeof(Number) == 1 ? 127 : 32767;
+    const float lowest = sizeof(Number) == 1 ? float(limit) : 32767.0f;
     for (int64_t k = 0; k < depth; k += BLOCK, numbers += BLOCK, blocks++) {
         vec some[VECTORS], most = {}, least = {}, odd = {};
         for (int i = 0; i < VECTORS; i++) {
@@ -47,34 +69,18 @@ void quantize_row(const T *x, int64_t depth, int limit, int8_t *numbers, RowBloc
         const float above = reduce_max(most), below = reduce_max(least);
         const float largest = above > below ? -above : below;
         const bool is_zero = !(above > 1e-30f || below > 1e-30f);
-        const vec inverse = broadcast(is_zero ? 0.0f : float(limit) / largest);
-        ivec sums = {};
+        const vec inverse = broadcast(is_zero ? 0.0f : lowest / largest);
+        ivec rounded[VECTORS], sums = {};
         for (int i = 0; i < VECTORS; i++) {
-            ivec rounded = (ivec)(some[i] * inverse + broadcast(12582912.0f)) - 0x4b400000;
-            rounded = rounded < 127 ? rounded : broadcast_int(127);
-            sums += rounded;
-            for (int j = 0; j < LANES; j++) numbers[i * LANES + j] = int8_t(rounded[j]);
+            rounded[i] = (ivec)(some[i] * inverse + broadcast(12582912.0f)) - 0x4b400000;
+            rounded[i] = rounded[i] < HIGHEST ? rounded[i] : broadcast_int(HIGHEST);
+            sums += rounded[i];
         }
+        store_numbers(rounded, numbers);
         int32_t sum = 0;
         for (int i = 0; i < LANES; i++) sum += sums[i];
-        const float scale = (is_zero ? 0.0f : largest / float(limit)) + reduce_add(odd);
-        *blocks = {scale, scale * float(sum), sum};
-    }
-}
-
-// One row in two parts of 8 bits, together nearly 16: the rounded row, and what rounding has left of it, rounded too.
-// The second part follows the first in `numbers` and `blocks`.
-template <class T>
-void quantize_row_finely(const T *x, int64_t depth, int limit, int8_t *numbers, RowBlock *blocks) {
-    const int64_t count = num_blocks(depth);
-    for (int64_t b = 0; b < count; b++) {
-        const int64_t some = min<int64_t>(depth - b * BLOCK, BLOCK);
-        const T *from = x + b * BLOCK;
-        int8_t *own = numbers + b * BLOCK;
-        quantize_row(from, some, limit, own, blocks + b);
-        float rest[BLOCK];
-        for (int64_t k = 0; k < some; k++) rest[k] = to_f32(from[k]) - blocks[b].scale * float(own[k]);
-        quantize_row(rest, some, limit, own + count * BLOCK, blocks + count + b);
+        const float scale = (is_zero ? 0.0f : largest / lowest) + reduce_add(odd);
+        *blocks = {scale, scale * float(sum), sizeof(Number) == 1 ? -IntegerDot::OFFSET * sum : 0};
     }
 }
 
@@ -100,7 +106,7 @@ struct QuantizedForm {
     void (*pack)(const PlainWeight &weight, uint8_t *panels);
     // Column n of a panel, widened, to out [depth].
     void (*widen_column)(const uint8_t *panel, int n, int64_t depth, float *out);
-    // sums [rows][PANEL] = x [rows] times a panel; x.num_blocks blocks.
+    // sums [rows][PANEL] = x [rows] times a panel of x.num_blocks blocks.
     void (*multiply)(const QuantizedRows &x, int rows, const uint8_t *panel, float *sums);
 };
 
@@ -118,8 +124,9 @@ inline ivec load_lanes(const uint8_t *from) {
 //   ROWS, LIMIT                                  of x in one pass; see quantize_row
 //   pack(weight, column, block, panel block, n)  packs 32 numbers and their scale
 //   value_at(panel block, n, k)                  one number
-//   add_block<M>(panel block, x, stride, sums)   integers of M rows
-//   add_scaled(panel block, part, sum, block, total)   total plus the scaled sum
+//   start(row block)                             of integer sums
+//   add_block<M>(panel block, x, stride, sums)   integers of M rows, in 8 bits or in 16
+//   add_scaled(scales, sum, row block, total)    total plus the scaled sum
 template <class Form> struct FormFunctions {
     static void pack(const PlainWeight &weight, uint8_t *panels) {
         const int64_t blocks = num_blocks(weight.depth), size = blocks * Form::BLOCK_BYTES;
@@ -134,14 +141,17 @@ template <class Form> struct FormFunctions {
             out[k] = Form::value_at(panel + k / BLOCK * Form::BLOCK_BYTES, n, int(k % BLOCK));
     }
 
-    template <int M, bool READS_MEMORY>
+    template <int M, class Number, bool READS_MEMORY>
     static void tile(const QuantizedRows &x, const uint8_t *panel, float *out) {
+        const Number *numbers = (const Number *)x.numbers;
         const int64_t stride = x.num_blocks * BLOCK;
         vec totals[M][2] = {};
         for (int64_t b = 0; b < x.num_blocks; b++, panel += Form::BLOCK_BYTES) {
             if (READS_MEMORY) prefetch<Form::BLOCK_BYTES, 3>(panel + 2048);
-            ivec sums[M][2] = {};
-            Form::template add_block<M>(panel, x.numbers + b * BLOCK, stride, sums);
+            ivec sums[M][2];
+#pragma GCC unroll 12
+            for (int m = 0; m < M; m++) sums[m][0] = sums[m][1] = Form::start(x.blocks[m * x.num_blocks + b]);
+            Form::template add_block<M>(panel, numbers + b * BLOCK, stride, sums);
             for (int n = 0; n < 2; n++) {
                 const auto scales = Form::scales(panel, n * LANES);
 #pragma GCC unroll 12
@@ -153,13 +163,19 @@ template <class Form> struct FormFunctions {
         for (int m = 0; m < M; m++) store2(out + m * PANEL, totals[m][0], totals[m][1]);
     }
 
-    static void multiply(const QuantizedRows &x, int rows, const uint8_t *panel, float *sums) {
+    template <class Number>
+    static void multiply_numbers(const QuantizedRows &x, int rows, const uint8_t *panel, float *sums) {
         for_row_blocks(rows, [&](int first, int some) {
             with_row_count<Form::ROWS>(some, [&](auto count) {
-                if (first == 0) tile<count, true>(x, panel, sums);
-                else tile<count, false>(x.from(first), panel, sums + first * PANEL);
+                if (first == 0) tile<count, Number, true>(x, panel, sums);
+                else tile<count, Number, false>(x.from(first), panel, sums + first * PANEL);
             });
         }, Form::ROWS);
+    }
+
+    static void multiply(const QuantizedRows &x, int rows, const uint8_t *panel, float *sums) {
+        if (x.bits == 16) multiply_numbers<int16_t>(x, rows, panel, sums);
+        else multiply_numbers<int8_t>(x, rows, panel, sums);
     }
 
     static constexpr QuantizedForm functions = {Form::BLOCK_BYTES, Form::LIMIT, pack, widen_column, multiply};
