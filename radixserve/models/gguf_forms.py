@@ -1,7 +1,7 @@
 """Quantised tensors of GGUF files as 8- and 4-bit weights.
 
-Q8_0, Q5_0, Q4_0, Q4_1, Q4_K and MXFP4 keep every number exactly. The others are rounded to 8 bits
-a number with a scale for 32.
+Q8_0, Q5_0, Q4_0, Q4_1, Q4_K, MXFP4, IQ4_NL, TQ1_0 and TQ2_0 keep every number exactly. The others
+are rounded to 8 bits a number with a scale for 32.
 """
 
 from __future__ import annotations
@@ -76,6 +76,48 @@ def _mxfp4(rows: Bytes) -> QuantizedTensor:
     return _made(numbers, scales)
 
 
+def _iq4_nl(rows: Bytes) -> QuantizedTensor:
+    """Half a byte is an index of a table."""
+    scales, numbers = _halves(rows, 18, 1)
+    return _made(_IQ4_NL[_nibbles(numbers)], scales[0])
+
+
+def _tq1_0(rows: Bytes) -> QuantizedTensor:
+    """-1, 0 or 1: of 256 numbers 240 are five to a byte, 16 four to a byte. A byte is a fraction of
+    256 whose digits in base 3 are the numbers."""
+    blocks = rows.reshape(len(rows), -1, 54)
+    digits = [
+        _digits(blocks[..., :32], 5),
+        _digits(blocks[..., 32:48], 5),
+        _digits(blocks[..., 48:52], 4),
+    ]
+    return _ternary(np.concatenate(digits, -1), blocks[..., 52:])
+
+
+def _digits(packed: Bytes, count: int) -> Bytes:
+    """The first digits of each byte: those of all bytes, then the second ones of all, and so on."""
+    powers = np.array([3**digit for digit in range(count)], np.uint8)
+    rest = packed[..., None, :] * powers[:, None]  # modulo 256
+    return (rest.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(*packed.shape[:-1], -1)
+
+
+def _tq2_0(rows: Bytes) -> QuantizedTensor:
+    """-1, 0 or 1, four to a byte, those of successive bytes 32 times."""
+    blocks = rows.reshape(len(rows), -1, 66)
+    packed = blocks[..., :64].reshape(*blocks.shape[:-1], 2, 1, 32)
+    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
+    return _ternary((packed >> shifts & 3).astype(np.uint8), blocks[..., 64:])
+
+
+def _ternary(numbers: Bytes, scales: Bytes) -> QuantizedTensor:
+    """0, 1 or 2 less 1, with a float16 scale for 256."""
+    own = np.ascontiguousarray(scales).view(np.float16)
+    return _made(numbers.astype(np.int8) - np.int8(1), np.repeat(own, 8, -1))
+
+
+_IQ4_NL = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
+)
 _MXFP4_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 _READERS: dict[str, Callable[[Bytes], QuantizedTensor]] = {
     "Q8_0": _q8_0,
@@ -84,6 +126,9 @@ _READERS: dict[str, Callable[[Bytes], QuantizedTensor]] = {
     "Q4_1": _q4_1,
     "Q4_K": _q4_k,
     "MXFP4": _mxfp4,
+    "IQ4_NL": _iq4_nl,
+    "TQ1_0": _tq1_0,
+    "TQ2_0": _tq2_0,
 }
 EXACT = tuple(_READERS)
 

@@ -40,7 +40,7 @@ from radixserve.attention.reference import ReferenceBackend
 from radixserve.errors import ModelNotSupported, RadixServeError
 from radixserve.models.attention_probe import ProbedLayers, can_choose_logits, probe, register
 from radixserve.models.base import LanguageModel, ModelInfo, distinct_variants, layer_windows
-from radixserve.models.multimodal import text_key_mapping, text_name
+from radixserve.models.multimodal import WRAPPERS, text_key_mapping, text_name
 from radixserve.models.recurrent import Mixers
 from radixserve.models.row_products import can_pack, inexact_reason, pack_products
 from radixserve.models.source import ModelSource
@@ -245,13 +245,19 @@ def check_architecture(config: Any) -> None:
     known: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     model_class = known.get(type(config), None)
     if model_class is None or model_class.__name__ != name:
+        if config.get_text_config() is not config:
+            raise ModelNotSupported(
+                f"{name} takes more than text, and its text model alone cannot be run; possible "
+                f"are {', '.join(WRAPPERS)}, each with ForConditionalGeneration after it"
+            )
         raise ModelNotSupported(f"{name} is not a causal language model that transformers knows")
     _check_fields(name, config)
 
 
 def _check_fields(name: str, config: Any) -> None:
     reasons = {
-        "attn_temperature_tuning": "queries scaled by their place in the batch",
+        "attn_temperature_tuning": "queries scaled by their place in the batch, as its "
+        "attn_temperature_tuning asks",
     }
     config = config.get_text_config()
     for field, reason in reasons.items():

@@ -12,7 +12,7 @@ from typing import Any
 TRANSPOSABLE = r"model\.layers\.\d+\.mlp\.experts\.(gate_up|down)_proj"  # see WeightReader
 WRAPPERS = (
     *("AyaVision", "Cohere2Vision", "Exaone4_5_", "Gemma3", "Gemma4", "Idefics3", "InternVL"),
-    *("Lfm2Vl", "LightOnOcr", "Llava", "LlavaNext", "LlavaOnevision", "Mistral3"),
+    *("Lfm2Vl", "LightOnOcr", "Llama4", "Llava", "LlavaNext", "LlavaOnevision", "Mistral3"),
     *("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "SmolVLM"),
 )
 # These text models rotate queries and keys by time, height and width. For text all three are the

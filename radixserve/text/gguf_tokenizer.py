@@ -45,14 +45,17 @@ class PreTokenizer(NamedTuple):
     expressions: tuple[str, ...]  # each splits the pieces that the expression before left
     takes_whole_words: bool = False  # a piece that is a token is used without merges
     adds_bos: bool = False  # the default where tokenizer.ggml.add_bos_token is not set
+    composes: bool = False  # text is brought to NFC first, which no field of a file says
 
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "exaone4"), PreTokenizer((_GPT2,))),
+    **dict.fromkeys(("gpt-2", "phi-2", "exaone4"), PreTokenizer((_GPT2,))),
+    **dict.fromkeys(("mpt", "olmo"), PreTokenizer((_GPT2,), composes=True)),  # as GPT-NeoX's
     **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"),
+        ("smollm", "starcoder", "refact", "codeshell", "exaone"),
         PreTokenizer((r"\p{N}", _GPT2)),
     ),
+    "command-r": PreTokenizer((r"\p{N}", _GPT2), composes=True),
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "pixtral"),
         PreTokenizer((_LLAMA3,), takes_whole_words=True, adds_bos=True),
@@ -60,9 +63,11 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("glm4", "chatglm-bpe"), PreTokenizer((_LLAMA3,), takes_whole_words=True)),
     **dict.fromkeys(("smaug-bpe", "dbrx"), PreTokenizer((_LLAMA3,))),
     **dict.fromkeys(
-        ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez"), PreTokenizer((_QWEN2,))
+        ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan"),
+        PreTokenizer((_QWEN2,), composes=True),
     ),
-    "qwen35": PreTokenizer((_QWEN35,)),
+    "megrez": PreTokenizer((_QWEN2,)),
+    "qwen35": PreTokenizer((_QWEN35,), composes=True),
     "deepseek-llm": PreTokenizer(
         (
             r"[\r\n]",
@@ -123,11 +128,13 @@ def gguf_tokenizer(file: GgufFile) -> FastTokenizer:
 
 def _byte_level(fields: dict[str, Any], split: PreTokenizer) -> Any:
     """Returns a tokenizer that merges the bytes of each piece, as GPT-2's."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     vocabulary = {token: token_id for token_id, token in enumerate(fields.get("tokens", ()))}
     merges = _merges_of(fields, vocabulary)
     bpe = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split.takes_whole_words))
+    if split.composes:
+        bpe.normalizer = normalizers.NFC()
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
             *(

@@ -190,6 +190,7 @@ _SCALES = {  # of types that cannot be made: where a block's float16 lie, and wh
     "Q5_K": {0: 2e-4, 2: 3e-3},
     "Q6_K": {208: 4e-5},
     "IQ4_NL": {0: 1e-3},
+    "IQ4_XS": {0: 3e-5},
 }
 
 

@@ -27,8 +27,8 @@ needs_kernels = pytest.mark.skipif(
     reason=unsupported_reason(torch.float32) or "they are here",
 )
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64}
-K_TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-ROUNDED = ("Q5_1", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "IQ4_NL")
+OF_256 = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "TQ1_0", "TQ2_0")  # a block
+ROUNDED = ("Q5_1", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "IQ4_XS")
 MIXED = {
     "attn_v": "Q6_K",
     "attn_output": "BF16",
@@ -44,7 +44,7 @@ def make_model(
     folder: Path, form: str, family: str = "llama", **overrides: Any
 ) -> tuple[str, dict[str, Any]]:
     """A tiny model in the form, and the settings that it is loaded with."""
-    sizes = WIDE if form in (*K_TYPES, "mixed") else {}
+    sizes = WIDE if form in (*OF_256, "mixed") else {}
     made = make_checkpoint(folder, family, **{**sizes, **overrides})
     if form == "int8":
         return str(made), {"weight_dtype": "int8"}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import transformers
 
 from radixserve.gguf_file import GgufFile
-from radixserve.text.gguf_tokenizer import gguf_tokenizer
+from radixserve.text.gguf_tokenizer import PRE_TOKENIZERS, gguf_tokenizer
 from tests.checkpoints import make_checkpoint
 
 gguf = pytest.importorskip("gguf", reason='pip install "radixserve[gguf]"')
@@ -141,3 +143,58 @@ def test_merges_of_gemma_4(tmp_path: Path) -> None:
         len(tokens),
         tokens.index("in"),
     ]
+
+
+COMPOSING = (
+    "qwen2",
+    "qwen35",
+    "deepseek-r1-qwen",
+    "stablelm2",
+    "hunyuan",
+    "command-r",
+    "mpt",
+    "olmo",
+)
+
+
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+def test_text_is_composed_where_the_models_tokenizer_does(tmp_path: Path, pre: str) -> None:
+    """The Angstrom sign becomes a letter with a ring, and a letter and an accent become one."""
+    folder = make_checkpoint(tmp_path / "model", "llama", with_tokenizer=True)
+    file = GgufFile(write_gguf(tmp_path / "model.gguf", folder, pre=pre))
+    encode = gguf_tokenizer(file).backend_tokenizer.encode
+    for text, composed in (
+        ("\u212b", "\u00c5"),
+        ("e\u0301a", "\u00e9a"),
+        ("\u1100\u1161", "\uac00"),
+    ):
+        assert (encode(text).ids == encode(composed).ids) == (pre in COMPOSING)
+
+
+@pytest.mark.parametrize(
+    ("pre", "name"), [("qwen2", "Qwen2Tokenizer"), ("qwen35", "Qwen3_5Tokenizer")]
+)
+def test_the_ids_of_the_models_own_tokenizer(tmp_path: Path, pre: str, name: str) -> None:
+    """Random text of letters, signs, accents that can be composed, digits and spaces."""
+    folder = make_checkpoint(tmp_path / "model", "llama", with_tokenizer=True)
+    described = json.loads((folder / "tokenizer.json").read_text())["model"]
+    merges = [tuple(merge) for merge in described["merges"]]
+    own = getattr(transformers, name)(vocab=described["vocab"], merges=merges)
+    file = GgufFile(write_gguf(tmp_path / "model.gguf", folder, pre=pre))
+    encode = gguf_tokenizer(file).backend_tokenizer.encode
+    rng = random.Random(0)
+    letters = [
+        *"aeinrst thE09.,'\n",
+        "\u212b",
+        "\u0301",
+        "\u0308",
+        "\u2126",
+        "\u1100",
+        "\u1161",
+        "日",
+    ]
+    for _ in range(2_000):
+        text = "".join(rng.choices(letters, k=rng.randint(1, 24)))
+        assert encode(text, add_special_tokens=False).ids == own.encode(
+            text, add_special_tokens=False
+        )
