@@ -31,6 +31,7 @@ from radixserve.server.routes import (
     metrics,
     models,
     scores,
+    server_info,
 )
 from radixserve.server.routes.anthropic_messages import routes as anthropic_messages
 from radixserve.server.routes.dashboard_page import Comparison, Snapshots
@@ -39,7 +40,7 @@ from radixserve.server.wire.errors import ApiError, as_api_error
 
 _ROUTE_MODULES = (
     *(health, models, completions, chat, generate, anthropic_messages, responses),
-    *(scores, decisions, branches, metrics, cache, hints, dashboard_page),
+    *(scores, decisions, branches, metrics, cache, hints, server_info, dashboard_page),
 )
 _MAX_PATH = 100  # characters of an unknown path that are compared and shown
 _CLIENT_CLOSED = 499  # the status for the log; the client has closed its connection
@@ -48,6 +49,7 @@ _CLIENT_CLOSED = 499  # the status for the log; the client has closed its connec
 def make_app(server: AppState) -> FastAPI:
     """The application. Routes find `server` with `server_of(request)`."""
     app = FastAPI(title="radixserve", version=__version__, docs_url=None, redoc_url=None)
+    app.router.redirect_slashes = False  # the middleware removes them
     app.state.server = server
     app.state.snapshots = Snapshots(server)
     app.state.comparison = Comparison()
@@ -57,8 +59,12 @@ def make_app(server: AppState) -> FastAPI:
     for kind in (*kinds, Exception):
         app.add_exception_handler(kind, _failed)
     app.add_exception_handler(ClientGone, _gone)
-    public_paths = health.PATHS | dashboard_page.PATHS
-    app.add_middleware(RequestMiddleware, server=server, public_paths=public_paths)
+    app.add_middleware(
+        RequestMiddleware,
+        server=server,
+        public_paths=health.PATHS | dashboard_page.PATHS,
+        probes=health.PATHS | {"/metrics"},
+    )
     origins = list(server.config.cors_origin)
     if origins:
         app.add_middleware(

@@ -93,7 +93,9 @@ class ServerConfig(StrictFields):
                         their number at the beginning, by default min_replicas
     ray_address         address of a running Ray cluster for the replicas, "auto" for the one that
                         Ray finds; default: they are started on this machine
-    log_requests        write a line of JSON per request to standard error
+    log_requests        write a line of JSON per request to standard error, but not for requests of
+                        health and metrics that succeed
+    log_probes          with log_requests, also write lines for health and metrics
     """
 
     host: str = "127.0.0.1"
@@ -128,6 +130,7 @@ class ServerConfig(StrictFields):
     autoscaling: str | Autoscaling | None = None
     ray_address: str | None = None
     log_requests: bool = False
+    log_probes: bool = False
 
     def __post_init__(self) -> None:
         self._check_ints(
@@ -149,6 +152,7 @@ class ServerConfig(StrictFields):
             "strict_fields",
             "keep_billing_header",
             "log_requests",
+            "log_probes",
         )
         if self.autoscaling is not None:
             rule = Autoscaling.read("autoscaling", self.autoscaling)

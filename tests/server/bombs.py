@@ -67,7 +67,7 @@ def places(app: FastAPI) -> list[Place]:
 def _routes(routes: Iterable[Any]) -> Iterator[APIRoute]:
     """Those that take a body, also of included routers."""
     for route in routes:
-        if isinstance(route, APIRoute) and "POST" in route.methods:
+        if isinstance(route, APIRoute) and "POST" in route.methods and route.include_in_schema:
             yield route
         elif hasattr(route, "original_router"):
             yield from _routes(route.original_router.routes)

@@ -183,7 +183,7 @@ TABLE: list[tuple[str, Any, str, str | None]] = [
     (H, schema({}, strict="yes"), "strict must be true or false", f"{RF}.json_schema.strict"),
     (H, schema({}, size=1), "unknown field", f"{RF}.json_schema.size"),
     (H, schema({"type": "strin"}), "Invalid type: strin", RF),
-    (H, schema({"unevaluatedProperties": False}), "Unimplemented keys", RF),
+    (H, schema({"unevaluatedItems": False}), "Unimplemented keys", RF),
     (H, schema({"$ref": "https://example.com/x"}), "json cannot be used", RF),
     (H, schema({"type": "string", "pattern": "(?=a)"}), "json cannot be used", RF),
     (H, schema({"type": "integer", "minimum": 5, "maximum": 1}), "json cannot be used", RF),

@@ -71,6 +71,10 @@ ROUTES: list[tuple[str, str, Any]] = [
     ("get", "/health/live", None),
     ("get", "/health/ready", None),
     ("get", "/health/startup", None),
+    ("get", "/ping", None),
+    ("get", "/version", None),
+    ("get", "/get_model_info", None),
+    ("get", "/model_info", None),
     ("get", "/v1/models", None),
     ("get", "/v1/models/{name}", None),
     ("get", "/tokenizer_info", None),
@@ -106,7 +110,16 @@ ROUTES: list[tuple[str, str, Any]] = [
     ("get", "/v1/cache/stats", None),
     ("delete", "/v1/sessions/{session}", None),
 ]
-ADMIN_ROUTES = [("get", "/metrics"), ("post", "/v1/cache/flush"), ("post", "/v1/cache/compare")]
+ADMIN_ROUTES = [
+    ("get", "/metrics"),
+    ("get", "/load"),
+    ("get", "/get_server_info"),
+    ("get", "/server_info"),
+    ("post", "/flush_cache"),
+    ("post", "/reset_prefix_cache"),
+    ("post", "/v1/cache/flush"),
+    ("post", "/v1/cache/compare"),
+]
 MORE_TREES = ("?max_nodes=1", "?cache_salt=a")
 
 

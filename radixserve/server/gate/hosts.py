@@ -8,14 +8,16 @@ an IP address as Host.
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Mapping
-from urllib.parse import urlsplit
 
 from radixserve.checks import shown
 from radixserve.server.config import ServerConfig
 from radixserve.server.wire.errors import ApiError
 
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]*))(?::([0-9]{1,5}))?", re.ASCII)
+_ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://([^/?#@]+)", re.ASCII)
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -31,7 +33,8 @@ class AllowedHosts:
 
     def check(self, headers: Mapping[str, str]) -> None:
         """Raise ApiError 403 if the Host header names another host, or if the Origin header names
-        a web page that may not use the server. `headers`: by lower-case name."""
+        a web page that may not use the server, or nothing known. `headers`: by lower-case name;
+        `check_host` has taken the Host."""
         host = headers.get("host", "")
         name = _host_name(host)
         if host and name not in self._hosts and not (self._takes_addresses and _is_address(name)):
@@ -44,7 +47,8 @@ class AllowedHosts:
         origin = headers.get("origin")
         if origin is None or origin in self._origins or "*" in self._origins:
             return
-        if urlsplit(origin).netloc.lower() != host.lower():
+        match = _ORIGIN.fullmatch(origin)
+        if match is None or match[1].lower() != host.lower():
             raise ApiError(
                 403,
                 f"web pages of {shown(origin[:256])} may not use this server: --cors-origin names "
@@ -53,11 +57,18 @@ class AllowedHosts:
             )
 
 
+def check_host(host: str) -> None:
+    """Raise ApiError 400 unless a Host header is a name or an address, with or without a port.
+    Empty: there is none."""
+    match = _HOST.fullmatch(host)
+    if match is None or int(match[3] or 0) > 65_535 or (match[1] and not _is_address(match[1])):
+        raise ApiError(400, f"the Host header is not a host with a port: {shown(host[:256])}")
+
+
 def _host_name(host: str) -> str:
-    """The name or address in a Host header, without port and brackets."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower()
+    """The name or address in a Host header, without port and brackets; "" for a wrong one."""
+    match = _HOST.fullmatch(host)
+    return (match[1] or match[2]).lower() if match else ""
 
 
 def _is_address(name: str) -> bool:

@@ -1,7 +1,7 @@
 """`RequestMiddleware`: what happens to every request before its route is called.
 
-It checks the host, origin and API key, refuses requests during shutdown, reads and parses the body,
-gives the request its id, and writes its log line.
+It checks the host, origin and API key, refuses requests during shutdown, reads, decodes and parses
+the body, gives the request its id, and writes its log line. It removes slashes that end the path.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from radixserve.checks import shown
-from radixserve.server.gate.hosts import AllowedHosts
+from radixserve.server.gate.body_decoding import BodyDecoder
+from radixserve.server.gate.hosts import AllowedHosts, check_host
 from radixserve.server.gate.request_log import log_request
 from radixserve.server.gate.state import AppState
 from radixserve.server.gate.tenant_threads import tenant_of_task
@@ -27,6 +28,21 @@ from radixserve.server.wire.errors import ApiError, anthropic_error_response, is
 _BODY_TIMEOUT_S = 60.0
 _DISCARD_S = 1.0  # how long the rest of a body that is too large is read
 _PART_BYTES = 64 * 1024
+_SINGLE = frozenset(  # headers that a request may have once
+    """
+    authorization content-encoding content-length content-type host origin x-api-key
+    """.split()
+)
+_INVOKED = {  # by a field that its bodies have: the route that answers a request to /invocations
+    "messages": "/v1/chat/completions",
+    "prompt": "/v1/completions",
+    "input": "/v1/responses",
+    "text": "/generate",
+    "input_ids": "/generate",
+}
+_CHARSETS = ("", "utf-8", "utf8", "us-ascii")
+# POST routes that take no body, and so no content type. A page of another origin sends its origin.
+_BODILESS = frozenset({"/flush_cache", "/reset_prefix_cache"})
 _MAX_BODIES = 8  # memory for all bodies that are being read or parsed, in units of max_body
 
 
@@ -34,9 +50,17 @@ class RequestMiddleware:
     """ASGI middleware that checks each request, and reads and parses its whole body, before its
     route is called. An ApiError of a check becomes the response."""
 
-    def __init__(self, app: ASGIApp, server: AppState, public_paths: frozenset[str]) -> None:
-        """`public_paths`: the paths that may be requested without an API key."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        server: AppState,
+        public_paths: frozenset[str],
+        probes: frozenset[str],
+    ) -> None:
+        """`public_paths`: the paths that may be requested without an API key; `probes`: those that
+        the log leaves out by default."""
         self._app = app
+        self._probes = probes
         self._public_paths = public_paths
         self._server = server
         self._hosts = AllowedHosts(server.config)
@@ -46,6 +70,8 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if len(scope["path"]) > 1 and scope["path"].endswith("/"):
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         request_id = uuid.uuid4().hex
         scope["radixserve.request_id"] = request_id
         scope["radixserve.notes"] = {}
@@ -72,13 +98,19 @@ class RequestMiddleware:
         finally:
             self._server.counters.statuses[str(status)] += 1
             self._server.freed_memory.add(scope.get("radixserve.body_bytes", 0))
-            if self._server.config.log_requests:
+            if self._is_logged(scope["path"], status):
                 log_request(scope, status, time.perf_counter() - started)
+
+    def _is_logged(self, path: str, status: int) -> bool:
+        config = self._server.config
+        is_left_out = path in self._probes and not config.log_probes and 0 < status < 400
+        return config.log_requests and not is_left_out
 
     async def _admit(self, scope: Scope, receive: Receive) -> Receive:
         """Check host, origin, API key and shutdown, then read the body. Returns the `receive` of
         the route. Raises ApiError."""
         headers = _headers(scope)
+        check_host(headers.get("host", ""))
         if not self._server.tenants:
             self._hosts.check(headers)
         if scope["path"] in self._public_paths:
@@ -91,29 +123,36 @@ class RequestMiddleware:
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             return receive
         has_body = await self._read_body(scope, headers, receive)
+        if scope["path"] == "/invocations":
+            scope["path"] = _invoked_path(scope.get("radixserve.json"))
         return _replay(b"{}" if has_body else b"", receive)
 
     async def _read_body(self, scope: Scope, headers: dict[str, str], receive: Receive) -> bool:
         """Parse the JSON body into `scope["radixserve.json"]`. Returns False for an empty body.
         Raises ApiError."""
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        kind = headers.get("content-type", "")
         limit = self._server.config.max_body
         assert isinstance(limit, int)
         declared = headers.get("content-length", "")
-        if declared.isdigit() and int(declared[:20]) > limit:
+        if declared.isascii() and declared.isdigit() and int(declared[:20]) > limit:
             await _discard(receive, limit)
             raise _too_large(limit)
+        try:
+            decoder = BodyDecoder.of(headers.get("content-encoding", ""), _PART_BYTES)
+        except ApiError:
+            await _discard(receive, limit)
+            raise
         body, tenant = _BodyParts(), scope["radixserve.caller"].tenant
         try:
             try:
                 async with asyncio.timeout(_BODY_TIMEOUT_S):
-                    await self._read_parts(body, receive, limit, tenant)
+                    await self._read_parts(body, receive, decoder, limit, tenant)
             except TimeoutError:
                 message = f"the body did not come within {_BODY_TIMEOUT_S:g} s"
                 raise ApiError(408, message, headers={"connection": "close"}) from None
             # An empty body needs the type, too: web pages of other origins cannot send it.
-            if kind != "application/json":
-                raise ApiError(415, f"the content type must be application/json, got {shown(kind)}")
+            if body.size or scope["path"] not in _BODILESS:
+                _check_content_type(kind)
             if not body.size:
                 return False
             scope["radixserve.body_bytes"] = body.size
@@ -125,25 +164,40 @@ class RequestMiddleware:
                 del self._body_bytes[tenant]
 
     async def _read_parts(
-        self, body: _BodyParts, receive: Receive, limit: int, tenant: str
+        self,
+        body: _BodyParts,
+        receive: Receive,
+        decoder: BodyDecoder | None,
+        limit: int,
+        tenant: str,
     ) -> None:
-        """Read the body's parts into `body`, while there is memory for them. Raises ApiError."""
+        """Read the body's parts, decoded, into `body`, while there is memory for them. Raises
+        ApiError."""
         more_body = True
         while more_body:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ApiError(400, "the client disconnected")
             part, more_body = message.get("body", b""), message.get("more_body", False)
-            if body.size + len(part) > limit:
-                if more_body:
-                    await _discard(receive, limit)
-                raise _too_large(limit)
-            if body.size + len(part) > _PART_BYTES and not self._has_room(len(part), limit, tenant):
-                headers = {"connection": "close", "retry-after": "1"}
-                reason = "the bodies of other requests take all the memory for bodies"
-                raise ApiError(503, reason, code="bodies_full", headers=headers)
-            body.add(part)
-            self._body_bytes[tenant] += len(part)
+            for piece in (part,) if decoder is None else decoder.pieces(part):
+                if body.size + len(piece) > limit:
+                    if more_body:
+                        await _discard(receive, limit)
+                    raise _too_large(limit)
+                self._add(body, piece, limit, tenant)
+                if decoder is not None:
+                    await asyncio.sleep(0)  # a part may decode to a thousand times its size
+        if decoder is not None:
+            decoder.check_end()
+
+    def _add(self, body: _BodyParts, part: bytes, limit: int, tenant: str) -> None:
+        """Add a part to a body. Raises ApiError 503 without memory for it."""
+        if body.size + len(part) > _PART_BYTES and not self._has_room(len(part), limit, tenant):
+            headers = {"connection": "close", "retry-after": "1"}
+            reason = "the bodies of other requests take all the memory for bodies"
+            raise ApiError(503, reason, code="bodies_full", headers=headers)
+        body.add(part)
+        self._body_bytes[tenant] += len(part)
 
     def _has_room(self, num_bytes: int, limit: int, tenant: str) -> bool:
         """Whether `num_bytes` more fit into the memory for bodies. A single tenant gets at most
@@ -205,11 +259,37 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 def _headers(scope: Scope) -> dict[str, str]:
+    """The headers by lower-case name. Raises ApiError 400 if one comes twice that may come once."""
     headers: dict[str, str] = {}
     pairs: Any = scope["headers"]
-    for name, value in pairs:
-        headers.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
+    for raw_name, value in pairs:
+        name = raw_name.decode("latin-1").lower()
+        if name in headers and name in _SINGLE:
+            raise ApiError(400, f"the header {name} comes more than once")
+        headers.setdefault(name, value.decode("latin-1"))
     return headers
+
+
+def _check_content_type(value: str) -> None:
+    """Raise ApiError 415 unless a content type is that of JSON in UTF-8."""
+    kind, *parameters = (part.strip() for part in value.lower().split(";"))
+    if kind != "application/json":
+        raise ApiError(415, f"the content type must be application/json, got {shown(kind[:256])}")
+    for parameter in parameters:
+        name, _, given = parameter.partition("=")
+        charset = given.strip().strip('"')
+        if name.strip() == "charset" and charset not in _CHARSETS:
+            raise ApiError(415, f"the body's charset must be utf-8, got {shown(charset[:64])}")
+
+
+def _invoked_path(body: Any) -> str:
+    """The path whose body a request to /invocations, the route of Amazon SageMaker, has. Raises
+    ApiError 400."""
+    for field, path in _INVOKED.items():
+        if isinstance(body, dict) and field in body:
+            return path
+    fields = " or ".join(_INVOKED)
+    raise ApiError(400, f"the body of /invocations must have {fields}")
 
 
 def _too_large(limit: int) -> ApiError:

@@ -31,6 +31,7 @@ class AppState:
 
     def __init__(self, config: ServerConfig, model: str, tenants: Tenants) -> None:
         self.config = config
+        self.model_path = model
         self.model_names = tuple(config.served_model_name or (model,))
         self.tenants = tenants
         self.limits = Limits(config)

@@ -137,6 +137,13 @@ async def flush(request: Request, body: FlushRequest) -> Response:
     return answer({"flushed": "all" if namespace is None else namespace})
 
 
+@router.post("/flush_cache")
+@router.post("/reset_prefix_cache")
+async def flush_all(request: Request) -> Response:
+    """As /v1/cache/flush without fields: SGLang's and vLLM's route."""
+    return await flush(request, FlushRequest())
+
+
 def _namespace(caller: Caller, tenant: str | None, cache_salt: str | None) -> str | None:
     """The namespace to show; None: all. Raises ApiError 403 for one of another tenant."""
     if tenant is not None and not caller.is_admin and tenant != caller.tenant:

@@ -12,7 +12,7 @@ from radixserve.server.gate.state import AppState, server_of
 from radixserve.server.wire.json_response import answer
 
 router = APIRouter()
-PATHS = frozenset({"/health", "/health/live", "/health/ready", "/health/startup"})
+PATHS = frozenset({"/health", "/health/live", "/health/ready", "/health/startup", "/ping"})
 
 
 @router.get("/health/live")
@@ -28,6 +28,8 @@ async def startup(request: Request) -> Response:
     return answer({"status": "ok" if is_loaded else "loading"}, 200 if is_loaded else 503)
 
 
+@router.get("/ping")
+@router.post("/ping", include_in_schema=False)
 @router.get("/health/ready")
 async def ready(request: Request) -> Response:
     """New requests are taken, and the engine computes or has nothing to do."""
