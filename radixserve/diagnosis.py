@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import calendar
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,8 @@ import numpy as np
 
 from radixserve.arrays import IntArray
 
+_NAMES = (calendar.month_name, calendar.month_abbr, calendar.day_name, calendar.day_abbr)
+_CALENDAR = {name.lower() for names in _NAMES for name in names if name}
 Decode = Callable[[Sequence[int]], str]
 _SHOWN = 16  # tokens of `expected` and `found`
 _CONTEXT = 5  # tokens decoded before the shown ones, so that a word keeps its leading space
@@ -66,7 +69,7 @@ def diagnose(
     if shared < target:
         if decode is None:
             return Diagnosis("diverged", shared, *counts)
-        expected, given = (_text_at(decode, tokens, shared) for tokens in (previous, prompt))
+        expected, given = (text_at(decode, tokens, shared) for tokens in (previous, prompt))
         return Diagnosis("diverged", shared, *counts, expected, given)
     reason = "partial_page" if miss_reason == "full" else "never_seen"
     return Diagnosis(reason, num_found, *counts)
@@ -79,8 +82,14 @@ def common_length(tokens: IntArray, other: IntArray) -> int:
     return int(differs.argmax()) if differs.any() else size
 
 
-def _text_at(decode: Decode, tokens: IntArray, position: int) -> str:
-    """Returns the text of the next tokens from `position` on."""
+def text_at(decode: Decode, tokens: IntArray, position: int) -> str:
+    """Returns the text of the next 16 tokens from `position` on."""
     context = tokens[max(0, position - _CONTEXT) : position].tolist()
     ahead = tokens[position : position + _SHOWN].tolist()
     return decode([*context, *ahead])[len(decode(context)) :]
+
+
+def is_time(text: str) -> bool:
+    """Whether a text may begin inside a date or a time: a number, or the name of a month or day."""
+    word = next(iter(text.split()), "").strip(",.").lower()
+    return any(map(str.isdigit, word)) or word in _CALENDAR

@@ -21,6 +21,7 @@ from radixserve.api.client import EngineClient
 from radixserve.api.request_builder import check_params
 from radixserve.arrays import IntArray
 from radixserve.checks import check_int, check_str, shown
+from radixserve.diagnosis import is_time, text_at
 from radixserve.errors import EngineDead, InvalidRequest
 from radixserve.output import Chunk, Completion
 from radixserve.request import SamplingParams
@@ -430,9 +431,9 @@ class ChatSession:
         if not is_stable and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                "the chat template changes earlier turns (drops thinking, or moves the system "
-                f"prompt or the tools): the first {kept} of {len(self.tokens)} tokens are kept, "
-                "the others are computed again",
+                f"the chat template changes earlier turns ({self._rewriting(ids, kept)}): the "
+                f"first {kept} of {len(self.tokens)} tokens are kept, the others are computed "
+                "again",
                 HistoryRewritten,
                 stacklevel=5,
             )
@@ -440,6 +441,16 @@ class ChatSession:
             self._branch.truncate(kept)
         self._branch.extend(ids[kept:])
         return start
+
+    def _rewriting(self, ids: IntArray, kept: int) -> str:
+        """Returns what the template may have changed, for a warning: the prompt `ids` differs from
+        the turns so far at token `kept`."""
+        tokenizer = self._client.tokenizer
+        was, now = (text_at(tokenizer.decode, tokens, kept) for tokens in (self.tokens, ids))
+        template = self._record.options.template or tokenizer.chat_template
+        if "strftime_now" in template and is_time(was) and is_time(now):
+            return f"it writes the date or the time: {shown(now)} in place of {shown(was)}"
+        return "drops thinking, or moves the system prompt or the tools"
 
     def _add_turn(self, messages: Sequence[Message], answer: _Answering) -> None:
         done, tokens = answer.completion, self._branch.tokens

@@ -97,6 +97,11 @@ class Tokenizer:
             raise InvalidRequest(f"the tokenizer of {path} cannot be read: {reason}") from error
 
     @property
+    def chat_template(self) -> str:
+        """The checkpoint's chat template; "" without one."""
+        return str(self._tokenizer.chat_template or "")
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 

@@ -207,6 +207,14 @@ class TestTemplatesThatRewrite:
             last = encode(tiny, "\n<|user|>Be kind.\nuvw\n<|assistant|>")
             assert chat.tokens.tolist() == [*again, *last, *third.token_ids]
 
+    def test_a_clock(self, tiny: Runtime) -> None:
+        template = "{{ strftime_now('%f') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+        with tiny.chat(template=template, params=FREE) as chat:
+            chat.send("abc")
+            with pytest.warns(HistoryRewritten, match="writes the date or the time: '") as told:
+                chat.send("xyz")
+            assert "drops thinking" not in str(told[0].message)
+
     @pytest.mark.parametrize("opening", ["", "<|system|>"], ids=["", "in the prompt"])
     def test_dropping_thinking(self, tiny_folder: Path, opening: str) -> None:
         """What is behind the separator stays with its own ids; `opening` begins the thinking."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from radixserve import Completion, InvalidRequest, Runtime, SamplingParams
-from radixserve.diagnosis import common_length, diagnose
+from radixserve.diagnosis import common_length, diagnose, is_time
 
 FOUR = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 TEXT = "The urllib module opens addresses, and what else does it do for a program?"
@@ -110,6 +110,20 @@ def test_common_length() -> None:
     assert common_length(ids(), ids(1)) == 0
     assert common_length(ids(1, 2), ids(1, 2, 3)) == 2
     assert common_length(ids(1, 2, 4), ids(1, 2, 3)) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (" Nov 2026", True),
+        ("3:10 now", True),
+        (" Tuesday, we", True),
+        (" You are", False),
+        ("", False),
+    ],
+)
+def test_is_time(text: str, expected: bool) -> None:
+    assert is_time(text) is expected
 
 
 def test_completions_are_copied_pickled_and_compared(rt: Runtime) -> None:

@@ -356,6 +356,12 @@ def test_a_chat_with_forks_is_kept(page: Any) -> None:
     say(page, "What is a lambda?")
     (_, first), (cached, computed) = facts(page)
     assert cached >= first > computed > 0  # the second prompt begins with all of the first
+    for kind in (
+        "cached",
+        "computed",
+        "generated",
+    ):  # the colours of the bar stand before the figures
+        expect(page.locator(f"#turns li.assistant .swatch.c-{kind}")).to_have_count(2)
     expect(page.locator("#tree .path")).not_to_have_count(0)
 
     page.get_by_role("button", name="Fork here").first.click()
@@ -451,6 +457,42 @@ def test_chats_of_a_tenant_are_listed_for_its_key_alone(
                     say(page, f"A secret of {name}", tokens=2)
                 page.get_by_role("button", name="Forget the key").click()
                 expect(page.locator("#state")).to_contain_text("key is needed")
+
+
+def test_fields_that_are_left_empty_are_the_models(page: Any) -> None:
+    open_chat(page)
+    page.get_by_text("Settings", exact=True).click()
+    expect(page.locator("#sampling")).to_have_text(
+        "Left empty: temperature 0.3 (generation_config.json)."
+    )
+    sent: list[Any] = []
+    page.on("request", lambda request: request.method == "POST" and sent.append(request))
+    say(page, "How do I sort a list?", tokens=2)
+    page.get_by_role("link", name="Cache").click()
+    ask(page, "The json module", tokens=2)
+    bodies = [request.post_data_json for request in sent if "completions" in request.url]
+    assert len(bodies) == 2
+    assert not any("temperature" in body for body in bodies)
+
+
+# The width of an input's placeholder beyond that of its box, in pixels.
+CUT = """field => {
+  const style = getComputedStyle(field), pen = document.createElement("canvas").getContext("2d");
+  pen.font = style.font;
+  const room = field.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+  return pen.measureText(field.placeholder).width - room;
+}"""
+
+
+def test_no_placeholder_is_cut(browser: Any, served: LocalServer) -> None:
+    for width in (1360, 390):
+        for page in open_page(browser, served, viewport={"width": width, "height": 900}):
+            open_chat(page)
+            page.get_by_text("Settings", exact=True).click()
+            for link in ("Cache", "Chat"):
+                page.get_by_role("link", name=link).click()
+                for field in page.locator("input[placeholder]:visible").all():
+                    assert field.evaluate(CUT) <= 0, field.get_attribute("placeholder")
 
 
 def test_no_chat_without_a_template_and_the_page_waits_for_the_model(

@@ -185,6 +185,8 @@ def test_key_files(tmp_path: Path) -> None:
         ("", "holds no key"),
         ("ann", "a line is TENANT KEY"),
         ("ann 0123456789abcdef boss", "a line is TENANT KEY"),
+        ("admin 0123456789abcdef", "only called admin. For a key with that right write admin KEY"),
+        ("share 0123456789abcdef admin", "only called share"),
         ("a/b 0123456789abcdef", "a tenant's name"),
         ("ann short", "16 to 512 printable ASCII characters"),
         ("ann sha256:abc", "64 hexadecimal digits"),

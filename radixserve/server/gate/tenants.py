@@ -28,6 +28,7 @@ _KEY = re.compile(rf"[!-~]{{1,{_MAX_KEY_LENGTH}}}")  # printable ASCII without s
 _WEIGHT = re.compile(r"weight=(1000|[1-9][0-9]{0,2})")
 MAX_SALT_LENGTH = 256  # characters
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+_RIGHTS = {"admin", "share"}
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -151,12 +152,17 @@ def _read_key(parts: list[str], where: str) -> _Key:
     weights = [match[1] for word in words if (match := _WEIGHT.fullmatch(word))]
     rights = [word for word in words if not _WEIGHT.fullmatch(word)]
     is_doubled = len(set(rights)) < len(rights) or len(weights) > 1
-    if is_doubled or not {"admin", "share"}.issuperset(rights):
+    if is_doubled or not _RIGHTS.issuperset(rights):
         raise InvalidRequest(f"{where}: a line is TENANT KEY [admin] [share] [weight=1 to 1000]")
     if not _TENANT.fullmatch(tenant):
         raise InvalidRequest(
             f"{where}: a tenant's name is 1 to 64 letters, digits, dots, dashes and underscores, "
             f"got {shown(tenant)}"
+        )
+    if tenant in _RIGHTS and tenant not in rights:
+        raise InvalidRequest(
+            f"{where}: this tenant is only called {tenant}. For a key with that right write "
+            f"{tenant} KEY {tenant}, else choose another name"
         )
     match = _DIGEST.fullmatch(key)
     is_key = len(key) >= _MIN_KEY_LENGTH and _KEY.fullmatch(key) and not key.startswith("sha256:")

@@ -243,9 +243,11 @@ function fillFacts(item, message) {
   const { facts, end } = message;
   if (facts) {
     const prompt = facts.cached_tokens + facts.computed_tokens;
-    line.append(tokenBar(facts, prompt + facts.generated_tokens), element("span", "", `prompt ${number.format(prompt)} = ` +
-      `${number.format(facts.cached_tokens)} cached + ${number.format(facts.computed_tokens)} computed · ` +
-      count(facts.generated_tokens, "token")));
+    const text = element("span", "", `prompt ${number.format(prompt)} = `);
+    text.append(element("i", "swatch c-cached"), `${number.format(facts.cached_tokens)} cached + `,
+      element("i", "swatch c-computed"), `${number.format(facts.computed_tokens)} computed · `,
+      element("i", "swatch c-generated"), count(facts.generated_tokens, "token"));
+    line.append(tokenBar(facts, prompt + facts.generated_tokens), text);
   }
   if (ENDS[end]) line.append(element("span", end === "error" ? "end bad" : "end", ENDS[end]));
 }

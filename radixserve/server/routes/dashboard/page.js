@@ -64,7 +64,7 @@ async function poll() {
     view.snapshot = found;
     draw();
     showPaused();
-    if (view.hasTemplate === null) await readTemplate();
+    if (view.hasTemplate === null) await readModel();
   } catch (error) {
     if (error.status === 401) {
       askForKey();
@@ -78,11 +78,26 @@ async function poll() {
   schedule(wait);
 }
 
-async function readTemplate() {
+async function readModel() {
+  showSampling((await askJson("v1/models")).data[0].sampling_defaults);
   const { chat_template: template } = await askJson("tokenizer_info");
   view.hasTemplate = Boolean(template);
   for (const id of ["as-chat", "find-chat"]) Object.assign($(id), { checked: view.hasTemplate, disabled: !template });
   showChats();
+}
+
+function showSampling(defaults) {
+  // What holds for fields that are left empty, and whose it is.
+  const bySource = new Map();
+  for (const [name, { value, source }] of Object.entries(defaults)) {
+    if (name === "temperature" || source !== "neutral") {
+      bySource.set(source, [...(bySource.get(source) || []), `${name} ${value}`]);
+    }
+  }
+  const parts = [...bySource].map(([source, values]) => `${values.join(", ")} (${source})`);
+  const text = `Left empty: ${parts.join("; ")}.`;
+  $("sampling").textContent = text;
+  for (const id of ["say-temperature", "temperature"]) Object.assign($(id), { placeholder: defaults.temperature.value, title: text });
 }
 
 const showPaused = () => setState(view.isPaused ? "paused" : "live", view.isPaused ? "" : "live");
@@ -728,8 +743,9 @@ $("stop").addEventListener("click", () => stopper?.abort());
 async function send(text, signal) {
   const n = Number($("n").value);
   const isChat = view.context ? Boolean(view.context.messages) : $("as-chat").checked;
-  const body = { max_tokens: Number($("max-tokens").value), temperature: Number($("temperature").value), n,
+  const body = { max_tokens: Number($("max-tokens").value), n,
     stream: true, stream_options: { include_usage: true }, return_token_ids: true };
+  if ($("temperature").value) body.temperature = Number($("temperature").value);
   if ($("as-session").checked) {
     body.session_id = sessionStorage["radixserve-session"] ||= `page-${Math.random().toString(36).slice(2, 8)}`;
   }
