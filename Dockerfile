@@ -10,7 +10,7 @@
 # The image has not been built where this file is tested: the tests build the wheel from the files
 # that are copied here, and install it.
 #
-# With CUDA (UNTESTED: nothing of this package has run on a GPU yet): an image with nvcc, such as
+# With CUDA (the package has run on one card, an H200: docs/gpu.md; this image is untested), an image with nvcc:
 #     docker build --build-arg BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04 --build-arg EXTRAS=serve,gguf,cuda \
 #         --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130 -t radixserve:cuda .
 ARG BASE=python:3.12-slim
@@ -39,6 +39,10 @@ USER radixserve
 ENV HOME=/data RADIXSERVE_CACHE=/data/kernels HF_HOME=/data/huggingface
 VOLUME /data
 EXPOSE 8000
+
+# Of `serve` at port 8000: healthy while it takes requests and computes, starting while it loads the model.
+HEALTHCHECK --interval=30s --timeout=5s --start-period=30m --start-interval=5s \
+    CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/health/ready')"]
 
 ENTRYPOINT ["/opt/radixserve/bin/radixserve"]
 CMD ["--help"]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -309,6 +312,18 @@ def test_head(served: LocalServer) -> None:
         answer = served.client.head(path)
         assert answer.status_code == 200
         assert not answer.content
+
+
+def test_the_health_check_of_the_container(runtime: Runtime) -> None:
+    text = (Path(__file__).parents[2] / "Dockerfile").read_text()
+    (command,) = re.findall(r'HEALTHCHECK .*\\\n +CMD (\["python", .*\])\n', text)
+    code = json.loads(command)[2]
+    with LocalServer(None) as loading, LocalServer(runtime) as serving:
+        for served, status in ((loading, 1), (serving, 0)):
+            here = code.replace("http://127.0.0.1:8000", served.url)
+            assert here != code
+            done = subprocess.run([sys.executable, "-c", here], capture_output=True, check=False)
+            assert done.returncode == status, done.stderr
 
 
 def test_keys_are_printable(guarded: LocalServer) -> None:
