@@ -1,65 +1,24 @@
 """Renders chat templates with Jinja, with the same result as transformers.
 
 The template comes from the checkpoint, see fast_tokenizer.py and gguf_tokenizer.py, or from the
-caller. transformers itself renders messages with values of other types than JSON's, and
-conversations whose last message is to be continued.
+caller.
 """
 
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from radixserve.text.tainted_str import ASSISTANT, CALLER, tainted
+from radixserve.text.template_environment import TemplateEnvironment
+
+KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field of a message
-
-
-class _GenerationTag(Extension):
-    """The tag `{% generation %}`, which marks the assistant's text. It renders its content."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
-
-    def _content(self, caller: Callable[[], str]) -> str:
-        return caller()
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace, which refuses names that begin with an underscore, so that a template
-    cannot reach Python's internals."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, args = args[0], args[1:]
-        names = dict(*args, **kwargs)
-        for name in names:
-            _check_name(name)
-        jinja2.utils.Namespace.__init__(self, names)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-class _Dict:
-    """The `dict` of templates, without the attributes of Python's."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
+_END_OF_MESSAGE = "END_OF_THE_LAST_MESSAGE "  # its space shows whether the template trims
 
 
 def render(
@@ -69,90 +28,72 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = False,
     continue_final_message: bool = False,
+    special_tokens: Mapping[str, str] | None = None,
+    now: datetime | None = None,
     **variables: Any,
 ) -> str:
-    """Returns the text of a conversation. Raises ValueError without messages, and whatever the
-    template raises."""
+    """Returns the text of a conversation: a TaintedStr that tells the template's characters from
+    those of the messages, tools and variables. Raises ValueError without messages, and whatever the
+    template raises.
+
+    special_tokens  "bos_token" and other names -> the token's text
+    now             what the template takes as the date and time; None: the clock's
+    """
     if not messages:
         raise ValueError("a conversation needs at least one message")
-    chat = [
-        {name: value for name, value in message.items() if value is not None}
-        for message in messages
-    ]
-    if continue_final_message or not _is_plain([chat, tools, variables]):
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        rendered: Any = render_jinja_template(
-            [chat],
-            tools=None if tools is None else [dict(tool) for tool in tools],
-            chat_template=template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **variables,
-        )
-        text: str = rendered[0][0]
-        return text
-    for index, message in enumerate(chat):
-        reasoning = next(
-            (message[name] for name in _REASONING if message.get(name) is not None), None
-        )
-        if reasoning is not None:
-            chat[index] = {"thinking": reasoning, **message, "reasoning_content": reasoning}
-    return _compiled(template).render(
+    chat = [_as_read(message) for message in messages]
+    begun = _mark_end(chat[-1]) if continue_final_message else None
+    text = _compiled(template).render(
+        **{
+            "strftime_now": (now or datetime.now()).strftime,
+            "documents": None,
+            **(special_tokens or {}),
+            **tainted(variables, CALLER),
+        },
         messages=chat,
-        tools=tools,
-        documents=None,
+        tools=None if tools is None else tainted(list(tools), CALLER),
         add_generation_prompt=add_generation_prompt,
-        **variables,
     )
+    return text if begun is None else _up_to(begun, text)
+
+
+def _as_read(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message as templates read it. The names of known roles are the template's own:
+    some templates make the name of a special token of them."""
+    source = ASSISTANT if message["role"] == "assistant" else CALLER
+    given = {name: value for name, value in message.items() if value is not None}
+    read: dict[str, Any] = tainted(given, source)
+    if message["role"] in KNOWN_ROLES:
+        read["role"] = str.__str__(message["role"])
+    reasoning = next((read[name] for name in _REASONING if read.get(name) is not None), None)
+    if reasoning is None:
+        return read
+    return {"thinking": reasoning, **read, "reasoning_content": reasoning}
+
+
+def _mark_end(message: dict[str, Any]) -> str:
+    """Put a mark at the end of the last message's text. Returns that text."""
+    content, name = message.get("content"), "text"
+    if isinstance(content, str):
+        parts, name = [message], "content"
+    else:
+        parts = [part for part in content or () if name in part]
+    if not parts:
+        raise ValueError("the last message has no text that could be continued")
+    begun: str = parts[-1][name]
+    parts[-1][name] = begun + _END_OF_MESSAGE
+    return begun
+
+
+def _up_to(begun: str, text: str) -> str:
+    """Returns the rendered text up to the mark, without white space at its end where the template
+    removes it. Raises ValueError where the template does not show the whole message `begun`."""
+    end = text.rfind(_END_OF_MESSAGE.rstrip())
+    if end < 0 or begun.strip() not in text:
+        raise ValueError("the template leaves out a part of the message that is continued")
+    return text[:end] if text.startswith(_END_OF_MESSAGE, end) else text[:end].rstrip()
 
 
 @functools.lru_cache(maxsize=16)
 def _compiled(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals.update(
-        raise_exception=_raise, strftime_now=_now, dict=_Dict(), namespace=_Namespace
-    )
-    return environment.from_string(template)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether `value` consists of exactly JSON's types, without subclasses."""
-    kind = type(value)
-    if kind in (dict, list, tuple):
-        inner = [*value.keys(), *value.values()] if kind is dict else value
-        return all(map(_is_plain, inner))
-    return value is None or kind in (str, int, float, bool)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """The filter `tojson`. Jinja's own one would escape HTML characters."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-def _check_name(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace has no attribute {name!r}")
+    return TemplateEnvironment().from_string(template)

@@ -1,24 +1,26 @@
-"""`ContentMarks`: marks special tokens in messages, so that they stay text in the rendered prompt.
+"""`ContentMarks`: marks special tokens in rendered chats that are not the template's own.
 
-A mark is the noncharacter U+FDD0. `mark` puts it behind the first character of every special
-token's text in a message, where no template that trims, splits or joins content can lose it. In
-the rendered text a special token without a mark is the template's own; `pieces` tells both apart.
-A U+FDD0 that a message brings itself is doubled.
+A mark is the noncharacter U+FDD0. `mark` puts it behind the first character of every special token
+of which a character came from a caller (see tainted_str.py), so that the token's text is
+interrupted; `pieces` tells such text from the template's own special tokens. A U+FDD0 that a text
+brings itself is doubled.
 """
 
 from __future__ import annotations
 
-import heapq
 import io
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from radixserve.text.tainted_str import ASSISTANT, CALLER, TEMPLATE
 
 MARK = "\ufdd0"
 _MARKS = re.compile(f"({MARK}{{1,2}})")
 # An assistant's message may bring its thoughts in these tags, which templates look for.
 THINK_TAGS = ("[THINK]", "[/THINK]")  # of Mistral's models
-REASONING_TAGS = frozenset(("<think>", "</think>", *THINK_TAGS))
+_REASONING_TAGS = frozenset(("<think>", "</think>", *THINK_TAGS))
+_HEAD_LEN = 2  # characters by which a special token is looked for
 
 
 class SpecialToken(NamedTuple):
@@ -32,56 +34,77 @@ class SpecialToken(NamedTuple):
 class ContentMarks:
     """Marks the special tokens of one tokenizer. May be used from any thread."""
 
-    def __init__(self, tokens: Sequence[SpecialToken], kept: Collection[str] = ()) -> None:
-        """`kept`: texts of special tokens that are not marked."""
-        self._texts = tuple(token.text for token in tokens if token.text not in kept)
+    def __init__(self, tokens: Sequence[SpecialToken]) -> None:
+        self._texts = frozenset(token.text for token in tokens if token.text)
         self._longest = max(map(len, self._texts), default=0)
-        first_characters = "".join({re.escape(text[0]) for text in self._texts})
-        self._first = re.compile(f"[{MARK}{first_characters}]")
-        heads = sorted({re.escape(text[:2]) for text in self._texts})
+        self._firsts = frozenset(text[0] for text in self._texts)
+        lengths: dict[str, set[int]] = {}
+        for text in self._texts:
+            lengths.setdefault(text[:_HEAD_LEN], set()).add(len(text))
+        self._lengths = {head: sorted(known, reverse=True) for head, known in lengths.items()}
+        heads = sorted(map(re.escape, lengths), key=len, reverse=True)
         self._head = re.compile("|".join([MARK, *heads]))
-        longest_first = sorted(tokens, key=lambda token: -len(token.text))
+        # A token of one character has no place for a mark: beside marked text it is text.
+        longest_first = sorted(
+            (token for token in tokens if len(token.text) > 1), key=lambda token: -len(token.text)
+        )
         self._own = re.compile("|".join(map(_expression, longest_first)) or "(?!)")
 
-    def mark(self, value: Any) -> Any:
-        """Returns a copy of a message's JSON value with its strings marked, keys included."""
-        if isinstance(value, str):
-            return self.mark_text(value)
-        if type(value) is dict:
-            return {self.mark(name): self.mark(member) for name, member in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self.mark(member) for member in value)
-        return value
+    def mark(self, text: str, taint: bytes) -> str:
+        """Returns the text with its marks. `taint`: for each character, who brought it. A special
+        token stays one if all its characters are the template's; of an assistant's message also
+        the tags of thoughts."""
+        text = str.__str__(text)  # slices of a plain string take less time
+        return _with_marks(text, list(self._places(text, taint)))
 
-    def mark_text(self, text: str) -> str:
-        """Returns the text with marks. The beginning of a special token at its end is marked too,
-        since a template may join it with other content."""
-        if not self._first.search(text):
-            return text
-        marked, before = io.StringIO(), 0  # a list of the pieces would take 100 bytes a mark
-        for place in heapq.merge(self._places(text), self._places_at_end(text)):
-            if place > before:
-                marked.write(text[before:place])
-                marked.write(MARK)
-                before = place
-        marked.write(text[before:])
-        return marked.getvalue()
+    def mark_text(self, text: str, source: bytes = CALLER) -> str:
+        """Returns a text of one source with its marks. The beginning of a special token at its end
+        is marked too, since it may be joined with other text."""
+        places = set(self._places(text, source * len(text)))
+        if source != TEMPLATE:
+            places.update(self._places_at_end(text))
+        return _with_marks(text, sorted(places))
 
-    def _places(self, text: str) -> Iterator[int]:
+    def _places(self, text: str, taint: bytes) -> Iterator[int]:
         """Yields the positions of marks in `text`, ascending."""
         start = 0
         while head := self._head.search(text, start):
             start = head.start() + 1
-            if head[0] == MARK or text.startswith(self._texts, head.start()):
+            if head[0] == MARK:
                 yield start
+                continue
+            is_cut = False
+            for length in self._lengths_at(text, head.start()):
+                if self._is_own(text, taint, head.start(), length):
+                    start = head.start() + length
+                    break
+                is_cut = True
+            if is_cut:
+                yield start
+
+    def _lengths_at(self, text: str, start: int) -> Iterator[int]:
+        """Yields the lengths of the special tokens whose texts begin at `start`, descending."""
+        head = text[start : start + _HEAD_LEN]
+        for length in (*self._lengths.get(head, ()), *self._lengths.get(head[:1], ())):
+            if text[start : start + length] in self._texts:
+                yield length
+
+    def _is_own(self, text: str, taint: bytes, start: int, length: int) -> bool:
+        """Whether the special token at `start` is the template's, or a thought's tag of the
+        assistant."""
+        sources = taint[start : start + length]
+        if not any(sources):
+            return True
+        is_tag = text[start : start + length] in _REASONING_TAGS
+        return is_tag and sources == ASSISTANT * length
 
     def _places_at_end(self, text: str) -> Iterator[int]:
         """Yields the positions of marks for beginnings of special tokens at the end of `text`."""
         end = len(text.rstrip())
-        for first in self._first.finditer(text, max(0, end - self._longest + 1), end):
-            tail = text[first.start() : end]
-            if any(token.startswith(tail) for token in self._texts):
-                yield first.end()
+        for start in range(max(0, end - self._longest + 1), end):
+            tail = text[start:end]
+            if tail[0] in self._firsts and any(token.startswith(tail) for token in self._texts):
+                yield start + 1
 
     def pieces(self, rendered: str) -> Iterator[tuple[str, bool]]:
         """Yields the rendered text in pieces, marks included, and whether each has marks. A piece
@@ -96,6 +119,17 @@ class ContentMarks:
             start = next_start
         if plain_start < len(rendered):
             yield rendered[plain_start:], False
+
+    def parts(self, text: str) -> Iterator[tuple[str, bool]]:
+        """Yields an unmarked text cut at its special tokens, and whether each part is one."""
+        start = 0
+        for token in self._own.finditer(text):
+            if start < token.start():
+                yield text[start : token.start()], False
+            yield token[0], True
+            start = token.end()
+        if start < len(text):
+            yield text[start:], False
 
     def _cuts(self, rendered: str) -> Iterator[tuple[int, int]]:
         """Yields (start, end) of each special token of the template, and at last of the text's
@@ -118,15 +152,16 @@ def split_at_marks(rendered: str) -> list[str]:
     return [part for part in parts if part]
 
 
-def mark_messages(
-    marks: ContentMarks, answer_marks: ContentMarks, messages: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """Returns copies of the messages with their strings marked, those of the assistant by
-    `answer_marks`."""
-    return [
-        (answer_marks if message.get("role") == "assistant" else marks).mark(dict(message))
-        for message in messages
-    ]
+def _with_marks(text: str, places: Sequence[int]) -> str:
+    if not places:
+        return text
+    marked, before = io.StringIO(), 0  # a list of the pieces would take 100 bytes a mark
+    for place in places:
+        marked.write(text[before:place])
+        marked.write(MARK)
+        before = place
+    marked.write(text[before:])
+    return marked.getvalue()
 
 
 def _expression(token: SpecialToken) -> str:

@@ -14,8 +14,6 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from radixserve.text import chat_template as templates
-
 _NAMED = (  # the special tokens that templates know by name
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
 )
@@ -88,20 +86,12 @@ class FastTokenizer:
     def get_vocab(self) -> dict[str, int]:
         return self.backend_tokenizer.get_vocab(with_added_tokens=True)
 
-    def apply_chat_template(
+    def get_chat_template(
         self,
-        conversation: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
-        tokenize: bool = False,
-        **variables: Any,
-    ) -> str:
-        """Returns the conversation's text; `variables` are the template's."""
-        assert not tokenize, "text only"
-        template = chat_template or self.chat_template
-        assert template is not None, "there is no template"
-        variables = {**self.special_tokens_map, **variables}
-        return templates.render(template, conversation, tools=tools, **variables)
+        tools: Sequence[Mapping[str, Any]] | None = None,  # noqa: ARG002  # other classes choose
+    ) -> str | None:
+        return chat_template or self.chat_template
 
 
 def load_fast_tokenizer(folder: Path) -> FastTokenizer | None:

@@ -14,11 +14,11 @@ from functools import partial
 from typing import Any
 
 from radixserve.errors import InvalidRequest
+from radixserve.text.chat_template import KNOWN_ROLES
 from radixserve.text.content_marks import THINK_TAGS, unmarked
 
 Message = dict[str, Any]
 Render = Callable[..., str]  # (messages, *, tools=None); raises InvalidRequest
-KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 # Tags of the generic form, for templates that do not render tools. The forms of models that have
 # one are in server/answer/tool_styles.py.
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"

@@ -18,20 +18,20 @@ from typing import Any
 
 from radixserve.errors import InvalidRequest
 from radixserve.gguf_file import SUFFIX, GgufFile
+from radixserve.text import chat_template
 from radixserve.text.byte_fallback import ByteFallback, decodes_by_appending
 from radixserve.text.byte_level import ByteLevel, ByteLevelDetokenizer
 from radixserve.text.chat_options import ChatOptions, ToolsIgnored, begun_answer
+from radixserve.text.chat_template import KNOWN_ROLES
 from radixserve.text.content_marks import (
     MARK,
-    REASONING_TAGS,
     ContentMarks,
     SpecialToken,
-    mark_messages,
     split_at_marks,
     unmarked,
 )
+from radixserve.text.tainted_str import ASSISTANT, CALLER, TEMPLATE, taint_of
 from radixserve.text.template_traits import (
-    KNOWN_ROLES,
     Message,
     Render,
     TemplateTraits,
@@ -209,23 +209,21 @@ class Tokenizer:
         """Returns the token ids of a text from `render_chat`, or of a piece of it. Special tokens
         of the template become special tokens, those in messages are text."""
         if MARK not in text:
-            return self.encode_more(text)
+            return self._encode_own(text, is_first=True)
         ids: list[int] = []
         for piece, is_marked in self._marks.pieces(text):
-            more = (
-                partial(self._encode_as_text, is_first=not ids) if is_marked else self.encode_more
-            )
-            ids += more(piece)
+            encode = self._encode_as_text if is_marked else self._encode_own
+            ids += encode(piece, is_first=not ids)
         return ids
 
     def mark_text(self, text: str) -> str:
         """Returns a caller's text with its special tokens marked, for `encode_rendered`."""
-        return text if self._parses_special else self._marks.mark_text(text)
+        return self._marks.mark_text(text, TEMPLATE if self._parses_special else CALLER)
 
     def mark_answer(self, text: str) -> str:
         """Returns an assistant's text with its special tokens marked as `render_chat` marks
         them."""
-        return text if self._parses_special else self._answer_marks.mark_text(text)
+        return self._marks.mark(text, (TEMPLATE if self._parses_special else ASSISTANT) * len(text))
 
     def encode_answer(self, text: str) -> list[int]:
         """Returns the token ids of the beginning of an assistant's message."""
@@ -270,29 +268,28 @@ class Tokenizer:
         ends with the last message; with `continue_final_message` it ends inside the last message.
         Raises InvalidRequest without a template, and if the template refuses the messages.
         """
-        with self._encode_lock:
-            if not (template or self._tokenizer.chat_template):
-                raise InvalidRequest(
-                    "the model's tokenizer has no chat template: give one, or give text"
-                )
-            given = None if tools is None else list(tools)
-            said, variables = list(messages), dict(variables or {})
-            if not self._parses_special:
-                said = mark_messages(self._marks, self._answer_marks, said)
-                given, variables = self._marks.mark(given), self._marks.mark(variables)
-            try:
-                text: str = self._tokenizer.apply_chat_template(
-                    said,
-                    tools=given,
-                    chat_template=template,
-                    add_generation_prompt=add_generation_prompt and not continue_final_message,
-                    continue_final_message=continue_final_message,
-                    tokenize=False,
-                    **variables,
-                )
-                return text
-            except Exception as error:  # the template is the model's own code
-                raise InvalidRequest(f"the chat template refused the messages: {error}") from error
+        source = (
+            self._tokenizer.get_chat_template(template, tools=tools)
+            if (template or self._tokenizer.chat_template)
+            else None
+        )
+        if source is None:
+            raise InvalidRequest(
+                "the model's tokenizer has no chat template: give one, or give text"
+            )
+        try:
+            text = chat_template.render(
+                source,
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                special_tokens=self._tokenizer.special_tokens_map,
+                **(variables or {}),
+            )
+        except Exception as error:  # the template is the model's own code
+            raise InvalidRequest(f"the chat template refused the messages: {error}") from error
+        return self._marks.mark(text, bytes(len(text)) if self._parses_special else taint_of(text))
 
     @cached_property
     def _special_tokens(self) -> list[SpecialToken]:
@@ -307,12 +304,18 @@ class Tokenizer:
         ]
 
     @cached_property
-    def _marks(self) -> ContentMarks:
-        return ContentMarks(self._special_tokens)
+    def _folds_special_tokens(self) -> bool:
+        """Whether text is normalised before special tokens are looked for in it: then "\uff1cs>"
+        may be read as "<s>"."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None or backend.normalizer is None:
+            return False
+        added = backend.get_added_tokens_decoder().values()
+        return any(token.special and token.normalized for token in added)
 
     @cached_property
-    def _answer_marks(self) -> ContentMarks:
-        return ContentMarks(self._special_tokens, kept=REASONING_TAGS)
+    def _marks(self) -> ContentMarks:
+        return ContentMarks(self._special_tokens)
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
@@ -405,14 +408,40 @@ class Tokenizer:
             encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
             return list(encoded["input_ids"])
 
+    def _encode_own(self, text: str, *, is_first: bool) -> list[int]:
+        """Returns the token ids of an unmarked piece. Its special tokens are those that stand in
+        it, not those that the tokenizer's normalizer makes of other characters."""
+        ids = self.encode_more(text)
+        if not self._folds_special_tokens:
+            return ids
+        parts = list(self._marks.parts(text))
+        num_control = sum(token in self._control_ids for token in ids)
+        if num_control <= sum(is_token for _, is_token in parts):
+            return ids
+        ids = []
+        for part, is_token in parts:
+            if is_token:
+                ids += self.encode_more(part)
+                continue
+            ids += self._harmless_ids(part, is_first and not ids)
+        return ids
+
     def _encode_as_text(self, marked: str, *, is_first: bool) -> list[int]:
         """Returns the token ids of a marked piece, special tokens as text. `is_first`: no text is
         before it."""
         ids = self._text_ids(unmarked(marked), is_first)
         if not self._control_ids.isdisjoint(ids):  # a vocabulary that has the token's text as well
             parts = split_at_marks(marked)
-            ids = [token for part in parts for token in self._text_ids(part, is_first=False)]
+            ids = [token for part in parts for token in self._harmless_ids(part, is_first=False)]
         return ids
+
+    def _harmless_ids(self, text: str, is_first: bool) -> list[int]:
+        """Returns the token ids of a text, of its single characters where the whole text would
+        have a control token."""
+        ids = self._text_ids(text, is_first)
+        if self._control_ids.isdisjoint(ids):
+            return ids
+        return [token for one in text for token in self._text_ids(one, is_first=False)]
 
     def _text_ids(self, text: str, is_first: bool) -> list[int]:
         _check_unicode(text)

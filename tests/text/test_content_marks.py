@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from radixserve.api.runtime import DEMO
 from radixserve.text.content_marks import MARK, ContentMarks, SpecialToken, unmarked
+from radixserve.text.tainted_str import ASSISTANT, CALLER, TEMPLATE
 from radixserve.text.tokenizer import Tokenizer
 from tests.server.tool_models import TEMPLATES
 from tests.text.test_byte_fallback import llama2_tokenizer
@@ -181,5 +182,25 @@ def test_marks_come_off_again() -> None:
 
 
 def test_reasoning_tags_of_an_assistant_are_the_templates_affair() -> None:
-    kept = ContentMarks([SpecialToken("<think>"), SpecialToken("<e>")], kept={"<think>"})
-    assert kept.mark_text("<think>a<e>") == f"<think>a<{MARK}e>"
+    marks = ContentMarks([SpecialToken("<think>"), SpecialToken("<e>")])
+    assert marks.mark("<think>a<e>", ASSISTANT * 11) == f"<think>a<{MARK}e>"
+    assert marks.mark("<think>", CALLER * 7) == f"<{MARK}think>"
+    assert marks.mark("<think>", ASSISTANT * 3 + TEMPLATE * 4) == f"<{MARK}think>"
+
+
+def test_a_normalizer_makes_no_special_token_of_a_text() -> None:
+    """Where special tokens are looked for in normalised text, "\\uff1cs\\uff1e" would be one."""
+    inner = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "<s>": 2}, "<unk>"))
+    inner.normalizer = tokenizers.normalizers.NFKC()
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.add_special_tokens([tokenizers.AddedToken("<s>", normalized=True)])
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", unk_token="<unk>"
+    )
+    made.chat_template = "{% for m in messages %}<s> {{ m.content }} {% endfor %}"
+    wrapped = Tokenizer(made)
+    for text in ("a ＜s＞ a", "a <s> ﹤s﹥ a", "a"):
+        ids = wrapped.encode_chat([{"role": "user", "content": text}])
+        assert ids.count(2) == 1
+        assert ids[0] == 2
+        assert ids.count(1) == text.count("a")
