@@ -51,10 +51,11 @@ from harness.workloads import FULL, QUICK, Workload, make_workload, random_promp
 
 from radixserve import Runtime, SamplingParams
 from radixserve.engine.engine import Engine
-from radixserve.engine.kv_connector import KVConnector, slots_of
 from radixserve.replay.reader import read_trace
 from radixserve.runner.kv_layout import KVLayout
 from radixserve.store import FolderStore, StoredPrefix, StoredPrefixes
+from radixserve.store.buffers import slots_of
+from radixserve.store.connector import KVConnector
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 NOTES = (
@@ -193,8 +194,9 @@ def _run_workload(
         cpu_seconds = time.process_time() - began_cpu
         if store is None:
             return WorkloadRun(seconds, cpu_seconds, cpu_seconds, computed)
-        connector = runtime._core._engine._connector  # type: ignore[attr-defined]
-        connector.flush()
+        while runtime.cache_stats()["kv_store"]["unsaved_requests"]:
+            time.sleep(0.001)
+        runtime.check()  # waits for the writes
         all_cpu_seconds = time.process_time() - began_cpu
         stats = runtime.cache_stats()
     shutil.rmtree(store)
@@ -342,7 +344,7 @@ def _load_ratio(bench: Bench, num_tokens: int, page_size: int, order: str) -> Ce
     """A run is read and put into pages: its speed beside that of reading a plain file."""
     files, num_pages = RunFiles(bench, num_tokens), 4 * num_tokens // page_size
     with bench.engine(None, num_pages=num_pages, page_size=page_size) as runtime:
-        pool, *_ = runtime._core._engine._runner.storable_pool()  # type: ignore[attr-defined]
+        pool, *_ = runtime._core._engine.runner.storable_pool()  # type: ignore[attr-defined]
         pages = np.arange(num_pages)
         if order == "shuffled":
             pages = np.random.default_rng(0).permutation(num_pages)
@@ -424,9 +426,10 @@ def path(bench: Bench) -> Section:
             spent = {"store": 0.0, "steps": 0.0}
             with ExitStack() as stack:
                 for owner, method, part in (
-                    (KVConnector, "save", "store"),
-                    (KVConnector, "copy_unsaved", "store"),
-                    (KVConnector, "queue_load", "store"),
+                    (KVConnector, "on_release", "store"),
+                    (KVConnector, "after_step", "store"),
+                    (KVConnector, "before_step", "store"),
+                    (KVConnector, "hold", "store"),
                     (Engine, "begin_step", "steps"),
                     (Engine, "end_step", "steps"),
                 ):

@@ -52,7 +52,8 @@ class StoreStats(TypedDict):
     skipped_tokens: int  # evicted before the engine was idle, and not worth writing before
     returned_tokens: int  # computed again after they had been evicted
     failed_reads: int  # files that were damaged, missing or late
-    failed_writes: int  # files
+    failed_writes: int  # files, and writes that were late
+    refused_files: int  # that were damaged or not what their names say
     loading_requests: int  # requests whose stored prefix is being loaded
     unsaved_requests: int  # ended requests whose K/V may still be written
     read_bytes_per_s: int  # as measured
@@ -60,6 +61,8 @@ class StoreStats(TypedDict):
     load_latency_us: int  # of a load beside its bytes, as measured
     store_bytes: int
     store_dropped_files: int  # removed because the store was full
+    pauses: int  # in which the store was left alone after it had failed several times
+    is_paused: int  # 1 while reads or writes are paused or late
 
 
 class EngineStats(TypedDict):
@@ -129,6 +132,7 @@ class EngineStats(TypedDict):
     # rates, and seconds spent by part of a step
     hit_rate: float
     last_minute: LastMinute
+    ended_extensions: list[str]  # names of those that have failed
     kv_store: NotRequired[StoreStats]  # of an engine that has one
     schedule_s: float
     prepare_s: float

@@ -24,6 +24,7 @@ from radixserve.api.branch import Branch
 from radixserve.api.chat import ChatSession
 from radixserve.api.client import EngineClient, RequestHandle
 from radixserve.api.decisions import Decision, DecisionBatch
+from radixserve.api.extensions import extend
 from radixserve.api.progress import BatchProgress
 from radixserve.api.request_builder import (
     RequestBuilder,
@@ -48,9 +49,9 @@ from radixserve.engine import messages
 from radixserve.engine.core_client import EngineCoreClient, EngineFacts
 from radixserve.engine.engine import Engine
 from radixserve.engine.engine_thread import EngineThread
+from radixserve.engine.extension import AddExtension, EngineExtension
 from radixserve.engine.messages import ApplyHints, GetHeld, GetStats
 from radixserve.engine.output_notifier import OutputNotifier
-from radixserve.engine.trace_recorder import TraceRecorder
 from radixserve.errors import InvalidRequest
 from radixserve.hint import Hint, HintAnswer, check_hint
 from radixserve.models.names import check_model_name
@@ -70,7 +71,6 @@ from radixserve.text.prompts import Prompt, PromptReader, as_prompts
 from radixserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from radixserve.kv_events.publisher import KVEventPublisher
     from radixserve.models.base import ModelInfo
     from radixserve.runner.base import MemoryPlan, ResolvedConfig
 
@@ -122,14 +122,12 @@ class Runtime:
             runner.resolved_config,
             runner.num_pages * self.config.page_size,
         )
-        trace, block = self.config.trace, self.config.trace_hash_block
-        recorder = None if trace is None else TraceRecorder(trace, block)
         notifier = OutputNotifier()
         engine = Engine(runner, self.config)
-        publisher = None if self.config.kv_events is None else _publish_events(engine, self.config)
-        core = EngineThread(engine, recorder, notifier)
+        extend(engine)
+        core = EngineThread(engine, notifier)
         self._use(facts, core, notifier)
-        self._finalizer: Any = weakref.finalize(self, _close, core, publisher, runner)
+        self._finalizer: Any = weakref.finalize(self, _close, core, runner)
 
     def _use(self, facts: EngineFacts, core: EngineCoreClient, notifier: OutputNotifier) -> None:
         """Set up the tokenizer, the request builder and the client for an engine `core`."""
@@ -687,7 +685,7 @@ class Runtime:
                    all cached prefixes
         namespace  write only this namespace; None: all
 
-        Returns the tokens written. Other requests continue between two prefixes. Raises
+        Returns the tokens written. Other requests continue between runs of up to 512 tokens. Raises
         InvalidRequest if K/V cannot be stored, see `EngineConfig.kv_store`; OSError.
         """
         name = os.fspath(folder)
@@ -696,7 +694,13 @@ class Runtime:
         else:
             prefixes = [(namespace or "", self._builder.reader.read(prompt)) for prompt in prompts]
         prefixes.reverse()  # the last used is written last
-        return sum(self._core.call(messages.SavePrefix(name, *prefix)) for prefix in prefixes)
+        self._core.call(messages.OpenStore(name))
+        num_written = 0
+        for namespace, tokens in prefixes:
+            self._core.call(messages.FindStored(tokens, namespace, name))
+            while count := self._core.call(messages.SavePrefix(name, namespace, tokens)):
+                num_written += count
+        return num_written
 
     def load_cache(self, folder: str | os.PathLike[str], *, while_idle: bool = False) -> int:
         """Fill free pages with the K/V that a folder has for this model, the last used first, until
@@ -709,6 +713,7 @@ class Runtime:
         name, num_loaded = os.fspath(folder), 0
         count: int | None = 0
         loads: list[messages.LoadPrefix] = []
+        self._core.call(messages.OpenStore(name))
         for namespace, tokens in self._core.call(messages.ListStored(name)):
             loads.append(messages.LoadPrefix(name, namespace, tokens))
             while count := self._load_run(loads[-1], while_idle=while_idle):
@@ -723,6 +728,11 @@ class Runtime:
         while while_idle and (status := self.status()).is_alive and not status.is_idle:
             time.sleep(_IDLE_POLL_S)
         return self._core.call(load)
+
+    def extend(self, extension: EngineExtension) -> None:
+        """Plug an extension into the engine, see `radixserve.engine.extension`. It lives until the
+        engine ends."""
+        self._core.call(AddExtension(extension))
 
     def check(self) -> None:
         """Audit the cache, the scheduler and the kv_store. Raises AssertionError, which names the
@@ -910,29 +920,9 @@ class Runtime:
         return {**sizes, "tokenizer": self._client.tokenizer.fingerprint()}
 
 
-def _publish_events(engine: Engine, config: EngineConfig) -> KVEventPublisher:
-    try:
-        from radixserve.kv_events.publisher import KVEventPublisher
-    except ImportError as error:
-        raise InvalidRequest(
-            f'kv_events needs more packages ({error}): pip install "radixserve[kv-events]"'
-        ) from None
-    assert config.kv_events is not None
-    publisher = KVEventPublisher(
-        engine.open_events(),
-        *config.kv_events.split(","),
-        topic=config.kv_events_topic,
-        block_size=config.kv_events_block_size,
-    )
-    engine.call_after_change(publisher.publish)
-    return publisher
-
-
-def _close(core: EngineThread, publisher: KVEventPublisher | None, runner: Any) -> None:
+def _close(core: EngineThread, runner: Any) -> None:
     if not core.is_forked:  # else all are the parent process's
         core.close()
-        if publisher is not None:
-            publisher.close()
         runner.close()
 
 

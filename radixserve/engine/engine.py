@@ -2,8 +2,8 @@
 
 Synchronous, no I/O, one owner. It handles token ids, not text. It decides nothing about the order
 of requests: `Scheduler` does. `InBatchSharing` (scheduler/admission.py) lets a request wait for a
-prefix that a running request is computing, and `KVConnector` lets it wait for a stored prefix that
-is being read.
+prefix that a running request is computing. What else plugs in, such as a K/V store, is an
+`EngineExtension` (engine/extension.py).
 
 With a runner of overlap depth 1 the host schedules the next step while the device computes the
 present one:
@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from radixserve.arrays import IntArray
@@ -37,7 +36,7 @@ from radixserve.cache import (
 from radixserve.cache.stats import hit_rate
 from radixserve.config import EngineConfig
 from radixserve.engine.beam_group import BeamGroup, StopCheck
-from radixserve.engine.kv_connector import KVConnector, open_connector
+from radixserve.engine.extension import EngineExtension, Extensions
 from radixserve.engine.prefetches import Prefetches
 from radixserve.errors import EngineDead, InvalidRequest, request_failed
 from radixserve.hint import Hint, HintAnswer, HintLimits
@@ -50,9 +49,7 @@ if TYPE_CHECKING:
     from radixserve.runner.base import ModelRunner
 
 _PARTS = ("schedule", "prepare", "forward", "sample", "commit", "overlapped")
-
-
-_UNBOUNDED = 1 << 62  # bytes: no file is removed from a folder of `save_cache`
+_CLOSE_S = 60.0  # until an extension is given up
 
 
 class Engine:
@@ -89,39 +86,34 @@ class Engine:
             ),
         )
         self._prefetches = Prefetches(self._scheduler, self._cache)
-        self._config = config
-        self._stores: dict[str, KVConnector] = {}  # of `store`, by folder
-        self._connector: KVConnector | None = None
-        if config.kv_store is not None or config.host_cache_memory is not None:
-            self._connector = self._open_connector(config)
-            self._scheduler.set_finish_hook(self._connector.save)
+        self.config = config
+        self.extensions = Extensions()
         self._searches: dict[str, BeamGroup] = {}  # beam searches by request id
         self._in_flight: list[tuple[SchedulerOutput, Any]] = []  # launched steps, the older first
         self._must_collect = False  # whether `end_step` has a step to collect
-        self._after_change: Callable[[], None] | None = None
         self._events: EventLog | None = None  # of `take_events`
         self._seconds = dict.fromkeys(_PARTS, 0.0)
         self._busy_since = 0.0  # nothing before it was counted in the two below
         self._prefill_s = self._decode_s = 0.0
 
     def add(self, request: Request, is_stopped: StopCheck | None = None) -> None:
-        """Queue a checked request. It can be scheduled from the next step on, or once its stored
-        prefix is loaded. Raises InvalidRequest for one that does not fit into the cache.
+        """Queue a checked request. It can be scheduled from the next step on, or once an extension
+        releases it. Raises InvalidRequest for one that does not fit into the cache.
 
         `is_stopped` finds the stop strings of a beam search.
         """
-        if self._connector is not None:
-            self._scheduler.check_fits(request)
-            queued_at = self._scheduler.clock()
+        self._scheduler.check_fits(request)
+        if self.extensions.is_held(request.request_id):
+            raise InvalidRequest(f"request id {request.request_id!r} is in use")
+        queued_at = self._scheduler.clock()
 
-            def add_loaded(num_loaded: int) -> None:
-                self._scheduler.add(request, queued_at=queued_at, num_loaded=num_loaded)
+        def admit(num_loaded: int = 0) -> None:
+            self._scheduler.add(request, queued_at=queued_at, num_loaded=num_loaded)
+            if request.beams is not None:
+                self._searches[request.request_id] = BeamGroup(request, is_stopped)
 
-            if request.beams is None and self._connector.queue_load(request, add_loaded, queued_at):
-                return
-        self._scheduler.add(request)
-        if request.beams is not None:
-            self._searches[request.request_id] = BeamGroup(request, is_stopped)
+        if not self.extensions.hold(request, queued_at, admit):
+            admit()
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request with finish_reason "abort", see `finish`."""
@@ -136,8 +128,7 @@ class Engine:
         Its private pages are freed and its published ones unlocked at once, even if a step in
         flight still computes a row of it: the result of that row is dropped.
         """
-        if self._connector is not None:
-            self._connector.cancel_loads(request_id)
+        self.extensions.let_go(request_id)
         search = self._searches.pop(request_id, None)
         if search is None:
             return self._scheduler.finish(request_id, reason, error)
@@ -149,8 +140,7 @@ class Engine:
     def fail_all(self, error: BaseException) -> list[RequestOutput]:
         """End all requests with `error`. Returns their outputs. Waits for the steps in flight."""
         self._prefetches.forget(None)
-        if self._connector is not None:
-            self._connector.cancel_loads()
+        self.extensions.let_go()
         outputs = self._for_callers(self._scheduler.fail_all(error))
         while self._in_flight:
             try:
@@ -171,20 +161,20 @@ class Engine:
         batch = self._events.take()
         return batch, self._events.snapshot() if with_snapshot else None
 
-    def call_after_change(self, function: Callable[[], None]) -> None:
-        """Register a function to be called after each step and each reset of the cache."""
-        self._after_change = function
-
     def has_work(self) -> bool:
         """Whether requests or prefetches are left, or a step is in flight."""
         if self._scheduler.has_work or self._in_flight or len(self._prefetches) > 0:
             return True
-        return self._connector is not None and self._connector.has_work
+        return self.extensions.has_work
 
     @property
     def idle_timeout(self) -> float | None:
         """Seconds after which an idle engine has work of its own; None for never."""
-        return None if self._connector is None else self._connector.idle_timeout
+        return self.extensions.idle_timeout
+
+    def rest(self) -> None:
+        """The loop is about to wait for requests."""
+        self.extensions.on_idle()
 
     def step(self) -> list[RequestOutput]:
         """Launch a step, and collect the oldest one beyond the overlap depth.
@@ -202,8 +192,7 @@ class Engine:
         """
         if self._prefetches.queue or self._prefetches.running is not None:
             self._prefetches.step()
-        if self._connector is not None and len(self._connector):
-            self._connector.step(may_wait=not self._scheduler.has_work and not self._in_flight)
+        self.extensions.before_step(may_wait=not self._scheduler.has_work and not self._in_flight)
         self._must_collect = bool(self._in_flight)
         outputs = self._launch()
         self._must_collect |= len(self._in_flight) > self._overlap_depth
@@ -213,15 +202,11 @@ class Engine:
         """Collect the oldest launched step and publish its tokens: the second half of `step`.
         Returns the outputs of its requests."""
         outputs: list[RequestOutput] = []
-        if self._connector is not None:
-            is_idle = not self._in_flight and not self._scheduler.has_work
-            self._connector.copy_unsaved(is_idle=is_idle)
         if self._must_collect:
             outputs = self._collect()
             if self._overlap_depth and not self._in_flight:
                 outputs += self._launch()
-        if self._after_change is not None:
-            self._after_change()
+        self.extensions.after_step(is_idle=not self._in_flight and not self._scheduler.has_work)
         return outputs
 
     def open_session(self, name: str, lease_s: float | None = None) -> None:
@@ -233,11 +218,9 @@ class Engine:
         return self._scheduler.sessions.claim(name, tokens, namespace)
 
     def close(self) -> None:
-        """Write pending K/V to the stores and release the cache's frozen objects. Only reports may
-        be read afterwards. Idempotent."""
-        for connector in (self._connector, *self._stores.values()):
-            if connector is not None:
-                connector.close()
+        """End the extensions and release the cache's frozen objects. Only reports may be read
+        afterwards. Idempotent."""
+        self.extensions.close(_CLOSE_S)
         self._cache.close()
 
     def close_session(self, name: str) -> None:
@@ -257,46 +240,12 @@ class Engine:
     def lookup(
         self, token_ids: IntArray, namespace: str = "", *, compare_namespaces: bool = True
     ) -> Lookup:
-        """Returns how much of a prompt is cached and stored, and why not more. Changes nothing."""
-        lookup = self._cache.lookup(token_ids, namespace, compare_namespaces=compare_namespaces)
-        if self._connector is None:
-            return lookup
-        stored = self._connector.lookup(token_ids, namespace, lookup.cached_len)
-        return lookup._replace(stored=stored)
-
-    def stored_len(self, token_ids: IntArray, namespace: str = "") -> int:
-        """Returns how many leading tokens of a prompt are in the kv_store; 0 without one."""
-        return 0 if self._connector is None else self._connector.stored_len(token_ids, namespace)
+        """Returns how much of a prompt is cached, and why not more. Changes nothing."""
+        return self._cache.lookup(token_ids, namespace, compare_namespaces=compare_namespaces)
 
     def prefixes(self, namespace: str | None) -> list[tuple[str, IntArray]]:
         """See `PrefixCache.prefixes`."""
         return self._cache.prefixes(namespace)
-
-    def store(self, folder: str) -> KVConnector:
-        """Returns the store in a folder, which need not be the kv_store of the settings. Raises
-        InvalidRequest."""
-        if self._connector is not None and folder == self._config.kv_store:
-            return self._connector
-        connector = self._stores.get(folder)
-        if connector is None:
-            config = replace(
-                self._config,
-                kv_store=folder,
-                kv_store_size=_UNBOUNDED,
-                host_cache_memory=None,
-            )
-            connector = self._stores[folder] = self._open_connector(config)
-        return connector
-
-    def _open_connector(self, config: EngineConfig) -> KVConnector:
-        return open_connector(
-            config,
-            self._runner,
-            self._cache,
-            token_cost=self._prefill_cost,
-            step_seconds=lambda: self._prefill_s + self._decode_s,
-            has_room=self._scheduler.has_room,
-        )
 
     def reset_cache(self, namespace: str | None = None) -> None:
         """Drop the cached and stored prefixes of a namespace, or of all if None, and their hints.
@@ -304,21 +253,42 @@ class Engine:
         self._cache.reset(namespace)
         self._scheduler.hints.forget(namespace)
         self._prefetches.forget(namespace)
-        if self._connector is not None:
-            self._connector.forget(namespace)
-        if self._after_change is not None:
-            self._after_change()
+        self.extensions.on_reset(namespace)
 
     def queue_depths(self) -> dict[str, int]:
-        """See `Scheduler.queue_depths`. Requests whose stored prefix is being loaded count as
-        waiting. May be called from any thread."""
+        """See `Scheduler.queue_depths`. Requests that an extension holds count as waiting. May be
+        called from any thread."""
         depths = self._scheduler.queue_depths()
-        if self._connector is not None:
-            depths["waiting"] += len(self._connector)
-            depths["waiting_tokens"] += self._connector.num_loading_tokens
+        num_held, num_tokens = self.extensions.held_counts()
+        depths["waiting"] += num_held
+        depths["waiting_tokens"] += num_tokens
         return depths
 
-    def _prefill_cost(self) -> tuple[float, int]:
+    # -- for extensions -----------------------------------------------------------------------
+
+    def extend(self, extension: EngineExtension) -> None:
+        """Plug an extension in. In the engine's thread, or before it begins."""
+        self.extensions.add(extension)
+        self._scheduler.set_finish_hook(self.extensions.on_release)
+
+    @property
+    def cache(self) -> PrefixCache:
+        """Extensions may read it and lock sequences in it between steps."""
+        return self._cache
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self._runner
+
+    def has_room(self, num_tokens: int, queued_at: float) -> bool:
+        """See `Scheduler.has_room`."""
+        return self._scheduler.has_room(num_tokens, queued_at)
+
+    def step_seconds(self) -> float:
+        """Returns the seconds in which steps were under way, since the start."""
+        return self._prefill_s + self._decode_s
+
+    def prefill_cost(self) -> tuple[float, int]:
         """Returns the seconds in which prompts were computed, and their tokens, since the start."""
         return self._prefill_s, self._scheduler.counts.prefilled_tokens
 
@@ -339,8 +309,7 @@ class Engine:
         scheduler["prefetches"] = len(self._prefetches)
         last_minute = {**cache["last_minute"], **scheduler["last_minute"]}
         stats = {**cache, **scheduler, **seconds, "last_minute": last_minute}
-        if self._connector is not None:
-            stats["kv_store"] = self._connector.stats()
+        stats |= self.extensions.stats()
         for counts in (stats, last_minute):
             counts["hit_rate"] = hit_rate(counts["reused_tokens"], counts["prompted_tokens"])
         return stats
@@ -369,12 +338,12 @@ class Engine:
         }
         return {**snapshot, "engine_s": time.thread_time() - start}
 
-    def check(self) -> None:
-        """Audit cache, scheduler and kv_store; AssertionError names the first broken invariant."""
+    def check(self) -> Future[None] | None:
+        """Audit cache, scheduler and extensions; AssertionError names the first broken invariant.
+        What extensions check in their own threads is in the future."""
         self._cache.check()
         self._scheduler.check()
-        if self._connector is not None:
-            self._connector.check()
+        return self.extensions.check()
 
     # -- one step -----------------------------------------------------------------------------
 

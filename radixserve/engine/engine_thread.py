@@ -11,10 +11,12 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from radixserve.engine import messages
 from radixserve.engine.engine import Engine
+from radixserve.engine.extension import AddExtension
 from radixserve.engine.messages import (
     AbandonRequests,
     AbortRequests,
@@ -24,7 +26,6 @@ from radixserve.engine.messages import (
 )
 from radixserve.engine.output_collector import OutputCollector
 from radixserve.engine.output_notifier import OutputNotifier
-from radixserve.engine.trace_recorder import TraceRecorder
 from radixserve.errors import (
     EngineDead,
     InvalidRequest,
@@ -55,13 +56,10 @@ class EngineThread:
     def __init__(
         self,
         engine: Engine,
-        recorder: TraceRecorder | None = None,
         notifier: OutputNotifier | None = None,
     ) -> None:
-        """`recorder`: records every finished request; closed with the thread. `notifier`: paused
-        while outputs are delivered and the next step is prepared."""
+        """`notifier`: paused while outputs are delivered and the next step is prepared."""
         self._engine = engine
-        self._recorder = recorder
         self._notifier = notifier or OutputNotifier()
         # Messages with the future of their answer, or None to stop the thread.
         self._inbox: queue.SimpleQueue[tuple[EngineMessage[Any], Future[Any] | None] | None] = (
@@ -234,12 +232,11 @@ class EngineThread:
         return False
 
     def _rest(self) -> None:
-        """Wake readers, refresh the statistics and flush the trace, before waiting for requests."""
+        """Wake readers and refresh the statistics, before waiting for requests."""
         self._notifier.resume()
         self._stats, self._stepped_at = self._engine.stats(), time.monotonic()
         self._is_idle = True
-        if self._recorder is not None:
-            self._recorder.flush()
+        self._engine.rest()
 
     def _die(self, death: EngineDead) -> None:
         with self._lock:
@@ -252,8 +249,6 @@ class EngineThread:
         except Exception:
             _log.exception("the engine could not free its requests")
         self._engine.close()
-        if self._recorder is not None:
-            self._recorder.close()
         while True:
             try:
                 item = self._inbox.get_nowait()
@@ -294,7 +289,9 @@ class EngineThread:
             if reply is not None:
                 return reply.set_exception(error)
             return _log.exception("a message to the engine failed")
-        if reply is not None:
+        if isinstance(answer, Future):
+            answer.add_done_callback(partial(_reply, reply))
+        elif reply is not None:
             reply.set_result(answer)
         return None
 
@@ -370,13 +367,24 @@ class EngineThread:
             return
         if output.finish is not None:
             del self._collectors[output.request_id]
-            if self._recorder is not None:
-                done = collector.request, collector.token_ids, output.finish
-                self._recorder.record(*done, arrived_at=collector.made_at)
+            done = collector.request, collector.token_ids, output.finish
+            self._engine.extensions.on_finish(*done, collector.made_at)
         elif must_stop:
             last = self._engine.finish(output.request_id, "stop")
             if last is not None:
                 self._deliver(last)
+
+
+def _reply(reply: Future[Any] | None, answer: Future[Any]) -> None:
+    """Pass on an answer that an extension's thread has made."""
+    error = answer.exception()
+    if reply is None:
+        if error is not None:
+            _log.error("a message to the engine failed: %r", error)
+    elif error is not None:
+        reply.set_exception(error)
+    else:
+        reply.set_result(answer.result())
 
 
 _threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
@@ -392,8 +400,14 @@ if hasattr(os, "register_at_fork"):
 
 
 def answer_message(engine: Engine, message: EngineMessage[Any]) -> Any:
-    """Carry out a message that does not add or end requests, and return its answer. `EngineThread`
-    processes the others, which concern their callers too. Raises what the engine raises."""
+    """Carry out a message that does not add or end requests, and return its answer, or a future of
+    it. `EngineThread` processes the others, which concern their callers too. Raises what the engine
+    raises."""
+    return engine.extensions.answer(message, _answer_of_engine(engine, message))
+
+
+def _answer_of_engine(engine: Engine, message: EngineMessage[Any]) -> Any:
+    """None for a message that only extensions know."""
     match message:
         case messages.LookUpPrompt(token_ids, namespace, compare_namespaces):
             return engine.lookup(token_ids, namespace, compare_namespaces=compare_namespaces)
@@ -409,16 +423,12 @@ def answer_message(engine: Engine, message: EngineMessage[Any]) -> Any:
             return engine.take_events(with_snapshot=with_snapshot)
         case messages.ResetCache(namespace):
             return engine.reset_cache(namespace)
-        case messages.FindStored(token_ids, namespace):
-            return engine.stored_len(token_ids, namespace)
+        case AddExtension(extension):
+            return engine.extend(extension)
+        case messages.FindStored():
+            return 0  # without a store
         case messages.ListPrefixes(namespace):
             return engine.prefixes(namespace)
-        case messages.SavePrefix(folder, namespace, tokens):
-            return engine.store(folder).save_now(tokens, namespace)
-        case messages.ListStored(folder):
-            return list(engine.store(folder).paths())
-        case messages.LoadPrefix(folder, namespace, tokens):
-            return engine.store(folder).load_now(tokens, namespace)
         case messages.GetHeld(owner):
             return engine.held_by_hints(owner)
         case messages.ApplyHints(hints):

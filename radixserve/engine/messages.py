@@ -98,10 +98,19 @@ class ResetCache(EngineMessage[None]):
 
 @dataclass(frozen=True, slots=True)
 class FindStored(EngineMessage[int]):
-    """Find how much of a prompt is in the kv_store; answers with its leading stored tokens."""
+    """Find how much of a prompt is in a store; answers with its leading stored tokens. `folder`: an
+    opened one; "" for the kv_store."""
 
     token_ids: IntArray
     namespace: str
+    folder: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStore(EngineMessage[None]):
+    """Open the store in a folder, which need not be the kv_store, for the messages about it."""
+
+    folder: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +122,8 @@ class ListPrefixes(EngineMessage[list[tuple[str, IntArray]]]):
 
 @dataclass(frozen=True, slots=True)
 class SavePrefix(EngineMessage[int]):
-    """Write the cached part of some tokens into a store; answers with the tokens written."""
+    """Write the next run of the cached part of some tokens into an opened store; answers with the
+    tokens written, 0 if all are stored. `FindStored` has to come first."""
 
     folder: str
     namespace: str
@@ -122,14 +132,15 @@ class SavePrefix(EngineMessage[int]):
 
 @dataclass(frozen=True, slots=True)
 class ListStored(EngineMessage[list[tuple[str, IntArray]]]):
-    """See `StoredPrefixes.paths`, of a folder."""
+    """See `StoredPrefixes.paths`, of an opened folder."""
 
     folder: str
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPrefix(EngineMessage[int | None]):
-    """See `KVConnector.load_now`."""
+    """Load the next run of some tokens from an opened folder into free pages; see
+    `KVLoader.load_free`."""
 
     folder: str
     namespace: str

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable
+
+_log = logging.getLogger("radixserve")
 
 
 class LoopWaker:
@@ -31,19 +34,25 @@ class LoopWaker:
             self.wake()
 
     def wake(self) -> None:
+        """Signal the loop. Never raises: it is called in the engine's thread."""
         loop = self._loop()
         if loop is None:
             return
         try:
             loop.call_soon_threadsafe(self._run)
-        except RuntimeError:  # the loop was closed meanwhile
-            if not loop.is_closed():
-                raise
+        except Exception:
+            if not loop.is_closed():  # else it was closed meanwhile
+                self._is_scheduled = False  # the next output tries again
+                _log.exception("a loop cannot be woken for new outputs")
 
     def _run(self) -> None:
         self._is_scheduled = False  # first: a concurrent call is either seen below or signalled
         while self._calls:
-            self._calls.popleft()()
+            call = self._calls.popleft()
+            try:
+                call()
+            except Exception:  # of one reader: the others get their outputs
+                _log.exception("a reader of outputs has failed")
 
 
 class OutputNotifier:

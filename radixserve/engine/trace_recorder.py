@@ -16,7 +16,6 @@ namespaces are hashed as well. The key is random and never written.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from hashlib import blake2b
 from typing import Any, BinaryIO
 
 from radixserve.arrays import IntArray
+from radixserve.engine.extension import EngineExtension
 from radixserve.errors import InvalidRequest
 from radixserve.output import Finish
 from radixserve.request import Request
@@ -32,16 +32,17 @@ LOG_KIND = "radixserve-log"  # the "kind" in a log's first line
 _VERSION = 1
 _FLUSH_BYTES = 1 << 20
 _FLUSH_S = 1.0  # between two writes while requests finish
-_log = logging.getLogger("radixserve")
 
 
-class TraceRecorder:
+class TraceRecorder(EngineExtension):
     """Appends to a file, whole lines at a time. Used by one thread.
 
-    Costs some 0.1 us a token; writes are buffered. A write that fails is logged once and ends the
-    recording, never a request. Lines not yet written are lost when the process is killed; a line
-    that was cut off is dropped when the file is read or appended to.
+    Costs some 0.1 us a token; writes are buffered. A write that fails ends the recording, never a
+    request. Lines not yet written are lost when the process is killed; a line that was cut off is
+    dropped when the file is read or appended to. A new file is readable by its owner alone.
     """
+
+    name = "trace"
 
     def __init__(self, path: str, hash_block: int | None = None) -> None:
         """`hash_block`: tokens per block, to record hashes of blocks; None: record token ids.
@@ -53,51 +54,50 @@ class TraceRecorder:
         self._lines: list[bytes] = []
         self._num_bytes = 0
         self._flushed_at = time.monotonic()
-        try:
-            self._file: BinaryIO | None = open(path, "ab+", buffering=0)  # noqa: SIM115
-            _cut_broken_line(self._file)
-        except OSError as error:
-            raise InvalidRequest(f"trace {path!r} cannot be written: {error.strerror}") from None
         name = os.path.basename(path)
         header = {"trace": name, "kind": LOG_KIND, "version": _VERSION, "started": time.time()}
         self._put(header if hash_block is None else {**header, "block_size": hash_block})
-        self.flush()
+        try:
+            self._file: BinaryIO | None = open(  # noqa: SIM115
+                path, "ab+", buffering=0, opener=_open_own
+            )
+            _cut_broken_line(self._file)
+            self.flush()
+        except OSError as error:
+            raise InvalidRequest(f"trace {path!r} cannot be written: {error.strerror}") from None
 
-    def record(
-        self, request: Request, output_ids: Sequence[int], finish: Finish, *, arrived_at: float
+    def on_finish(
+        self, request: Request, output_ids: Sequence[int], finish: Finish, arrived_at: float
     ) -> None:
-        """Record a finished request; `arrived_at`: seconds since 1970. Never raises.
-
-        A request without an output token is not recorded.
-        """
+        """Record a finished request. Raises OSError. A request without an output token is not
+        recorded."""
         if self._file is None or not output_ids:
             return
-        try:
-            self._put(self._line(request, output_ids, finish, arrived_at))
-            is_due = time.monotonic() - self._flushed_at > _FLUSH_S
-            if is_due or self._num_bytes > _FLUSH_BYTES:
-                self.flush()
-        except Exception:
-            self._give_up()
+        self._put(self._line(request, output_ids, finish, arrived_at))
+        is_due = time.monotonic() - self._flushed_at > _FLUSH_S
+        if is_due or self._num_bytes > _FLUSH_BYTES:
+            self.flush()
+
+    def on_idle(self) -> None:
+        self.flush()
 
     def flush(self) -> None:
-        """Write the buffered lines. Never raises. O(1) when there are none."""
+        """Write the buffered lines. Raises OSError. O(1) when there are none."""
         if self._file is None or not self._lines:
             return
         data = memoryview(b"".join(self._lines))
         self._lines, self._num_bytes, self._flushed_at = [], 0, time.monotonic()
-        try:
-            while data:
-                data = data[self._file.write(data) :]
-        except OSError:
-            self._give_up()
+        while data:
+            data = data[self._file.write(data) :]
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 0.0) -> None:  # noqa: ARG002
         """Write the buffered lines and close the file. Idempotent."""
-        self.flush()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        try:
+            self.flush()
+        finally:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
 
     def _line(
         self, request: Request, output_ids: Sequence[int], finish: Finish, arrived_at: float
@@ -135,11 +135,10 @@ class TraceRecorder:
         self._lines.append(data)
         self._num_bytes += len(data)
 
-    def _give_up(self) -> None:
-        _log.exception("the trace cannot be written any more; serving goes on without it")
-        self._lines, file, self._file = [], self._file, None
-        if file is not None:
-            file.close()
+
+def _open_own(path: str, flags: int) -> int:
+    """Open a file; a new one is its owner's alone, since it has prompts in it."""
+    return os.open(path, flags, 0o600)
 
 
 def _bytes_of(text: str) -> bytes:

@@ -12,7 +12,6 @@ notice the gap, request a replay, and drop their old state.
 from __future__ import annotations
 
 import contextlib
-import logging
 import queue
 import threading
 import time
@@ -23,6 +22,7 @@ import msgspec
 import zmq
 
 from radixserve.cache import EventBatch, EventLog, EventSnapshot
+from radixserve.engine.extension import EngineExtension
 from radixserve.errors import InvalidRequest
 from radixserve.kv_events.blocks import BlockView
 from radixserve.kv_events.schema import KVCacheEvent, KVEventBatch
@@ -32,15 +32,17 @@ _MAX_KEPT = 10_000  # most batches kept for replay
 _MAX_KEPT_BYTES = 1 << 26  # most bytes of them
 _MAX_UNREAD = 1_000  # batches that wait for the thread; further events stay in the log
 _MAX_UNSENT = 100_000  # messages that wait for a slow consumer; it misses further ones
-_log = logging.getLogger("radixserve")
+_CLOSE_S = 30.0  # until the thread is given up
 
 
-class KVEventPublisher:
+class KVEventPublisher(EngineExtension):
     """Publishes the events of a log. `publish` passes the events since the last call, in the
     cache's thread, to the publisher's own thread, which hashes, encodes and sends them.
 
-    An error in that thread is logged and ends the publishing only.
+    An error in that thread is raised by the next `publish`, and ends the publishing only.
     """
+
+    name = "kv_events"
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class KVEventPublisher:
         self._kept: deque[tuple[bytes, bytes]] = deque()  # (number, payload)
         self._num_kept_bytes = 0
         self._inbox: queue.SimpleQueue[EventBatch | EventSnapshot | None] = queue.SimpleQueue()
-        self._has_failed = False
+        self._failure: Exception | None = None  # of the thread
         self._next = log.take().end  # of the log's events
         self._inbox.put(log.snapshot())
         self._context = zmq.Context()
@@ -95,10 +97,11 @@ class KVEventPublisher:
         return socket
 
     def publish(self) -> None:
-        """Pass the events since the last call to the thread. O(1); never waits, never raises."""
-        if self._has_failed:
-            self._log.close()
-        elif self._inbox.qsize() < _MAX_UNREAD:
+        """Pass the events since the last call to the thread. O(1); never waits. Raises what has
+        ended the thread."""
+        if self._failure is not None:
+            raise self._failure
+        if self._inbox.qsize() < _MAX_UNREAD:
             batch = self._log.take()
             if batch.first != self._next:  # the log has discarded events
                 self._put(self._log.snapshot())
@@ -106,11 +109,20 @@ class KVEventPublisher:
                 self._put(batch)
             self._next = batch.end
 
-    def close(self) -> None:
+    def after_step(self, *, is_idle: bool) -> None:  # noqa: ARG002
+        self.publish()
+
+    def on_reset(self, namespace: str | None) -> None:  # noqa: ARG002
+        self.publish()
+
+    def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Send the pending batches and stop. Call it after the last `publish`."""
-        if not self._context.closed:
-            self._put(None)
-            self._thread.join()
+        if self._context.closed:
+            return
+        self._log.close()
+        self._put(None)
+        self._thread.join(max(0.1, timeout_s))
+        if not self._thread.is_alive():
             self._context.destroy(500)  # milliseconds to send pending messages
 
     def _put(self, item: EventBatch | EventSnapshot | None) -> None:
@@ -133,9 +145,8 @@ class KVEventPublisher:
                     self._wake_up.recv()
                     if not self._read_inbox():
                         return
-        except Exception:
-            _log.exception("the KV events are not published any more")
-            self._has_failed = True
+        except Exception as error:
+            self._failure = error
 
     def _read_inbox(self) -> bool:
         """Send the waiting events as one batch. Returns False when the publisher is closed."""

@@ -1,6 +1,7 @@
 """`serve`: the server's process: its socket, loading the model, signals, and shutdown.
 
-SIGTERM drains: `Process._drain` refuses new requests and waits for those in flight.
+SIGTERM drains: `Process._drain` refuses new requests and waits for those in flight. An engine that
+has failed ends the process, too, with exit code 1, so that a supervisor starts it again.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ _BACKLOG = 2048
 _SWITCH_INTERVAL_S = 0.0005  # of the GIL between the threads of engine and loop; default: 5 ms
 _SWEEP_EVERY_S = 5.0
 _TERMINATED = 128 + signal.SIGTERM
+_WATCH_EVERY_S = 0.5  # whether the engine lives
+_ANSWER_S = 5.0  # for the answers of open requests after the engine has ended
 
 
 def serve(model: str, engine: Mapping[str, Any], config: ServerConfig) -> int:
@@ -127,6 +130,7 @@ class Process:
         settings = uvicorn_config(self.server)
         self._uvicorn = _Uvicorn(settings)
         self._stopping: asyncio.Task[None] | None = None
+        self._exit_code = 0
 
     async def run(self) -> int:
         """Load the model and serve until a signal. Returns the exit code; raises what loading the
@@ -136,14 +140,16 @@ class Process:
         loading = asyncio.create_task(self._load())
         serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._sock]))
         sweeping = asyncio.create_task(self._sweep())
+        watching = asyncio.create_task(self._watch())
         try:
             await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_COMPLETED)
             if not serving.done():
                 loading.result()  # raises the error of `_load`
             await serving
-            return 0
+            return self._exit_code
         finally:
             sweeping.cancel()
+            watching.cancel()
             self._uvicorn.should_exit = True
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
@@ -193,6 +199,23 @@ class Process:
             if self.server.is_loaded:
                 self.server.sessions.close_expired()
                 self.server.branches.close_expired()
+
+    async def _watch(self) -> None:
+        """End the process, with exit code 1, once the engine has ended: no request can be answered
+        any more. The open ones get their errors first."""
+        while not self.server.is_loaded or self.server.runtime.status().is_alive:
+            await asyncio.sleep(_WATCH_EVERY_S)
+        if self._stopping is not None:
+            return  # it was closed by a signal
+        self.server.is_draining = True
+        self._exit_code = 1
+        _log.critical("the engine has ended; the server ends with exit code 1")
+        deadline = asyncio.get_running_loop().time() + _ANSWER_S
+        while self.server.in_flight and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.05)  # for answers that are being sent
+        self._uvicorn.should_exit = True
+        self._uvicorn.force_exit = True
 
     # -- shutdown -----------------------------------------------------------------------------
 

@@ -57,7 +57,8 @@ class FolderStore(RunStore):
     num_dropped = 0
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
-        """Makes the folder, readable by its owner alone. O(files)."""
+        """Makes the folder, readable by its owner alone; of one that has more than `max_bytes`, the
+        oldest files go. O(files)."""
         self.folder = Path(folder)
         self.max_bytes = max_bytes
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -65,6 +66,8 @@ class FolderStore(RunStore):
         self._users = self._lock_shared()
         self._num_uncounted = 0  # bytes written since the folder's were counted
         self._recount()
+        if self.num_bytes > max_bytes:
+            self._make_room()
 
     def put(self, name: str, parts: Iterable[Buffer]) -> int:
         """Write a file, in place of one of that name; returns its bytes. Raises OSError, and

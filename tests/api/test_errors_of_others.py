@@ -109,7 +109,7 @@ def test_a_trace_goes_on_after_names_that_are_no_text(tmp_path: Path) -> None:
     for session in ("a\ud800", "b"):
         ids = torch.arange(4).int().numpy()
         request = Request("x", ids, SamplingParams(), 1, frozenset(), 99, session=session)
-        recorder.record(request, [5], finish, arrived_at=1.0)
+        recorder.on_finish(request, [5], finish, 1.0)
     recorder.close()
     assert len(path.read_text().splitlines()) == 3
 

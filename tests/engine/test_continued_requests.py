@@ -46,9 +46,7 @@ def engine() -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def builder() -> RequestBuilder:
     tokenizer = Tokenizer.load(DEMO)
-    return RequestBuilder(
-        PromptReader(tokenizer, 4096, 1000, "a limit"), frozenset(), 0, SamplingParams()
-    )
+    return RequestBuilder(PromptReader(tokenizer, 4096, 1000, "a limit"), frozenset(), 0, {})
 
 
 def run(engine: Engine, requests: list[Request]) -> dict[str, list[RequestOutput]]:

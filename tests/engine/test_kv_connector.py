@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 from radixserve import InvalidRequest, Runtime, SamplingParams
-from radixserve.engine.kv_connector import KVConnector, LoadingRequest
 from radixserve.errors import RequestFailed
 from radixserve.output import Completion
 from radixserve.store import FolderStore
+from radixserve.store.connector import KVConnector
+from tests.engine.stores import connector_of, flush, set_limits, store_stats
 from tests.pacing import wait_until
 from tests.store.faulty_store import DAMAGES, Faults
 
@@ -97,11 +98,10 @@ def test_a_write_keeps_what_writes_before_it_store_meanwhile(
 
     monkeypatch.setattr(FolderStore, "put", put_late)
     with runtime_with_store(tmp_path) as runtime:
-        connector = runtime._core._engine._connector
         runtime.generate(prompts[0], PARAMS)
         wait_until(lambda: not is_first and runtime.stored_len(prompts[0]) == 512)
         runtime.generate(prompts[1], PARAMS)
-        wait_until(lambda: len(connector._writes) == 2)
+        wait_until(lambda: store_stats(runtime)["unsaved_requests"] == 0)
         may_continue.set()
     warm = run(tmp_path, prompts)
     assert [completion.usage.loaded_tokens for completion in warm] == [1199, 99]
@@ -136,7 +136,7 @@ def test_a_request_in_memory_or_not_stored_is_not_loaded(tmp_path: Path) -> None
     with runtime_with_store(tmp_path) as runtime:
         runtime.generate([tokens(0, 100), tokens(0, 100), tokens(1, 100)], PARAMS)
         assert runtime.cache_stats()["kv_store"]["loaded_tokens"] == 0
-        runtime._core._engine._connector.flush()
+        flush(runtime)
         assert runtime.stored_len(tokens(0, 100) + [7] * 9) == 100
         assert runtime.stored_len(tokens(5, 100)) == 0
 
@@ -166,21 +166,19 @@ def test_lookup_says_what_lies_where_and_what_it_costs(tmp_path: Path) -> None:
         assert runtime.lookup(prompt).stored is None
 
 
-def test_a_load_that_waits_for_others_or_takes_long_does_not_pay(tmp_path: Path) -> None:
-    """Computing is sooner: by the loads before it, by the bandwidth, by the latency."""
+def test_a_load_that_takes_long_does_not_pay(tmp_path: Path) -> None:
+    """Computing is sooner by the measured latency."""
     run(tmp_path, [tokens(seed, 40) for seed in range(2)])
     with runtime_with_store(tmp_path) as runtime:
-        connector = runtime._core._engine._connector
-        connector._token_cost = lambda: (1.0, 1000)  # 1 ms a token
-        assert connector._pays(40, ())
-        assert not connector._pays(40, [LoadingRequest(None, None, 10_000_000)])
-        connector._latency_s = 0.2
+        connector = connector_of(runtime)
+        cost = connector.cost
+        cost.token_cost = lambda: (1.0, 1000)  # 1 ms a token
+        assert cost.pays(40)
+        cost.latency_s = 0.2
         assert runtime.generate(tokens(0, 40), PARAMS).usage.loaded_tokens == 0
         for _ in range(200):  # the latency that was measured once is forgotten
-            connector._pays(1, [LoadingRequest(None, None, 10_000_000)])
+            cost.pays(1, [10_000_000])
         assert runtime.generate(tokens(1, 40), PARAMS).usage.loaded_tokens == 39
-        connector._bandwidth = 1.0
-        assert not connector._pays(40, ())
 
 
 def test_only_what_was_reused_is_written_on_demand(tmp_path: Path) -> None:
@@ -208,46 +206,56 @@ def test_with_auto_an_idle_or_closed_engine_writes_everything(tmp_path: Path) ->
 
 def saved(connector: KVConnector, runtime: Runtime, prompt: list[int]) -> int:
     """Tokens that are to be written while others run, of a request that has computed a prompt."""
-    number = connector._num_wanted(np.array(prompt, np.int32), "", len(prompt), 0)
+    number = num_wanted(connector, prompt, len(prompt), 0)
     runtime.check()
     return number
+
+
+def num_wanted(
+    connector: KVConnector, prompt: Sequence[int], num_prompt: int, num_reused: int
+) -> int:
+    def num_stored(some: Any) -> int:
+        return connector.prefixes.known(some).length
+
+    ids = np.array(prompt, np.int32)
+    return connector.policy.num_wanted(ids, "", num_prompt, num_reused, num_stored)
 
 
 def test_with_auto_a_busy_engine_writes_what_pays(tmp_path: Path) -> None:
     """What is cheap to write beside computing it; else what had been evicted and came back."""
     with runtime_with_store(tmp_path, kv_store_write="auto") as runtime:
-        connector = runtime._core._engine._connector
-        token_bytes = connector._prefixes.layout.token_bytes
-        connector._copy_s, connector._bandwidth = 0.0, 1e15
-        connector._write_s = 5e-6 / token_bytes  # 5 us a token
-        connector._token_cost = lambda: (2.0, 1000)  # 2 ms a token
+        connector = connector_of(runtime)
+        token_bytes = connector.cost.token_bytes
+        connector.policy.copy_s, connector.cost.bandwidth = 0.0, 1e15
+        connector.policy.write_s = 5e-6 / token_bytes  # 5 us a token
+        connector.cost.token_cost = lambda: (2.0, 1000)  # 2 ms a token
         assert saved(connector, runtime, tokens(0, 200)) == 200
-        connector._token_cost = lambda: (1.0, 100_000)  # 10 us a token
+        connector.cost.token_cost = lambda: (1.0, 100_000)  # 10 us a token
         assert saved(connector, runtime, tokens(1, 200)) == 0
-        assert connector._counts.returned_tokens == 128 + 64 - 192
+        assert connector.counts.returned_tokens == 128 + 64 - 192
         assert saved(connector, runtime, tokens(1, 150) + tokens(2, 50)) == 128
-        assert connector._counts.returned_tokens == 128
-        again = np.array(tokens(1, 200), np.int32)
+        assert connector.counts.returned_tokens == 128
+        again = tokens(1, 200)
         # 192 tokens are to be written; the third time, loads would have saved more altogether.
-        for num_reused, num_wanted in ((187, 0), (110, 0), (110, 192)):
-            assert connector._num_wanted(again, "", 200, num_reused) == num_wanted
-        assert connector._counts.returned_tokens == 128 + 5 + 82 + 82
+        for num_reused, expected in ((187, 0), (110, 0), (110, 192)):
+            assert num_wanted(connector, again, 200, num_reused) == expected
+        assert connector.counts.returned_tokens == 128 + 5 + 82 + 82
         # Answers that are computed again do not count: a load would not have saved them.
-        assert connector._num_wanted(again, "", 110, 110) == 0
-        assert connector._counts.returned_tokens == 128 + 5 + 82 + 82
-        connector._token_cost = lambda: (1.0, 10_000_000)  # computed sooner than written
+        assert num_wanted(connector, again, 110, 110) == 0
+        assert connector.counts.returned_tokens == 128 + 5 + 82 + 82
+        connector.cost.token_cost = lambda: (1.0, 10_000_000)  # computed sooner than written
         assert saved(connector, runtime, tokens(1, 200)) == 0
-        connector._counts.returned_tokens = 10**9  # all that is evicted comes back
-        connector._token_cost = lambda: (1.0, 100_000)
+        connector.counts.returned_tokens = 10**9  # all that is evicted comes back
+        connector.cost.token_cost = lambda: (1.0, 100_000)
         assert saved(connector, runtime, tokens(3, 200)) == 200
 
 
 def test_what_does_not_pay_leaves_a_full_pool_unwritten(tmp_path: Path) -> None:
     with runtime_with_store(tmp_path, kv_store_write="auto", num_pages=700) as runtime:
-        connector = runtime._core._engine._connector
-        connector._token_cost = lambda: (1e-9, 1000)
+        connector = connector_of(runtime)
+        connector.cost.token_cost = lambda: (1e-9, 1000)
         runtime.generate([tokens(seed, 300) for seed in range(8)], PARAMS)
-        connector.flush()
+        flush(runtime)
         runtime.check()
         stats = connector.stats()
     assert stats["skipped_tokens"] >= 8 * 303 - 700
@@ -264,7 +272,7 @@ def test_on_evict_writes_when_pages_are_short_and_at_the_end(tmp_path: Path) -> 
         assert not files(tmp_path)
         for seed in (1, 2, 3):
             runtime.generate(tokens(seed, 300), PARAMS)
-        runtime._core._engine._connector._writer.submit(lambda: None).result()
+        runtime.check()
         assert files(tmp_path)
     usages = [completion.usage for completion in run(tmp_path, [tokens(s, 300) for s in range(4)])]
     assert [usage.loaded_tokens for usage in usages] == [299] * 4
@@ -276,7 +284,7 @@ def test_only_what_was_used_often_is_written_on_demand(tmp_path: Path) -> None:
         for number in range(3):
             assert not files(tmp_path)
             runtime.generate(tokens(0, 150) + tokens(5 + number, 50), PARAMS)
-            runtime._core._engine._connector.flush()
+            flush(runtime)
     assert run(tmp_path, [tokens(0, 200)])[0].usage.loaded_tokens == 128  # a multiple of 64
 
 
@@ -370,7 +378,7 @@ class TestFaults:
     def faults(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
         """Of the stores of all engines that follow."""
         faults = Faults()
-        monkeypatch.setattr("radixserve.engine.kv_connector.FolderStore", faults.store)
+        monkeypatch.setattr("radixserve.store.connector.FolderStore", faults.store)
         yield faults
         faults.let_go.set()
 
@@ -422,8 +430,8 @@ class TestFaults:
         faults.write = fault
         with runtime_with_store(tmp_path) as runtime:
             assert answers([runtime.generate(tokens(0, 1200), PARAMS)]) == answers(cold)
-            connector = runtime._core._engine._connector
-            connector.flush()
+            connector = connector_of(runtime)
+            flush(runtime)
             runtime.check()
             stats = connector.stats()
         assert (stats["failed_writes"], stats["unwritten_tokens"]) == (1, 1203)
@@ -439,20 +447,19 @@ class TestFaults:
         self, tmp_path: Path, faults: Faults, fault: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Beyond the bytes that may wait, K/V is dropped and counted."""
-        monkeypatch.setattr("radixserve.engine.kv_connector._BACKLOG_BYTES", 3_000_000)
+        set_limits(monkeypatch, backlog_bytes=3_000_000)
         faults.write = fault
         prompts = [tokens(seed, 300) for seed in range(8)]
         with runtime_with_store(tmp_path) as runtime:
-            connector = runtime._core._engine._connector
+            connector = connector_of(runtime)
             completions = [runtime.generate(prompt, PARAMS) for prompt in prompts]
-            while connector._unsaved:
-                time.sleep(0.001)
+            wait_until(lambda: store_stats(runtime)["unsaved_requests"] == 0)
             stats = connector.stats()
             if fault == "stalled":
                 assert stats["written_tokens"] == 0
                 assert stats["unwritten_tokens"] > 0
             faults.let_go.set()
-            connector.flush()
+            flush(runtime)
             runtime.check()
             stats = connector.stats()
         assert stats["written_tokens"] + stats["unwritten_tokens"] == 8 * 303
@@ -468,7 +475,7 @@ class TestFaults:
     ) -> None:
         """Its tokens are computed; while the reader's thread hangs, nothing waits for it."""
         faults.read = "stalled"
-        monkeypatch.setattr("radixserve.engine.kv_connector._PATIENCE_S", 0.05)
+        set_limits(monkeypatch, read_s=0.05)
         with runtime_with_store(tmp_path) as runtime:
             completion = runtime.generate(tokens(0, 1200), PARAMS)
             assert answers([completion]) == answers(cold)
@@ -487,7 +494,7 @@ class TestFaults:
         caplog: pytest.LogCaptureFixture,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr("radixserve.engine.kv_connector._CLOSE_S", 0.2)
+        set_limits(monkeypatch, close_s=0.2)
         faults.write = "stalled"
         with runtime_with_store(tmp_path) as runtime:
             runtime.generate(tokens(0, 100), PARAMS)
@@ -504,10 +511,10 @@ class TestFaults:
         expected = run(tmp_path, prompts)
         faults.read = "slow"  # each read takes longer than to compute a prompt
         with runtime_with_store(tmp_path) as runtime:
-            connector = runtime._core._engine._connector
-            connector._token_cost = lambda: (1e-2, 1000)  # 10 us a token
-            connector._latency_s = 0.0
-            connector._bandwidth = 1e12
+            connector = connector_of(runtime)
+            connector.cost.token_cost = lambda: (1e-2, 1000)  # 10 us a token
+            connector.cost.latency_s = 0.0
+            connector.cost.bandwidth = 1e12
             completions = [runtime.generate(prompt, PARAMS) for prompt in prompts]
             runtime.check()
         assert answers(completions) == answers(expected)
@@ -553,13 +560,13 @@ class TestFaults:
 
         with runtime_with_store(tmp_path, page_size=16) as runtime:
             runtime.generate(tokens(0, 100), PARAMS)
-            runtime._core._engine._connector.flush()
+            flush(runtime)
             stored = files(tmp_path)
             with monkeypatch.context() as context:
                 context.setattr(runtime._core._engine._runner, "launch", fail)
                 with pytest.raises(RequestFailed):
                     runtime.generate(tokens(0, 90) + tokens(1, 40), PARAMS)
-            runtime._core._engine._connector.flush()
+            flush(runtime)
             assert files(tmp_path) == stored
 
     def test_a_folder_that_cannot_be_made(self, tmp_path: Path) -> None:
@@ -590,9 +597,9 @@ def test_two_processes_share_a_folder(tmp_path: Path) -> None:
         expected, also = (answers(handle.result()) for handle in (of_first, of_second))
         assert expected == also
         for runtime in (first, second):
-            runtime._core._engine._connector.flush()
+            flush(runtime)
         first.generate(tokens(9, 300), PARAMS)
-        first._core._engine._connector.flush()
+        flush(first)
         assert second.generate(tokens(9, 300), PARAMS).usage.loaded_tokens == 299
     assert [completion.usage.loaded_tokens for completion in run(tmp_path, prompts)] == [199] * 4
 

@@ -16,8 +16,6 @@ from radixserve import SamplingParams
 from radixserve.arrays import IntArray
 from radixserve.cache import RadixSequence
 from radixserve.config import KVStoreWrite
-from radixserve.engine import kv_connector
-from radixserve.engine.kv_connector import KVConnector
 from radixserve.request import Request
 from radixserve.runner.kv_layout import ByteArray, KVLayout
 from radixserve.store import (
@@ -25,15 +23,19 @@ from radixserve.store import (
     RunStore,
     StoredPrefixes,
     TieredStore,
+    saver,
     stored_prefixes,
     use_counts,
 )
+from radixserve.store.connector import KVConnector
+from radixserve.store.limits import StoreLimits
 from tests.cache.world import Prefix, World, random_step, random_tokens
 from tests.store.faulty_store import DAMAGES, Faults
 
 LAYOUT = KVLayout(1, 1, 2, "float32", 4)  # 8 bytes of keys and as many of values a token
 NAMESPACES = ("", "", "b")
 MODEL = "0" * 32
+LIMITS = StoreLimits(min_tokens=2, idle_s=0.0, pacing_s=0.001, first_pause_s=0.01)
 
 
 class CellPool:
@@ -106,13 +108,14 @@ class StoreWorld(World):
             step_tokens=4,
             token_cost=lambda: (self.rng.choice([1e-9, 1.0, 1.0, 1.0]), self.rng.choice([0, 1000])),
             has_room=lambda _, __: self.rng.random() < 0.9,
+            limits=LIMITS,
         )
 
     def restart(self) -> None:
         """Another process: an empty cache over what is stored."""
-        self.connector.cancel_loads()
+        self.connector.loader.cancel()
         self.drain()
-        self.connector.close()
+        self.connector.close(30.0)
         self.connector = self.open_store()
 
     def request(self, tokens: Prefix, namespace: str) -> None:
@@ -123,12 +126,12 @@ class StoreWorld(World):
         request = Request(name, ids, params, 0, frozenset(), len(tokens) + 9)
         self.loading[name] = tokens, namespace
 
-        def finish(num_loaded: int) -> None:
+        def finish(num_loaded: int | None) -> None:
             del self.loading[name]
-            self.num_loaded += num_loaded
+            self.num_loaded += num_loaded or 0
             self.compute(tokens, namespace)
 
-        if not self.connector.queue_load(request, finish):
+        if not self.connector.loader.queue(request, 0.0, finish):
             finish(0)
 
     def compute(self, tokens: Prefix, namespace: str) -> None:
@@ -139,7 +142,7 @@ class StoreWorld(World):
             self.commit(seq, len(tokens))
 
     def release(self, seq: RadixSequence) -> None:
-        self.connector.save(seq, seq.committed_len, seq.cached_len)
+        self.connector.on_release(seq, seq.committed_len, seq.cached_len)
         super().release(seq)
 
     def preempt(self, seq: RadixSequence) -> None:
@@ -153,13 +156,13 @@ class StoreWorld(World):
     def check(self) -> None:
         super().check()
         if hasattr(self, "connector"):
-            self.connector.check()
-            assert len(self.connector) == len(self.loading)
+            self.connector.check().result()
+            assert len(self.connector.loader) == len(self.loading)
 
     def close(self) -> None:
-        self.connector.cancel_loads()
+        self.connector.loader.cancel()
         self.drain()
-        self.connector.close()
+        self.connector.close(30.0)
 
 
 def store_step(world: StoreWorld, rng: random.Random, max_len: int) -> None:
@@ -178,11 +181,11 @@ def store_step(world: StoreWorld, rng: random.Random, max_len: int) -> None:
         world.release(rng.choice(world.open))
     elif action == "steps":
         for _ in range(rng.randint(1, 4)):
-            world.connector.step(may_wait=rng.random() < 0.8)
+            world.connector.before_step(may_wait=rng.random() < 0.8)
     elif action == "copy":
-        world.connector.copy_unsaved(is_idle=True)
+        world.connector.after_step(is_idle=True)
     elif action == "abort" and world.loading:
-        world.connector.cancel_loads(rng.choice(list(world.loading)))
+        world.connector.loader.cancel(rng.choice(list(world.loading)))
     elif action == "preempt" and world.open:
         world.preempt(rng.choice(world.open))
     elif action == "fault":
@@ -223,14 +226,10 @@ def run_program(folder: Path, seed: int, num_steps: int) -> StoreWorld:
 
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of a few tokens, and engines that are idle at once."""
-    for module in (kv_connector, stored_prefixes):
+    """Runs of a few tokens."""
+    for module in (saver, stored_prefixes):
         monkeypatch.setattr(module, "MAX_RUN_TOKENS", 7)
-    monkeypatch.setattr(kv_connector, "MIN_TOKENS", 2)
-    monkeypatch.setattr(kv_connector, "_IDLE_S", 0.0)
-    monkeypatch.setattr(kv_connector, "_MAX_PAUSE_S", 0.001)
     monkeypatch.setattr(use_counts, "_STEP", 4)
-    monkeypatch.setattr(kv_connector, "_LOG_EVERY_S", 1e9)
 
 
 def test_random_programs_with_a_store(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from radixserve.engine.trace_recorder import TraceRecorder
 from radixserve.output import Finish, Metrics, Usage
 from radixserve.replay import CacheSpec, read_trace, replay_direct
 from radixserve.request import Request
-from tests.pacing import held
+from tests.pacing import held, wait_until
 
 FINISH = Finish("length", Usage(3, 1, 2, 2), Metrics(0.0, 0.1, 0.2), None)
 
@@ -37,11 +37,11 @@ def objects(path: Path) -> list[dict[str, Any]]:
 def test_lines_are_what_happened(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     recorder = TraceRecorder(str(path))
-    recorder.record(request([1, 2, 3], "chat", "n"), [4, 5], FINISH, arrived_at=1000.25)
-    recorder.record(request([9]), [], FINISH, arrived_at=1001.0)  # sampled nothing
+    recorder.on_finish(request([1, 2, 3], "chat", "n"), [4, 5], FINISH, 1000.25)
+    recorder.on_finish(request([9]), [], FINISH, 1001.0)  # sampled nothing
     recorder.close()
     recorder.close()
-    recorder.record(request([9]), [1], FINISH, arrived_at=1001.0)  # too late
+    recorder.on_finish(request([9]), [1], FINISH, 1001.0)  # too late
     header, line = objects(path)
     assert (header["kind"], header["version"]) == ("radixserve-log", 1)
     assert line == {
@@ -63,7 +63,7 @@ def test_lines_are_written_in_time_though_the_clock_is_set_back(
     later = time.monotonic() + 3600.0
     monkeypatch.setattr(time, "time", lambda: 0.0)
     monkeypatch.setattr(time, "monotonic", lambda: later)
-    recorder.record(request([1, 2, 3]), [4, 5], FINISH, arrived_at=1000.25)
+    recorder.on_finish(request([1, 2, 3]), [4, 5], FINISH, 1000.25)
     assert len(objects(path)) == 2
     recorder.close()
 
@@ -74,8 +74,8 @@ def test_hashes_tell_equal_prefixes_and_nothing_else(tmp_path: Path) -> None:
     for path in paths:
         recorder = TraceRecorder(str(path), 4)
         for at, tokens in enumerate(([*head, 1, 2, 3, 4, 5], [*head, 9, 9, 9, 9], [1, 2])):
-            recorder.record(request(tokens, "ann", "team"), [7], FINISH, arrived_at=float(at))
-        recorder.record(request(head, "ann"), [7], FINISH, arrived_at=9.0)
+            recorder.on_finish(request(tokens, "ann", "team"), [7], FINISH, float(at))
+        recorder.on_finish(request(head, "ann"), [7], FINISH, 9.0)
         recorder.close()
         assert "ann" not in path.read_text()
         assert "team" not in path.read_text()
@@ -98,7 +98,7 @@ def test_a_second_run_appends_and_drops_a_broken_line(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     for at in range(2):
         recorder = TraceRecorder(str(path))
-        recorder.record(request([1, 2]), [3], FINISH, arrived_at=float(at))
+        recorder.on_finish(request([1, 2]), [3], FINISH, float(at))
         recorder.close()
         with path.open("a") as file:
             file.write('{"time": 3, "tokens": [' + "1, " * 50_000)
@@ -117,23 +117,39 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
-def test_a_failing_write_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.ERROR, "radixserve"):
-        recorder = TraceRecorder("/dev/full")
-        for _ in range(3):
-            recorder.record(request([1, 2]), [3], FINISH, arrived_at=0.0)
-            recorder.flush()
-        recorder.close()
-    assert caplog.text.count("the trace cannot be written any more") == 1
+def test_a_full_disk_is_refused_at_the_start() -> None:
+    with pytest.raises(InvalidRequest, match="cannot be written: No space left"):
+        TraceRecorder("/dev/full")
 
 
-def test_a_request_that_cannot_be_written_disturbs_no_other(
+def test_a_new_file_is_its_owners_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        TraceRecorder(str(tmp_path / "log.jsonl")).close()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "log.jsonl").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_disk_that_becomes_full_ends_the_trace_and_no_request(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = TraceRecorder(str(tmp_path / "log.jsonl"))
-    with caplog.at_level(logging.ERROR, "radixserve"):
-        recorder.record(request([1]), [object()], FINISH, arrived_at=0.0)  # type: ignore[list-item]
-    assert "serving goes on" in caplog.text
+    params = SamplingParams(max_tokens=2, temperature=0.0)
+    with (
+        caplog.at_level(logging.ERROR, "radixserve"),
+        Runtime("demo", num_pages=256, trace=str(tmp_path / "log.jsonl")) as runtime,
+    ):
+        runtime.generate([5, 6, 7], params)
+        full = os.open("/dev/full", os.O_WRONLY)
+        for number in os.listdir("/proc/self/fd"):
+            if os.path.realpath(f"/proc/self/fd/{number}") == str(tmp_path / "log.jsonl"):
+                os.dup2(full, int(number))
+        for _ in range(3):
+            assert runtime.generate([5, 6, 8], params).finish_reason == "length"
+        wait_until(lambda: runtime.cache_stats()["ended_extensions"] == ["trace"])
+        assert runtime.generate([5, 6, 9], params).finish_reason == "length"
+    assert caplog.text.count("trace has failed and is ended") == 1
 
 
 # -- a Runtime ------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -159,8 +160,29 @@ def test_a_publisher_that_fails_disturbs_nothing(
     monkeypatch.setattr(BlockView, "apply", fail)
     replica.put_some()
     replica.publisher.close()
-    replica.put_some()
+    with pytest.raises(RuntimeError, match="no blocks"):  # which ends the extension
+        replica.publisher.publish()
     replica.cache.open_events()  # its log is closed
+
+
+def test_an_engine_whose_events_fail_continues(
+    sockets: tuple[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no blocks")
+
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    with Runtime("demo", num_pages=400, kv_events=",".join(sockets)) as runtime:
+        monkeypatch.setattr(BlockView, "apply", fail)
+        deadline = time.monotonic() + 20
+        while not runtime.cache_stats()["ended_extensions"]:
+            assert runtime.generate([*range(5, 45)], params).finish_reason == "length"
+            runtime.flush_cache()
+            assert time.monotonic() < deadline
+        assert runtime.cache_stats()["ended_extensions"] == ["kv_events"]
+        assert runtime.generate([*range(5, 45)], params).finish_reason == "length"
+        runtime.check()
+    assert caplog.text.count("kv_events has failed and is ended") == 1
 
 
 def test_a_runtime_publishes(sockets: tuple[str, str]) -> None:

@@ -118,6 +118,46 @@ def test_a_second_signal_ends_at_once(process: Served) -> None:
         process.process.wait(20)
 
 
+# A server whose engine fails once a file is there.
+DYING = """
+import os, sys
+from radixserve.cli import main
+from radixserve.scheduler import Scheduler
+
+schedule = Scheduler.schedule
+
+def fail(self):
+    if os.path.exists(os.environ["FAIL_AT"]):
+        raise ValueError("the schedule is broken")
+    return schedule(self)
+
+Scheduler.schedule = fail
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_dead_engine_ends_its_server_after_open_requests_were_answered(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAIL_AT", str(tmp_path / "fail"))
+    served = Served(checkpoint, "--num-pages", "4096", program=("-c", DYING))
+    try:
+        served.wait_until_ready()
+        with served.client.stream(
+            "POST", "/v1/completions", json={**LONG, "max_tokens": 4000}
+        ) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            (tmp_path / "fail").touch()
+            rest = [line for line in lines if line]
+        assert '"error"' in rest[-2], rest[-3:]
+        assert "engine" in rest[-2]
+        assert served.process.wait(60) == 1
+        assert "the server ends with exit code 1" in served.errors()
+    finally:
+        served.stop()
+
+
 def test_what_cannot_be_served_is_one_line_and_code_2(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("ann 0123456789abcdef")

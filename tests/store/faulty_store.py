@@ -62,6 +62,7 @@ class Faults:
     """What goes wrong from now on; "" nothing. Shared by the stores of several engines."""
 
     read: str = ""  # of DAMAGES, or "failing", "gone", "slow", "stalled"
+    find: str = ""  # of heads: "failing", "slow", "stalled"
     write: str = ""  # of DAMAGES, or "failing", "full", "slow", "stalled"
     let_go: threading.Event = field(default_factory=threading.Event)  # ends what is stalled
     num_calls: int = 0  # that went wrong
@@ -71,7 +72,7 @@ class Faults:
 
 
 class FaultyStore(FolderStore):
-    """Reads of whole files and writes have the fault of `faults`; heads are read as they are."""
+    """Reads of heads, reads of whole files and writes have the faults of `faults`."""
 
     def __init__(self, folder: Path, max_bytes: int, faults: Faults) -> None:
         super().__init__(folder, max_bytes)
@@ -80,12 +81,12 @@ class FaultyStore(FolderStore):
     def get(
         self, name: str, num_bytes: int | None = None, into: memoryview | None = None
     ) -> memoryview | None:
-        fault = self.faults.read
+        fault = self.faults.find if into is None else self.faults.read
         if not fault:
             return super().get(name, num_bytes, into)
         data = super().get(name, num_bytes, into)
-        if into is None or data is None:  # of a head
-            return data
+        if into is not None and data is None:
+            return None
         self.faults.num_calls += 1
         if self._waits(fault):
             return data

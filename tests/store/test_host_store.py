@@ -9,9 +9,9 @@ import pytest
 
 from radixserve import InvalidRequest, Runtime
 from radixserve.config import EngineConfig
-from radixserve.engine.kv_connector import open_store
 from radixserve.runner.kv_layout import ByteArray
 from radixserve.store import FolderStore, HostStore, TieredStore
+from radixserve.store.connector import open_store
 
 A, B, C = (f"{'0' * 32}/{'1' * 32}/{'2' * 32}-{index:08x}" for index in range(3))
 FOLDER = A[:65]

@@ -342,6 +342,7 @@ class TestFolderStore:
         assert store.num_dropped == 2
         left = {file.name for file in store.list()}
         assert left == {name_of(99), name_of(0), *(name_of(index) for index in range(3, 10))}
+        assert FolderStore(tmp_path, 50).num_bytes == 40  # a smaller bound from now on
 
     def test_a_file_larger_than_the_store_is_refused_and_leaves_nothing(
         self, tmp_path: Path

@@ -66,11 +66,14 @@ _STORE_COUNTERS = (
     ("store_returned_tokens", "returned_tokens", "computed again after they had been evicted"),
     ("store_failed_reads", "failed_reads", "files that were damaged, gone or late"),
     ("store_failed_writes", "failed_writes", "files that could not be written"),
+    ("store_refused_files", "refused_files", "that were damaged or not what their names say"),
+    ("store_pauses", "pauses", "in which a store that had failed several times was left alone"),
 )
 # The same of its gauges, with the unit of ours in that of its "kv_store".
 _STORE_GAUGES = (
     ("store_bytes", "store_bytes", 1.0, "of files"),
     ("store_loading_requests", "loading_requests", 1.0, "that wait for their stored prefix"),
+    ("store_is_paused", "is_paused", 1.0, "1 while it is left alone or late"),
     ("store_read_bytes_per_second", "read_bytes_per_s", 1.0, "as measured"),
     ("store_load_latency_seconds", "load_latency_us", 1e-6, "of a load beside its bytes"),
 )
@@ -119,6 +122,9 @@ class _Figures(Collector):
             yield family
         for ours, vllms, key, text in _COUNTERS:
             yield from self._counters(ours, vllms, text, float(stats[key]))
+        ended = float(len(stats["ended_extensions"]))
+        text = "extensions of the engine, such as the store, that have failed"
+        yield from self._gauges("ended_extensions", None, text, ended)
         if (store := stats.get("kv_store")) is not None:
             for name, key, text in _STORE_COUNTERS:
                 yield from self._counters(name, None, text, float(store[key]))
