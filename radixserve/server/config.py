@@ -28,10 +28,11 @@ from radixserve.routing.autoscaling import Autoscaling
 LOOPBACK = ("localhost", "::1")
 TOOL_CALL_PARSERS = (
     *("auto", "none", "generic", "hermes", "llama3", "mistral", "mistral-args", "granite", "kimi"),
-    *("deepseek-v3", "deepseek-v3.1", "qwen3-coder", "glm", "gemma4", "function-gemma", "lfm2"),
+    *("deepseek-v3", "deepseek-v3.1", "deepseek-v3.2", "qwen3-coder", "minimax", "glm", "gemma4"),
+    *("function-gemma", "lfm2", "olmo3", "nemotron", "hunyuan", "command-r", "command-r7b"),
     "harmony",
 )
-REASONING_PARSERS = ("auto", "think", "mistral", "gemma4", "none")
+REASONING_PARSERS = ("auto", "think", "mistral", "gemma4", "command-r7b", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +80,14 @@ class ServerConfig(StrictFields):
     keep_billing_header  keep the billing header of coding agents in their system prompts; it
                         changes with every request, so that nothing after it is found in the cache
     tool_call_parser    style in which the model writes tool calls: hermes, llama3, mistral,
-                        mistral-args, granite, kimi, deepseek-v3, deepseek-v3.1, qwen3-coder, glm,
-                        gemma4, function-gemma, lfm2, harmony or generic, see docs/tools.md; none:
-                        calls stay text; auto: by its chat template
+                        mistral-args, granite, kimi, deepseek-v3, deepseek-v3.1, deepseek-v3.2,
+                        qwen3-coder, minimax, glm, gemma4, function-gemma, lfm2, olmo3, nemotron,
+                        hunyuan, command-r, command-r7b, harmony or generic, see docs/tools.md;
+                        none: calls stay text; auto: by its chat template
     reasoning_parser    which text becomes reasoning_content. think: the text in <think></think>;
-                        mistral: in [THINK][/THINK]; gemma4: in the channel "thought"; none: no
-                        text; auto: by the chat template
+                        mistral: in [THINK][/THINK]; gemma4: in the channel "thought"; command-r7b:
+                        between <|START_THINKING|> and <|END_THINKING|>; none: no text; auto: by the
+                        chat template
     replicas            number of engines, each in a process and with a cache of its own; 0: one in
                         this process. A request runs where it costs least, by cached tokens and
                         load. Needs the extra [cluster]

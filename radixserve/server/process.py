@@ -167,6 +167,7 @@ class Process:
         self.server.set_runtime(runtime)
         host, port = self._sock.getsockname()[:2]
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        _log.info("tool calls: %s", self.server.parser_configs.choice)
         _log.info("serving %s at http://%s", self.server.model_name, where)
         if (store := self._engine.get("kv_store")) and not self._config.replicas:
             threading.Thread(

@@ -22,6 +22,7 @@ Render = Callable[..., str]  # (messages, *, tools=None); raises InvalidRequest
 # Tags of the generic form, for templates that do not render tools. The forms of models that have
 # one are in server/answer/tool_styles.py.
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
+LISTED_CALLS = "<|tool_call|>"  # of Granite 3, before a list of calls as JSON
 _GENERIC_TOOLS = (
     "You may call functions. Their descriptions, each as JSON in a line:\n<tools>\n{tools}\n"
     "</tools>\nTo call one, write its name and its arguments as JSON between tags, and stop after "
@@ -43,7 +44,8 @@ class TemplateTraits:
     has_both             a system message followed by a developer message
     has_user_runs        two user messages in a row
     has_calls            tool calls of the assistant, and their results
-    has_tools            descriptions of tools, and calls
+    has_listed_calls     no tool calls, but results, and tools with LISTED_CALLS before their calls
+    has_tools            descriptions of tools, calls or listed calls, and results
     thought_tags         tags that the template knows in an assistant's content, where it has no
                          place for reasoning_content; None: reasoning needs no tags
     """
@@ -55,6 +57,7 @@ class TemplateTraits:
     has_both: bool = True
     has_user_runs: bool = True
     has_calls: bool = True
+    has_listed_calls: bool = False
     has_tools: bool = True
     thought_tags: tuple[str, str] | None = None
 
@@ -72,6 +75,15 @@ class TemplateTraits:
             shows([user, _called(first, call_id), _result(third, call_id)], (second, first, third))
             for call_id in (_CALL_ID, f"functions.{first}:0")  # a template may render ids alone
         )
+        shows_tools = _shows_tool(render, user, first)
+        has_listed_calls = (
+            not has_calls
+            and shows_tools
+            and LISTED_CALLS in template
+            and shows(
+                [user, _said("assistant", first), _result(third, _CALL_ID)], (second, first, third)
+            )
+        )
         pair = [_said("system", first), _said("developer", third), user]
         return cls(
             has_system=shows([_said("system", first), user], (first, second)),
@@ -85,7 +97,8 @@ class TemplateTraits:
             has_both=shows(pair, (first, third, second)),
             has_user_runs=shows([_said("user", first), user], (first, second)),
             has_calls=has_calls,
-            has_tools=has_calls and _shows_tool(render, user, first),
+            has_listed_calls=has_listed_calls,
+            has_tools=(has_calls or has_listed_calls) and shows_tools,
             thought_tags=_thought_tags(template, shows, user),
         )
 
@@ -102,14 +115,17 @@ def fit_messages(
       text begins the first message of the user.
     - Later ones become messages of the user where the template takes them at the beginning only.
     - `generic_tools`, functions as JSON, are described in the system message; then, and where the
-      template does not render calls, calls and results are text.
+      template does not render calls, calls and results are text. Where it has listed calls, these
+      are text in that form, and results stay messages of the role tool.
     - Reasoning begins the content, between tags, where the template knows it only there.
     """
     said = [dict(message) for message in messages]
     if traits.thought_tags is not None:
         said = [_with_thought_as_text(message, *traits.thought_tags) for message in said]
-    if generic_tools is not None or not traits.has_calls:
+    if generic_tools is not None or not (traits.has_calls or traits.has_listed_calls):
         said = [_with_calls_as_text(message) for message in said]
+    elif traits.has_listed_calls:
+        said = [_with_listed_calls(message) for message in said]
     if not traits.has_developer:
         said = [
             {**message, "role": "system"} if message["role"] == "developer" else message
@@ -262,16 +278,30 @@ def _with_calls_as_text(message: Message) -> Message:
     if message["role"] == "tool":
         content = f"<tool_response>\n{_text_of(message)}\n</tool_response>"
         return _said("user", content)
-    calls = message.get("tool_calls")
+    texts = [_text_of(message)] if _text_of(message) else []
+    calls = [f"{TOOL_CALL}\n{call}\n{TOOL_CALL_END}" for call in _calls_as_json(message)]
+    return _without_calls(message, "\n".join(texts + calls)) if calls else message
+
+
+def _with_listed_calls(message: Message) -> Message:
+    """Returns a message with its tool calls as text: a list after a mark."""
+    calls = ", ".join(_calls_as_json(message))
     if not calls:
         return message
-    texts = [_text_of(message)] if _text_of(message) else []
-    for call in calls:
+    return _without_calls(message, f"{_text_of(message)}{LISTED_CALLS}[{calls}]")
+
+
+def _without_calls(message: Message, content: str) -> Message:
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**rest, "content": content}
+
+
+def _calls_as_json(message: Message) -> list[str]:
+    texts = []
+    for call in message.get("tool_calls") or ():
         function = call.get("function") or call
         name, arguments = json.dumps(function.get("name")), function.get("arguments", {})
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        described = f'{{"name": {name}, "arguments": {arguments}}}'
-        texts.append(f"{TOOL_CALL}\n{described}\n{TOOL_CALL_END}")
-    rest = {name: value for name, value in message.items() if name != "tool_calls"}
-    return {**rest, "content": "\n".join(texts)}
+        texts.append(f'{{"name": {name}, "arguments": {arguments}}}')
+    return texts

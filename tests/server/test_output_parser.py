@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,51 +13,35 @@ pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 
 from radixserve.server.answer.content_blocks import ContentBlocks, content_blocks_of
 from radixserve.server.answer.output_parser import OutputParser, OutputParserConfig, ParsedAnswer
+from radixserve.server.answer.parser_configs import OutputParserConfigs
 from radixserve.server.answer.reasoning import THINK, THOUGHTS, shown_thoughts
-from radixserve.server.answer.tool_parsers.json_calls import (
-    HermesParser,
-    Llama3Parser,
-    MistralParser,
-)
 from radixserve.server.answer.tool_styles import STYLES, shown_style
 from radixserve.server.config import REASONING_PARSERS, TOOL_CALL_PARSERS
+from radixserve.text.tokenizer import Tokenizer
+from tests.server.tool_models import make_model
+from tests.server.tool_outputs import DS, DSML, WRITERS, config_of
 
-TYPED = [
-    {"name": "f", "parameters": {"type": "object", "properties": {
-        "a": {"type": "integer"}, "s": {"type": "string"}, "o": {"type": ["string", "null"]},
-        "l": {"$ref": "#/$defs/list"}, "b": {"anyOf": [{"type": "boolean"}, {"type": "string"}]},
-    }, "$defs": {"list": {"type": "array"}}}},
-    {"name": "g"},
-]  # fmt: skip
 FORMS = {
-    "hermes": OutputParserConfig(calls=HermesParser),
-    "llama3": OutputParserConfig(
-        calls=partial(Llama3Parser, ["f", "g"]), hidden=("<|python_tag|>",)
-    ),
-    "mistral": OutputParserConfig(
-        calls=MistralParser, hidden=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), max_calls=None
-    ),
-    "one": OutputParserConfig(calls=HermesParser, max_calls=1),
-    "think": OutputParserConfig(calls=HermesParser, thoughts=THINK),
-    "thinking": OutputParserConfig(calls=HermesParser, thoughts=THINK, is_thinking=True),
-    "think-mistral": OutputParserConfig(calls=MistralParser, thoughts=THOUGHTS["mistral"]),
-    "think-gemma4": OutputParserConfig(
-        calls=partial(STYLES["gemma4"].make, TYPED), thoughts=THOUGHTS["gemma4"]
-    ),
+    "llama3": config_of("llama3", hidden=("<|python_tag|>",)),
+    "mistral": config_of("mistral", hidden=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
+    "one": config_of("hermes", max_calls=1),
+    "think": config_of("hermes", thoughts=THINK),
+    "thinking": config_of("hermes", thoughts=THINK, is_thinking=True),
+    "think-mistral": config_of("mistral", thoughts=THOUGHTS["mistral"]),
+    "think-gemma4": config_of("gemma4", thoughts=THOUGHTS["gemma4"]),
     "thinking-gemma4": OutputParserConfig(thoughts=THOUGHTS["gemma4"], is_thinking=True),
     "plain": OutputParserConfig(),
-    **{
-        name: OutputParserConfig(calls=partial(style.make, TYPED), hidden=style.around)
-        for name, style in STYLES.items()
-        if name not in ("hermes", "llama3", "mistral", "generic")
-    },
+    "think-qwen3-coder": config_of("qwen3-coder", thoughts=THINK),
+    "think-kimi": config_of("kimi", thoughts=THINK),
+    "think-minimax": config_of("minimax", thoughts=THINK, is_thinking=True),
+    "think-command-r7b": config_of("command-r7b", thoughts=THOUGHTS["command-r7b"]),
+    **{name: config_of(name) for name in STYLES if name not in ("llama3", "mistral", "generic")},
 }
 F: tuple[str, Any] = ("f", {"a": 1})
 G: tuple[str, Any] = ("g", {})
 HERMES_F = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 HERMES_G = '<tool_call>{"name":"g"}</tool_call>'
 ONE_F, ONE_G = '{"name": "f", "arguments": {"a": 1}}', '{"name":"g"}'
-DS = "<｜tool▁"
 DS_CALLS = [
     f"{DS}calls▁begin｜>{'%s'.join(calls)}{DS}calls▁end｜>" % between
     for between, calls in (
@@ -236,6 +220,125 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, Any]], str | None]] = [
      "<|channel|>commentary<|message|>{}", "First.", [G], None),
     ("harmony", "<|channel|>commentary to=functions.f<|message|>{", "{", [], None),
     ("harmony", "<|channel|>analysis<|message|>cut", None, [], "cut"),
+    # Calls in thoughts that are not closed.
+    ("think-qwen3-coder", f"<think>I ask.\n{coder('f', a='1')}", None, [F], "I ask."),
+    ("think-qwen3-coder", "<think>I ask.\n<function=g>\n</function>", None, [G], "I ask."),
+    ("think-qwen3-coder", f"<think>I ask.\n{coder('f', a='1')}\n{coder('g')} So.", "So.", [F, G],
+     "I ask."),
+    ("think-qwen3-coder", f"<think>As {coder('g')} shows,</think>{coder('f', a='1')}", None, [F],
+     f"As {coder('g')} shows,"),
+    ("think-qwen3-coder", f"<think>I ask.{coder('g')}</think>\n", None, [G], "I ask."),
+    ("think-qwen3-coder", "<think>Write <tool_call> so.</think>Yes.", "Yes.", [],
+     "Write <tool_call> so."),
+    ("think-qwen3-coder", "<think>Write <tool_call>\n<function=f>\n<parameter=a>\n1", None, [],
+     "Write <tool_call>\n<function=f>\n<parameter=a>\n1"),
+    ("think", f"<think>I ask. {HERMES_F} {HERMES_G}", None, [F, G], "I ask."),
+    ("think", f"<think>Or {HERMES_F} rather {HERMES_G}?</think>No.", "No.", [],
+     f"Or {HERMES_F} rather {HERMES_G}?"),
+    ("think-kimi", f"<think>I ask.{KIMI_CALLS}", None, [F, G], "I ask."),
+    ("think-kimi", f"<think>I ask.{KIMI_CALLS}</think>So.", "</think>So.", [F, G], "I ask."),
+    ("think-mistral", '[THINK]hm[TOOL_CALLS]f[ARGS]{"a": 1}', None, [F], "hm"),
+    ("think-minimax", f"I ask.\n{WRITERS['minimax']([F])}", None, [F], "I ask."),
+    ("think-command-r7b", "<|START_THINKING|>I ask.<|END_THINKING|>"
+     f"{WRITERS['command-r7b']([F, G])}", None, [F, G], "I ask."),
+    ("think-command-r7b", "<|START_THINKING|>I ask." + WRITERS["command-r7b"]([F]), None, [F],
+     "I ask."),
+    ("think-command-r7b", "<|START_RESPONSE|>So.<|END_RESPONSE|>", "So.", [], None),
+    # Closing marks that are missing.
+    ("qwen3-coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n<parameter=s>\nx\n</parameter>\n"
+     "</function>\n</tool_call>", None, [("f", {"a": 1, "s": "x"})], None),
+    ("qwen3-coder", "<tool_call><function=f><parameter=a>1<parameter=s>x</function></tool_call>",
+     None, [("f", {"a": 1, "s": "x"})], None),
+    ("qwen3-coder", f"<tool_call>\n<function=f>\n<parameter=a>\n1\n{coder('g')}", None, [F, G],
+     None),
+    ("qwen3-coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n</tool_call>", None, [F], None),
+    ("qwen3-coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</tool_call>\nso",
+     "so", [F], None),
+    ("glm", "<tool_call>f<arg_key>a<arg_value>1<arg_key>s</arg_key><arg_value>x</tool_call>", None,
+     [("f", {"a": 1, "s": "x"})], None),
+    ("glm", "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value><tool_call>g", None, [F, G],
+     None),
+    ("minimax", '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1\n'
+     '<parameter name="s">x</invoke></minimax:tool_call>', None, [("f", {"a": 1, "s": "x"})], None),
+    ("hermes", f"<tool_call>{ONE_F}{HERMES_G}", None, [F, G], None),
+    ("hermes", f'<tool_call>{{"name": "f", "argu {HERMES_G}', '<tool_call>{"name": "f", "argu', [G],
+     None),
+    ("kimi", KIMI_CALLS.replace("<|tool_call_end|>", ""), None, [F, G], None),
+    ("deepseek-v3", DS_CALLS[0].replace(f"{DS}call▁end｜>", ""), None, [F, G], None),
+    ("gemma4", gemma4("f{a:1}").removesuffix("<tool_call|>") + gemma4("g{}"), None, [F, G], None),
+    ("olmo3", "<function_calls>\nf(a=1)\ng()", None, [F, G], None),
+    ("nemotron", f"<TOOLCALL>[{ONE_F}]<TOOLCALL>[{ONE_G}]", None, [F, G], None),
+    # Opening marks that are missing, or doubled.
+    ("qwen3-coder", "So.\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>", "So.", [F],
+     None),
+    ("qwen3-coder", "<function=g>\n</function>\n</tool_call>", None, [G], None),
+    ("qwen3-coder", "<function=h>\n</function>", "=", [], None),
+    ("qwen3-coder", f"<tool_call>\n{coder('g')}</tool_call>", None, [G], None),
+    ("qwen3-coder", coder("f", a="1").replace("<parameter=a>", "<parameter=a>\n<parameter=a>"),
+     None, [F], None),
+    ("hermes", f"<tool_call>\n{HERMES_G}</tool_call> so", "so", [G], None),
+    ("hermes", "Write <tool_call><tool_call> so", "=", [], None),
+    ("minimax", 'So. <invoke name="g">\n</invoke>', "So.", [G], None),
+    ("minimax", '<invoke name="h">\n</invoke>', "=", [], None),
+    ("minimax", '<minimax:tool_call><invoke name="g"></invoke><invoke name="h"></invoke>'
+     "</minimax:tool_call>", None, [G, ("h", {})], None),
+    ("glm", "So.\nf<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", "So.", [F], None),
+    ("glm", "leaf<arg_key>a</arg_key>", "=", [], None),
+    ("mistral", 'So. f[ARGS]{"a": 1}', "So.", [F], None),
+    ("mistral", 'leaf[ARGS]{"a": 1}', 'leaf{"a": 1}', [], None),
+    ("mistral", '[TOOL_CALLS][TOOL_CALLS]f[ARGS]{"a": 1}', None, [F], None),
+    ("kimi", 'functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>', None, [F], None),
+    ("kimi", "functions.f: see there", "=", [], None),
+    ("deepseek-v3.1", f'f{DS}sep｜>{{"a": 1}}{DS}call▁end｜>', None, [F], None),
+    ("deepseek-v3", f'function{DS}sep｜>f\n```json\n{{"a": 1}}\n```', None, [F], None),
+    ("gemma4", "call:f{a:1}<tool_call|>", None, [F], None),
+    ("gemma4", "call:h{a:1}", "=", [], None),
+    # Values that hold marks as text.
+    ("qwen3-coder", coder("f", s="a </parameter> b <parameter=k> </function> </tool_call> c"), None,
+     [("f", {"s": "a </parameter> b <parameter=k> </function> </tool_call> c"})], None),
+    ("qwen3-coder", coder("f", s="<tool_call> <function=h>"), None,
+     [("f", {"s": "<tool_call> <function=h>"})], None),
+    ("minimax", WRITERS["minimax"]([("f", {"s": "<invoke name= </parameter> é"})]), None,
+     [("f", {"s": "<invoke name= </parameter> é"})], None),
+    ("olmo3", WRITERS["olmo3"]([("f", {"s": "</function_calls> ("})]), None,
+     [("f", {"s": "</function_calls> ("})], None),
+    ("harmony", WRITERS["harmony"]([("f", {"s": "<|call|> <|end|>"})]), None,
+     [("f", {"s": "<|call|> <|end|>"})], None),
+    ("kimi", WRITERS["kimi"]([("f", {"s": "<|tool_call_begin|>"})]), None,
+     [("f", {"s": "<|tool_call_begin|>"})], None),
+    # Nothing of a call is lost.
+    ("kimi", KIMI_CALLS.replace("<|tool_call_end|>", " more ", 1), "more", [F, G], None),
+    ("hermes", '<tool_call>{"name": "f", "city": "Rome"}</tool_call>', "=", [], None),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}</tool_call>', "=", [],
+     None),
+    ("gemma4", gemma4("f{a:1,a:2}"), "=", [], None),
+    ("hermes", '<tool_call>{"type": "function", "name": "f", "arguments": "{\\"a\\": 1}"}'
+     "</tool_call>", None, [F], None),
+    # MiniMax M2, DeepSeek V3.2, Command R, Olmo 3, Nemotron, Hunyuan.
+    *((style, f"So.\n{WRITERS[style]([F, G])}", "So.", [F, G], None)
+      for style in ("minimax", "command-r", "command-r7b", "olmo3", "nemotron", "hunyuan")),
+    ("deepseek-v3.2", f'So.\n\n<{DSML}function_calls>\n<{DSML}invoke name="f">\n'
+     f'<{DSML}parameter name="a" string="false">1</{DSML}parameter>\n'
+     f'<{DSML}parameter name="b" string="true">true</{DSML}parameter>\n</{DSML}invoke>\n'
+     f'<{DSML}invoke name="h">\n</{DSML}invoke>\n</{DSML}function_calls>', "So.",
+     [("f", {"a": 1, "b": "true"}), ("h", {})], None),
+    ("minimax", WRITERS["minimax"]([("f", {"b": True, "o": None, "l": [1, {"x": "<y>"}]})]), None,
+     [("f", {"b": True, "o": None, "l": [1, {"x": "<y>"}]})], None),
+    ("olmo3", "<function_calls>\nf(b=true, o=null, l=[None, False])\n</function_calls>", None,
+     [("f", {"b": True, "o": None, "l": [None, False]})], None),
+    ("olmo3", "<function_calls>\nJust text.\n</function_calls>", "=", [], None),
+    ("hunyuan", "<answer>\nSo.\n</answer>", "\nSo.\n", [], None),
+    # Recipients that are no tool.
+    ("harmony", '<|channel|>commentary to=bash<|message|>{"cmd": "ls"}', None,
+     [("bash", {"cmd": "ls"})], None),
+    ("harmony", '<|channel|>commentary to=f<|message|>{"a": 1}<|call|>', None, [F], None),
+    ("harmony", "<|channel|>analysis to=python code<|message|>print(1)<|call|>", None, [],
+     "print(1)"),
+    ("harmony", "<|channel|>commentary to=bash<|message|>{", None, [], "{"),
+    ("harmony", "<|channel|>final to=user<|message|>So.", "So.", [], None),
+    ("harmony", "<|channel|>analysis<|message|>Hm<|channel|>final<|message|>So.", "So.", [], "Hm"),
+    ("harmony", "<|channel|>final So.<|return|>", "So.", [], None),
+    ("harmony", "<|channel|><|channel|>final<|message|><|message|>So.", "So.", [], None),
     ("harmony", "no channel at all <|message|>", "no channel at all <|message|>", [], None),
     ("harmony", "<|channel|>fin", "", [], None),
 ]  # fmt: skip
@@ -250,9 +353,8 @@ def parse(form: str, pieces: list[str]) -> tuple[ParsedAnswer, ParsedAnswer]:
     for delta in deltas:
         for call in delta.tool_calls:
             if call.index not in calls:
-                assert call.id
                 assert call.name
-                calls[call.index] = [call.id, call.name, call.arguments]
+                calls[call.index] = [call.id or "", call.name, call.arguments]
             else:
                 assert (call.id, call.name) == (None, None)
                 calls[call.index][2] += call.arguments
@@ -350,12 +452,20 @@ def test_random_texts_lose_nothing(form: str) -> None:
         (f"{DS}calls▁begin｜>{DS}call▁begin｜>", "deepseek-v3.1"),
         ("<|tool_calls_section_begin|>", "kimi"),
         ("<|tool_call|>[", "granite"),
+        ("<minimax:tool_call>", "minimax"),
+        ('{% set dsml = "｜DSML｜" %}<function_calls>', "deepseek-v3.2"),
+        ("<|START_ACTION|>", "command-r7b"),
+        ("Action: ```json tool_name", "command-r"),
+        ("<function_calls></function_calls>", "olmo3"),
+        ("<TOOLCALL>[", "nemotron"),
+        ("<tool_calls>[", "hunyuan"),
         ("<|tool_call>call:<tool_call|>", "gemma4"),
         ("<start_function_call>call:", "function-gemma"),
         ("<|tool_call_start|>[ ]<|tool_call_end|>", "lfm2"),
         ("<|channel|>final<|message|>", "harmony"),
         ("[TOOL_CALLS] [ARGS]", "mistral-args"),
         ('{{ \'<|start_header_id|>\' }} {"name": , "parameters": }', "llama3"),
+        ('<|header_start|> {"name": , "parameters": }', "llama3"),
         ("<|python_tag|>", "llama3"),
         ("[TOOL_CALLS]", "mistral"),
         ("{{ message.content }}", "generic"),
@@ -376,9 +486,32 @@ def test_the_styles_of_calls_are_the_settings_choices() -> None:
         ("{{ '<|channel>thought\\n' + text + '\\n<channel|>' }}", "gemma4"),
         ("{{ '[THINK]' + block['thinking'] + '[/THINK]' }}", "mistral"),
         ("{{ content.split('</think>')[-1] }}", "think"),
+        ("<|START_THINKING|>", "command-r7b"),
         ("<|channel|>analysis<|message|>", "none"),
         ("{{ message.content }}", "none"),
     ],
 )
 def test_the_reasoning_that_a_template_shows(text: str, name: str) -> None:
     assert shown_thoughts(text) == name
+
+
+@pytest.mark.parametrize(
+    ("style", "tool_parser", "choice"),
+    [
+        ("granite33", "granite", "granite (the form of the chat template)"),
+        ("command-r7b", "command-r7b", "command-r7b (the form of the chat template)"),
+        ("generic", "generic", "generic (the chat template leaves out tools, calls or results)"),
+        ("unknown", "generic", "generic (the chat template's own form is not known)"),
+    ],
+)
+def test_the_choice_and_its_reason(
+    tmp_path: Path, style: str, tool_parser: str, choice: str
+) -> None:
+    folder = make_model(tmp_path, "hermes" if style == "unknown" else style)
+    if style == "unknown":
+        file = folder / "chat_template.jinja"
+        file.write_text(file.read_text().replace("tool_call>", "tool_use>"))
+    tokenizer = Tokenizer.load(folder)
+    configs = OutputParserConfigs(tokenizer, "auto", "auto")
+    assert (configs.tool_parser, configs.choice) == (tool_parser, choice)
+    assert OutputParserConfigs(tokenizer, "llama3", "auto").choice == "llama3"

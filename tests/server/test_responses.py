@@ -14,6 +14,7 @@ openai = pytest.importorskip("openai", reason="pip install openai==3.54.0")
 from radixserve import Runtime  # noqa: E402
 from radixserve.server.answer.content_blocks import ContentBlocks  # noqa: E402
 from radixserve.server.answer.output_parser import Delta, ToolCallDelta  # noqa: E402
+from radixserve.server.answer.tool_parsers.base import Thought  # noqa: E402
 from radixserve.server.gate.response_store import ResponseStore, StoredResponse  # noqa: E402
 from radixserve.server.gate.tenants import Tenants  # noqa: E402
 from tests.server.local_server import LocalServer  # noqa: E402
@@ -268,7 +269,7 @@ def test_the_parts_of_an_answer() -> None:
     call = ToolCallDelta(0, "c", "f", "{}")
     parts = ContentBlocks()
     events = []
-    for delta in (Delta(reasoning="r"), Delta(("a",)), Delta(("b", call, "c")), Delta(("d",))):
+    for delta in (Delta((Thought("r"),)), Delta(("a",)), Delta(("b", call, "c")), Delta(("d",))):
         events += [(kind, part.index, piece) for kind, part, piece in parts.push(delta)]
     events += [(kind, part.index, piece) for kind, part, piece in parts.finish()]
     assert events == [

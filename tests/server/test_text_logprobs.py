@@ -119,7 +119,19 @@ def test_wrong_values_are_named(served: LocalServer) -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
-@pytest.mark.parametrize("name", ["plain", "hermes", "think", "thinking", "qwen3-coder"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain",
+        "hermes",
+        "think",
+        "thinking",
+        "qwen3-coder",
+        "think-qwen3-coder",
+        "think-kimi",
+        "harmony",
+    ],
+)
 def test_every_token_of_a_text_is_given_once(kind: str, name: str) -> None:
     """However the tokens are grouped, and wherever marks, calls and parts of characters stand."""
     tokenizer = Tokenizer.load(DEMO) if kind == "byte level" else Tokenizer(llama2_tokenizer())

@@ -17,6 +17,7 @@ from radixserve.server.answer.tool_parsers.base import Call  # noqa: E402
 from radixserve.server.answer.tool_styles import STYLES  # noqa: E402
 from radixserve.structured_outputs import StructuredOutput  # noqa: E402
 from tests.server.tool_models import DEMO  # noqa: E402
+from tests.server.tool_outputs import DSML, WRITERS  # noqa: E402
 
 F = {
     "name": "f",
@@ -37,6 +38,8 @@ DS = "<｜tool▁"
 X1 = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
 X2 = "<tool_call>\n<function=g.h-1>\n</function>\n</tool_call>"
 L1, L2 = (one.replace("arguments", "parameters") for one in (ONE, TWO))
+
+V32 = WRITERS["deepseek-v3.2"]([("f", {"a": 1}), ("g.h-1", {})])
 
 # form, special tokens, parallel, thinking, what is allowed, what is not
 CASES: list[tuple[str, dict[str, int], bool, str, list[str], list[str]]] = [
@@ -86,6 +89,29 @@ CASES: list[tuple[str, dict[str, int], bool, str, list[str], list[str]]] = [
       "<|system|>[f(a=1),g.h-1()]<|user|>", "[f(a=1)]"]),
     ("lfm2", {}, False, "none", ["<|tool_call_start|>[f(a=1)]<|tool_call_end|>"],
      ["<|tool_call_start|>[f(a=1), g.h-1()]<|tool_call_end|>"]),
+    ("nemotron", {}, True, "none", [f"<TOOLCALL>[{ONE}, {TWO}]</TOOLCALL>"],
+     [f"<TOOLCALL>[{ONE}]", "<TOOLCALL>[]</TOOLCALL>"]),
+    ("hunyuan", {}, False, "none", [f"<tool_calls>[{ONE}]</tool_calls>"],
+     [f"<tool_calls>[{ONE}, {TWO}]</tool_calls>"]),
+    ("command-r", {}, True, "none", [WRITERS["command-r"]([("g.h-1", {})])
+      .replace('{"tool_name"', '    {\n        "tool_name"').replace(', "par', ',\n        "par')
+      .replace("{}}", "{}\n    }")], [ONE]),
+    ("command-r7b", {"<|START_ACTION|>": 3, "<|END_ACTION|>": 4}, True, "none",
+     ['<|system|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}},\n'
+      '    {"tool_call_id": "1", "tool_name": "g.h-1", "parameters": {}}\n]<|user|>'],
+     [ONE, "<|system|>[\n\n]<|user|>"]),
+    ("olmo3", {}, True, "none",
+     ["<function_calls>\nf(a=1)\ng.h-1()\n</function_calls>"],
+     ["<function_calls>\n</function_calls>", "<function_calls>\nf()\n</function_calls>"]),
+    ("minimax", {"<minimax:tool_call>": 3, "</minimax:tool_call>": 4}, True, "none",
+     ['<|system|>\n<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>\n'
+      '<invoke name="g.h-1">\n</invoke>\n<|user|>'],
+     ['<|system|>\n<invoke name="f">\n</invoke>\n<|user|>', "<|system|>\n<|user|>"]),
+    ("deepseek-v3.2", {DSML: 3}, True, "none",
+     [V32.replace(DSML, "<|system|>")],
+     [V32.replace(DSML, "<|system|>").replace(">1<", ">x<"),
+      V32.replace(DSML, "<|system|>").replace('"false"', '"true"')]),
+    ("deepseek-v3.2", {}, True, "none", [V32], [V32.replace('"a"', '"b"')]),
     ("harmony", {"<|message|>": 3, "<|end|>": 6}, True, "may",
      ['<|channel|>commentary to=functions.f <|constrain|>json<|system|>{"a": 1}',
       "<|channel|>analysis<|system|>so<|end|><|start|>assistant<|channel|>commentary "
@@ -185,18 +211,35 @@ def call_in(style: str, **members: str) -> str:
             for name, text in members.items()
         )
         return f"<tool_call>f\n{''.join(each)}</tool_call>"
-    if style == "lfm2":
+    if style in ("lfm2", "olmo3"):
         pairs = ", ".join(f"{name}={text}" for name, text in members.items())
-        return f"<|tool_call_start|>[f({pairs})]<|tool_call_end|>"
+        marks = {"lfm2": "<|tool_call_start|>[%s]<|tool_call_end|>",
+                 "olmo3": "<function_calls>\n%s\n</function_calls>"}  # fmt: skip
+        return marks[style] % f"f({pairs})"
+    if style == "minimax":
+        each = (f'<parameter name="{name}">{text}</parameter>\n' for name, text in members.items())
+        call = f'<invoke name="f">\n{"".join(each)}</invoke>\n'
+        return f"<minimax:tool_call>\n{call}</minimax:tool_call>"
+    if style == "deepseek-v3.2":
+        is_json = ("list", "inner")
+        each = (
+            f'<{DSML}parameter name="{name}" string="{json.dumps(name not in is_json)}">{text}'
+            f"</{DSML}parameter>\n"
+            for name, text in members.items()
+        )
+        call = f'<{DSML}invoke name="f">\n{"".join(each)}</{DSML}invoke>\n'
+        return f"<{DSML}function_calls>\n{call}</{DSML}function_calls>"
     pairs = ",".join(f"{name}:{text}" for name, text in sorted(members.items()))
     return "<|tool_call>call:f{" + pairs.replace("'", '<|"|>') + "}<tool_call|>"
 
 
-@pytest.mark.parametrize("style", ["qwen3-coder", "glm", "gemma4", "lfm2"])
+@pytest.mark.parametrize(
+    "style", ["qwen3-coder", "glm", "gemma4", "lfm2", "olmo3", "minimax", "deepseek-v3.2"]
+)
 def test_arguments_that_are_no_json(tokens: Any, style: str) -> None:
     """What the grammar allows is read by the parser, as the schema has it."""
-    quote = "'" if style in ("gemma4", "lfm2") else ""
-    line = "\\n" if style == "lfm2" else "\n"
+    quote = "'" if style in ("gemma4", "lfm2", "olmo3") else ""
+    line = "\\n" if style in ("lfm2", "olmo3") else "\n"
     in_list = "['x','y']" if style == "gemma4" else '["x", "y"]'
     inner = "{x:true}" if style == "gemma4" else '{"x": true}'
     members = {
@@ -248,6 +291,9 @@ def test_literals_of_python(tokens: Any) -> None:
                  {"const": "'b'", "flag": "True"}]  # fmt: skip
     check(tokens, lark, [call_in("lfm2", **each) for each in allowed],
           [call_in("lfm2", **each) for each in forbidden])  # fmt: skip
+    lark = tool_grammar("olmo3", [function], {}, parallel=True, thinking="none")
+    check(tokens, lark, [call_in("olmo3", flag="true"), call_in("olmo3", maybe="null")],
+          [call_in("olmo3", flag="True")])  # fmt: skip
     odd = {"type": "object", "properties": {"a b": {"type": "integer"}}}
     with pytest.raises(InvalidRequest, match="cannot be written"):
         tool_grammar("lfm2", [{"name": "f", "parameters": odd}], {}, parallel=True, thinking="none")

@@ -34,9 +34,10 @@ NOW = {"type": "function", "function": {"name": "now"}}
 ENDS = (2, 6)  # tokens
 BIAS: dict[str, float] = {}  # of the style that is tested
 ONE_CALL = ("llama3", "harmony")  # styles whose turns hold one call
-STYLES = ["hermes", "llama3", "mistral", "mistral-args", "granite", "deepseek-v3", "deepseek-v3.1",
-          "kimi", "qwen3-coder", "glm", "gemma4", "function-gemma", "lfm2", "harmony",
-          "generic"]  # fmt: skip
+STYLES = ["hermes", "llama3", "mistral", "mistral-args", "granite", "granite33", "deepseek-v3",
+          "deepseek-v3.1", "deepseek-v3.2", "kimi", "qwen3-coder", "minimax", "glm", "gemma4",
+          "function-gemma", "lfm2", "olmo3", "nemotron", "hunyuan", "command-r", "command-r7b",
+          "harmony", "generic"]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=STYLES)
@@ -147,12 +148,20 @@ CALL = '"name":"get_weather",  "%s":{"city":"Rome","days":1}'
 DS = "<｜tool▁"
 FRAMED = 'get_weather%s{"city":"Rome","days":1}'
 IN_BLOCK = FRAMED % "\n```json\n"
+
+
+def _v32(text: str) -> str:
+    """A grammar of the text, with DeepSeek's token in place of each bar."""
+    return " <[0]> ".join(map(json.dumps, text.split("|")))
+
+
 AUTO = {  # an answer as a grammar, in ways that the templates would not write
     "hermes": json.dumps("So:<tool_call>{%s}</tool_call>" % (CALL % "arguments")),
     "llama3": json.dumps("{%s}" % (CALL % "parameters")),
     "mistral": '"So:" <[0]> ' + json.dumps("[{%s}]" % (CALL % "arguments")),
     "mistral-args": '"So:" <[0]> "get_weather" <[3]> ' + json.dumps('{"city":"Rome","days":1}'),
     "granite": json.dumps("So: <|tool_call|>  [{%s}]" % (CALL % "arguments")),
+    "granite33": '"So:" <[0]> ' + json.dumps("[{%s}]" % (CALL % "arguments")),
     "deepseek-v3": json.dumps(
         f"So:{DS}calls▁begin｜>{DS}call▁begin｜>function{DS}sep｜>{IN_BLOCK}\n```"
         f"{DS}call▁end｜>{DS}calls▁end｜>"
@@ -179,6 +188,21 @@ AUTO = {  # an answer as a grammar, in ways that the templates would not write
         "<end_function_call>"
     ),
     "lfm2": '"So:" <[0]> ' + json.dumps('[ get_weather(days = 1,city="Rome") ]') + " <[3]>",
+    "olmo3": json.dumps(
+        "So:<function_calls>get_weather(days = 1, city=\"Rome\")</function_calls>"
+    ),
+    "deepseek-v3.2": _v32(
+        'So:<|function_calls><|invoke name="get_weather"><|parameter name="city" string="true">'
+        'Rome</|parameter><|parameter name="days">1</|parameter></|invoke></|function_calls>'
+    ),
+    "minimax": '"So:" <[0]> ' + json.dumps(
+        '<invoke name="get_weather"><parameter name="city">Rome</parameter>'
+        '<parameter name="days">1</parameter></invoke>'
+    ) + " <[3]>",
+    "nemotron": json.dumps("So: <TOOLCALL> [{%s} ] </TOOLCALL>" % (CALL % "arguments")),
+    "hunyuan": json.dumps("So: <tool_calls> [{%s} ] </tool_calls>" % (CALL % "arguments")),
+    "command-r": json.dumps("So: Action: ```json {%s} ```" % (CALL % "parameters")),
+    "command-r7b": '"So:" <[0]> ' + json.dumps("[{%s}]" % (CALL % "parameters")) + " <[3]>",
     "harmony": '<[3]> "analysis" <[4]> "So it is" <[5]> <[0]> "assistant" <[3]> '
     '"commentary to=functions.get_weather <|constrain|>json" <[4]> '
     + json.dumps('{"city":"Rome",  "days":1}'),
@@ -252,7 +276,9 @@ def test_a_call_or_an_answer_of_a_schema(served: LocalServer, style: str) -> Non
               "additionalProperties": False}  # fmt: skip
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     reasons = set()
-    bias = {"0": 100} if "mistral" in style or style in ("kimi", "lfm2") else BIAS  # its mark
+    is_marked = "mistral" in style or style in ("kimi", "lfm2", "minimax", "command-r7b",
+                                                "granite33")  # fmt: skip
+    bias = {"0": 100} if is_marked else BIAS  # its mark
     for seed in range(8):
         answer = ask(served, [USER], response_format=form, seed=seed, temperature=1.5,
                      parallel_tool_calls=False, logit_bias=bias if seed % 2 else BIAS)  # fmt: skip

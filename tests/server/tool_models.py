@@ -233,6 +233,57 @@ LFM2 = """{%- macro literal(value) -%}
     ) + "]<|tool_call_end|>",
     "",
 ).replace("<|system|>", "<|user|>")  # fmt: skip
+_OLMO = "{{ key }}={{ literal(value) if value is string else value | tojson }}"
+OLMO3 = LFM2[: LFM2.index("{%- endmacro -%}") + 17] + _family(
+    "<function_calls>{{ '\\n' }}" + _each(
+        _NAME + "({%- for key, value in call.function.arguments.items() -%}" + _OLMO
+        + "{{ '' if loop.last else ', ' }}{%- endfor -%})" + _LINE
+    ) + "</function_calls>",
+    "",
+)  # fmt: skip
+MINIMAX = _family(
+    "{{ '\\n' }}<minimax:tool_call>" + _LINE + _each(
+        '<invoke name="' + _NAME + '">' + _LINE
+        + "{%- for key, value in call.function.arguments.items() -%}"
+        '<parameter name="{{ key }}">' + _VALUE + "</parameter>" + _LINE + "{%- endfor -%}"
+        "</invoke>" + _LINE
+    ) + "</minimax:tool_call>",
+    "<response>",
+)  # fmt: skip
+_DSML = "｜DSML｜"
+DEEPSEEK_V32 = _family(
+    "{{ '\\n\\n' }}<" + _DSML + "function_calls>" + _LINE + _each(
+        "<" + _DSML + 'invoke name="' + _NAME + '">' + _LINE
+        + "{%- for key, value in call.function.arguments.items() -%}"
+        "<" + _DSML + 'parameter name="{{ key }}" string="{{ \'true\' if value is string else '
+        "'false' }}\">" + _VALUE + "</" + _DSML + "parameter>" + _LINE + "{%- endfor -%}"
+        "</" + _DSML + "invoke>" + _LINE
+    ) + "</" + _DSML + "function_calls>",
+    "<result>",
+)  # fmt: skip
+_OBJECTS = _each(
+    '{"name": "' + _NAME + '", "arguments": ' + _ARGUMENTS + "}{{ '' if loop.last else ', ' }}"
+)
+NEMOTRON = _family("<TOOLCALL>[" + _OBJECTS + "]</TOOLCALL>", "<TOOL_RESPONSE>")
+HUNYUAN = _family("<tool_calls>[" + _OBJECTS + "]</tool_calls>", "<tool_response>")
+COMMAND_R = _family(
+    "{{ '\\n' }}Action:\n```json\n[" + _LINE + _each(
+        '    {"tool_name": "' + _NAME + '", "parameters": ' + _ARGUMENTS
+        + "}{{ '' if loop.last else ',' }}" + _LINE
+    ) + "]```" + _LINE,
+    "<results>",
+)  # fmt: skip
+COMMAND_R7B = _family(
+    "<|START_ACTION|>[" + _LINE + _each(
+        '    {"tool_call_id": "{{ loop.index0 }}", "tool_name": "' + _NAME + '", "parameters": '
+        + _ARGUMENTS + "}{{ '' if loop.last else ',' }}" + _LINE
+    ) + "]<|END_ACTION|>",
+    "<|START_TOOL_RESULT|>",
+)  # fmt: skip
+# Results have a role of their own, calls have no place.
+GRANITE33 = _FAMILY.replace("TOOLS", "Call with <|tool_call|>" + _JSON_TOOLS)
+GRANITE33 = GRANITE33.replace("RESULT", "tool: ")
+GRANITE33 = GRANITE33.replace("{%- if message.tool_calls -%}CALLS{%- endif -%}\n", "")
 # What was thought before a call stays in the turn, until the next question.
 GEMMA4_THINKING = _gemma("<|tool_call>", "<tool_call|>", '<|"|>')
 _BEFORE = "{{- '<|assistant|>' + message.content -}}"
@@ -307,6 +358,14 @@ TEMPLATES = {
     "deepseek-v3.1": DEEPSEEK_V31,
     "kimi": KIMI,
     "granite": GRANITE,
+    "granite33": GRANITE33,
+    "minimax": MINIMAX,
+    "deepseek-v3.2": DEEPSEEK_V32,
+    "nemotron": NEMOTRON,
+    "hunyuan": HUNYUAN,
+    "command-r": COMMAND_R,
+    "command-r7b": COMMAND_R7B,
+    "olmo3": OLMO3,
     "gemma4": _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
     "function-gemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
     "lfm2": LFM2,
@@ -328,6 +387,10 @@ _MARKS = {
     "mistral-args": {"<|pad|>": "[TOOL_CALLS]", "<|system|>": "[ARGS]"},
     "deepseek-v3.1": {"<|pad|>": "<｜tool▁call▁begin｜>"},
     "kimi": {"<|pad|>": "<|tool_calls_section_begin|>"},
+    "granite33": {"<|pad|>": "<|tool_call|>"},
+    "deepseek-v3.2": {"<|pad|>": "｜DSML｜"},
+    "minimax": {"<|pad|>": "<minimax:tool_call>", "<|system|>": "</minimax:tool_call>"},
+    "command-r7b": {"<|pad|>": "<|START_ACTION|>", "<|system|>": "<|END_ACTION|>"},
     "gemma4": {"<|pad|>": '<|\\"|>'},
     "lfm2": {"<|pad|>": "<|tool_call_start|>", "<|system|>": "<|tool_call_end|>"},
     "gemma4-thinking": {"<|pad|>": "<|channel>", "<|system|>": "<channel|>"},

@@ -160,3 +160,25 @@ def test_generic_tools_are_told_in_the_system_message(tokenizer: Tokenizer) -> N
 
 def test_a_template_that_cannot_be_tried_is_left_alone(tokenizer: Tokenizer) -> None:
     assert tokenizer.traits("{{ raise_exception('no') }}") == TemplateTraits()
+
+
+# Tools and results have a place, calls have none: they are a list behind a mark, as in Granite 3.3.
+LISTED = (
+    "{% if tools %}Answer with <|tool_call|>: {{ tools | tojson }};{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}"
+)
+
+
+def test_calls_without_a_place_are_listed_where_tools_and_results_have_one(
+    tokenizer: Tokenizer,
+) -> None:
+    traits = tokenizer.traits(LISTED)
+    assert (traits.has_calls, traits.has_listed_calls, traits.has_tools) == (False, True, True)
+    calls = [{"id": name, "type": "function", "function": {"name": name, "arguments": arguments}}
+             for name, arguments in (("f", {"a": 1}), ("g", "{}"))]  # fmt: skip
+    messages = [*say("u:a"), {"role": "assistant", "content": "So.", "tool_calls": calls},
+                {"role": "tool", "content": "5", "tool_call_id": "f"}]  # fmt: skip
+    listed = '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
+    said = [{"role": "assistant", "content": f"So.<|tool_call|>{listed}"}, messages[-1]]
+    assert fit_messages(messages, traits) == [*say("u:a"), *said]
+    assert not tokenizer.traits(CHATML).has_listed_calls

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from radixserve.server.answer.output_parser import Delta, ParsedAnswer, ToolCallDelta
+from radixserve.server.answer.output_parser import Delta, ParsedAnswer, ToolCall, ToolCallDelta
+from radixserve.server.answer.tool_parsers.base import Thought
 
 Kind = Literal["reasoning", "text", "tool_call"]
 
@@ -49,11 +50,11 @@ class ContentBlocks:
 
     def push(self, delta: Delta) -> Iterator[ContentBlockEvent]:
         """Add a delta. Yields the events that it causes."""
-        if delta.reasoning:
-            yield from self._add("reasoning", delta.reasoning)
         for part in delta.parts:
             if isinstance(part, str):
                 yield from self._add("text", part)
+            elif isinstance(part, Thought):
+                yield from self._add("reasoning", part.text)
             else:
                 yield from self._add_call(part)
 
@@ -92,16 +93,15 @@ class ContentBlocks:
 def content_blocks_of(answer: ParsedAnswer) -> list[ContentBlock]:
     """The blocks of a whole answer, the same as in its stream."""
     blocks: list[ContentBlock] = []
-    if answer.reasoning:
-        blocks.append(ContentBlock("reasoning", 0, pieces=[answer.reasoning]))
     for part in answer.parts:
         index = len(blocks)
-        if not isinstance(part, str):
+        if isinstance(part, ToolCall):
             blocks.append(ContentBlock("tool_call", index, part.id, part.name, [part.arguments]))
-        elif blocks and blocks[-1].kind == "text":
-            blocks[-1].pieces.append(part)
-        else:
-            blocks.append(ContentBlock("text", index, pieces=[part]))
+            continue
+        kind: Kind = "reasoning" if isinstance(part, Thought) else "text"
+        if not blocks or blocks[-1].kind != kind:
+            blocks.append(ContentBlock(kind, index))
+        blocks[-1].pieces.append(part.text if isinstance(part, Thought) else part)
     return blocks
 
 

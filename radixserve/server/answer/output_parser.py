@@ -41,24 +41,27 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The new part of an answer. `parts`: non-empty content and calls, in order."""
+    """The new part of an answer. `parts`: non-empty content, reasoning and calls, in order."""
 
-    parts: tuple[str | ToolCallDelta, ...] = ()
-    reasoning: str = ""
+    parts: tuple[str | Thought | ToolCallDelta, ...] = ()
 
     @property
     def content(self) -> str:
         return "".join(part for part in self.parts if isinstance(part, str))
 
     @property
+    def reasoning(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, Thought))
+
+    @property
     def tool_calls(self) -> tuple[ToolCallDelta, ...]:
         return tuple(part for part in self.parts if isinstance(part, ToolCallDelta))
 
     def __bool__(self) -> bool:
-        return bool(self.parts or self.reasoning)
+        return bool(self.parts)
 
     def __add__(self, other: Delta) -> Delta:
-        return Delta(self.parts + other.parts, self.reasoning + other.reasoning)
+        return Delta(self.parts + other.parts)
 
 
 class ParsedAnswer(NamedTuple):
@@ -68,14 +71,14 @@ class ParsedAnswer(NamedTuple):
     reasoning   None without any
     tool_calls  in order
     is_whole    False: calls beyond `max_calls` were left out
-    parts       content and calls in order
+    parts       content, reasoning and calls in order
     """
 
     content: str | None
     reasoning: str | None
     tool_calls: list[ToolCall]
     is_whole: bool
-    parts: list[str | ToolCall]
+    parts: list[str | Thought | ToolCall]
 
 
 def new_call_id() -> str:
@@ -88,6 +91,7 @@ class OutputParserConfig:
 
     calls        makes the tool parser of one answer; None: calls are not parsed
     grammar      the Lark grammar of the answers; None: any text is allowed
+    call_marks   marks of calls that end reasoning: they cannot be anything else
     thoughts     the marks around reasoning; None: reasoning is not parsed
     is_thinking  the prompt ends with the opening mark: answers begin with reasoning
     keep_special_ids  special tokens that the parsers need in the text
@@ -97,6 +101,7 @@ class OutputParserConfig:
     """
 
     calls: Callable[[], ToolParser] | None = None
+    call_marks: tuple[str, ...] = ()
     grammar: str | None = None
     thoughts: ThoughtMarks | None = None
     is_thinking: bool = False
@@ -125,7 +130,9 @@ class OutputParser:
         self._config = config
         self._think = None
         if config.thoughts is not None:
-            self._think = ReasoningParser(config.is_thinking, config.thoughts)
+            self._think = ReasoningParser(
+                config.is_thinking, config.thoughts, config.calls, config.call_marks
+            )
         self._calls = config.calls() if config.calls is not None else None
         self._content_filter = MarkFilter(config.hidden)
         self._reasoning_filter = MarkFilter(config.hidden)
@@ -133,9 +140,8 @@ class OutputParser:
         self._has_content = False
         self._follows_call = False
         self._is_whole = True
-        self._parts: list[str | ToolCall] = []
-        self._reasoning: list[str] = []
-        self._tool_calls: list[ToolCall] = []
+        self._num_calls = 0
+        self._parts: list[str | Thought | ToolCall] = []
 
     def feed(self, text: str) -> Delta:
         """Add the next text of the answer. Returns the parts that are certain now."""
@@ -144,16 +150,16 @@ class OutputParser:
         reasoning = ""
         if self._think is not None:
             reasoning, text = self._think.feed(text)
-        return self._delta(self._reasoning_filter.feed(reasoning), self._pieces(text))
+        return self._delta([*_thoughts(reasoning), *self._pieces(text)])
 
     def finish(self) -> Delta:
         """The answer has ended. Returns the remaining parts."""
         reasoning, text = ("", "") if self._think is None else self._think.finish()
-        pieces = self._pieces(text)
+        pieces = [*_thoughts(reasoning), *self._pieces(text)]
         if self._calls is not None:
             pieces += self._calls.finish()
-        reasoning = self._reasoning_filter.feed(reasoning) + self._reasoning_filter.finish()
-        delta = self._delta(reasoning, pieces)
+        delta = self._delta(pieces)
+        delta += Delta(self._thought(self._reasoning_filter.finish()))
         rest = self._text(self._content_filter.finish())
         if not self._follows_call:
             rest += self._space
@@ -162,12 +168,12 @@ class OutputParser:
     def answer(self) -> ParsedAnswer:
         """All parts that were returned so far, as one answer."""
         content = "".join(part for part in self._parts if isinstance(part, str))
-        reasoning = "".join(self._reasoning)
-        has_more = bool(reasoning or self._tool_calls)
+        reasoning = "".join(part.text for part in self._parts if isinstance(part, Thought))
+        tool_calls = [part for part in self._parts if isinstance(part, ToolCall)]
         return ParsedAnswer(
-            None if has_more and not content else content,
+            None if (reasoning or tool_calls) and not content else content,
             reasoning or None,
-            self._tool_calls,
+            tool_calls,
             self._is_whole,
             self._parts,
         )
@@ -183,18 +189,20 @@ class OutputParser:
             return [text] if text else []
         return self._calls.feed(text)
 
-    def _delta(self, reasoning: str, pieces: Iterable[Piece]) -> Delta:
-        parts: list[str | ToolCallDelta] = []
+    def _delta(self, pieces: Iterable[Piece]) -> Delta:
+        parts: list[str | Thought | ToolCallDelta] = []
         for piece in pieces:
-            if isinstance(piece, Call):
-                parts += self._content(self._text(self._content_filter.finish()))
-                parts += self._call(piece)
-            elif isinstance(piece, Thought):
-                reasoning += piece.text
-            else:
+            if isinstance(piece, str):
+                parts += self._thought(self._reasoning_filter.finish())
                 parts += self._content(self._text(self._content_filter.feed(piece)))
-        self._reasoning.append(reasoning)
-        return Delta(tuple(parts), reasoning)
+                continue
+            parts += self._content(self._text(self._content_filter.finish()))
+            if isinstance(piece, Thought):
+                parts += self._thought(self._reasoning_filter.feed(piece.text))
+            else:
+                parts += self._thought(self._reasoning_filter.finish())
+                parts += self._call(piece)
+        return Delta(tuple(parts))
 
     def _content(self, content: str) -> tuple[str, ...]:
         """Add content to the answer. Returns it as a part; () if it is empty."""
@@ -203,16 +211,22 @@ class OutputParser:
         self._parts.append(content)
         return (content,)
 
+    def _thought(self, reasoning: str) -> tuple[Thought, ...]:
+        if not reasoning:
+            return ()
+        self._parts.append(Thought(reasoning))
+        return (Thought(reasoning),)
+
     def _call(self, call: Call) -> list[ToolCallDelta]:
         self._follows_call = True
         if not self._has_content:
             self._space = ""
-        index = len(self._tool_calls)
+        index = self._num_calls
         if index == self._config.max_calls:
             self._is_whole = False
             return []
         made = ToolCall(call.id or self._config.new_id(), call.name, call.arguments)
-        self._tool_calls.append(made)
+        self._num_calls += 1
         self._parts.append(made)
         return [ToolCallDelta(index, *made)]
 
@@ -230,3 +244,7 @@ class OutputParser:
         self._follows_call = self._follows_call and not shown
         self._has_content = self._has_content or bool(shown)
         return shown
+
+
+def _thoughts(reasoning: str) -> list[Piece]:
+    return [Thought(reasoning)] if reasoning else []

@@ -28,10 +28,16 @@ class OutputParserConfigs:
         "auto" chooses by the tokenizer's chat template."""
         template = "" if tokenizer is None else str(tokenizer.facts()["chat_template"] or "")
         self.tool_parser = tool_parser
+        self.choice = tool_parser  # of the tool parser, with its reason, for the log
         if tool_parser == "auto":
             self.tool_parser = shown_style(template)
+            reason = "the form of the chat template"
             if tokenizer is not None and template and not tokenizer.traits().has_tools:
                 self.tool_parser = "generic"
+                reason = "the chat template leaves out tools, calls or results"
+            elif self.tool_parser == "generic":
+                reason = "the chat template's own form is not known"
+            self.choice = f"{self.tool_parser} ({reason})"
         elif tool_parser == "mistral" and ARGS in template:
             self.tool_parser = "mistral-args"
         self._is_harmony = self.tool_parser == "harmony" or shown_style(template) == "harmony"
@@ -96,9 +102,11 @@ class OutputParserConfigs:
                 )
             except InvalidRequest as error:
                 raise invalid(error, param="tools") from None
-        hidden = () if style is None else style.around
+        own = STYLES.get(self.tool_parser)
+        hidden = () if own is None else own.around
         return OutputParserConfig(
             calls=None if style is None else partial(style.make, tools.functions),
+            call_marks=() if style is None else style.certain,
             grammar=grammar,
             thoughts=self.thoughts,
             is_thinking=is_thinking,

@@ -103,19 +103,35 @@ class TextLogprobs:
         self._attribute(self._content_blocks.push(self._parser.feed(piece)))
 
     def _attribute(self, events: Iterable[ContentBlockEvent]) -> None:
-        for event in events:
-            if event.kind != "delta":
-                continue
-            if event.block.kind != "text":  # only the last token may belong to the next block
-                self._drop(self._tokens[-1].start if self._tokens else len(self._pending))
+        deltas = [event for event in events if event.kind == "delta"]
+        num_dropped = 0
+        for start, text, event in self._places(deltas):
+            self._drop(start - num_dropped)  # marks and the white space around them
+            num_dropped = start + len(text)
+            if event.block.kind == "text":
+                block = self._blocks.setdefault(event.block.index, _Block())
+                block.num_chars += len(event.delta) - len(text)
+                self._take(block, len(text))
+            else:
+                self._drop(len(text))
+        if deltas and deltas[-1].block.kind == "tool_call":  # only its last token may go on
+            self._drop(self._tokens[-1].start if self._tokens else len(self._pending))
+
+    def _places(
+        self, deltas: Sequence[ContentBlockEvent]
+    ) -> list[tuple[int, str, ContentBlockEvent]]:
+        """Where the new texts and reasoning stand in the pending text, in order. They are looked
+        for from its end, since the parser may hold back what comes before them."""
+        places, end = [], len(self._pending)
+        for event in reversed(deltas):
+            if event.block.kind == "tool_call":
                 continue
             text = event.delta
-            if text not in self._pending:  # it begins with white space that preceded a call
+            if text not in self._pending[:end]:  # it begins with white space that preceded a call
                 text = text.lstrip()
-            block = self._blocks.setdefault(event.block.index, _Block())
-            block.num_chars += len(event.delta) - len(text)
-            self._drop(max(0, self._pending.rfind(text)))  # marks and the white space around them
-            self._take(block, len(text))
+            end = max(0, self._pending.rfind(text, 0, end))
+            places.append((end, text, event))
+        return places[::-1]
 
     def _take(self, block: _Block, num_chars: int) -> None:
         """Move the first characters of the pending text, and their tokens, to a block."""

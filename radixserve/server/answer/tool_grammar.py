@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from radixserve.errors import InvalidRequest
@@ -13,7 +13,7 @@ from radixserve.grammar.backend import whitespace_options
 from radixserve.grammar.formats import PATTERNS
 from radixserve.grammar.json_schemas import narrowed, narrowed_pattern
 from radixserve.server.answer.reasoning import THINK, ThoughtMarks
-from radixserve.server.answer.tool_parsers.pythonic_calls import KEY, as_pythonic
+from radixserve.server.answer.tool_parsers.pythonic_calls import KEY, as_olmo, as_pythonic
 from radixserve.server.answer.tool_parsers.tagged_calls import (
     allowed_types,
     as_bare,
@@ -44,6 +44,12 @@ _TEXT_KEYWORDS = frozenset(
 _TAGS = {  # around a key and around a value
     "function": ("<parameter=", ">\n", "\n</parameter>\n"),
     "glm": ("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+    "minimax": ('<parameter name="', '">', "</parameter>\n"),
+    "deepseek-v3.2": (
+        '<\uff5cDSML\uff5cparameter name="',
+        '" string="%s">',
+        "</\uff5cDSML\uff5cparameter>\n",
+    ),
 }
 
 
@@ -125,16 +131,19 @@ def _sequence(
     of placeholders; `arguments`: the rule in place of ARGUMENTS."""
     sequence: list[str] = []
     text = ""
+    marks = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
     for piece in pieces:
         if own is not None and piece in own:
             text += own[piece]
-        elif piece in special or piece in (ARGUMENTS, INDEX):
-            sequence += [json.dumps(text)] if text else []
-            placed = {ARGUMENTS: arguments, INDEX: "/[0-9]{1,2}/"}
-            sequence.append(placed.get(piece) or f"<[{special[piece]}]>")
-            text = ""
-        else:
-            text += piece
+            continue
+        placed = {ARGUMENTS: arguments, INDEX: "/[0-9]{1,2}/"}.get(piece)
+        for part in [piece] if placed else re.split(f"({marks})", piece):
+            if placed or part in special:
+                sequence += [json.dumps(text)] if text else []
+                sequence.append(placed or f"<[{special[part]}]>")
+                text = ""
+            else:
+                text += part
     return " ".join([*sequence, *([json.dumps(text)] if text else [])])
 
 
@@ -182,14 +191,16 @@ def _arguments(
         return [f"{rule}: %json {json.dumps({**narrowed(schema), 'x-guidance': _JSON})}"]
     if notation in GEMMA_QUOTES:
         return _GemmaRules(schema, GEMMA_QUOTES[notation], special).rules(rule)
-    if notation == "pythonic":
-        return _pythonic_rules(schema, rule)
+    if notation in ("pythonic", "olmo3"):
+        return _pythonic_rules(schema, rule, as_pythonic if notation == "pythonic" else as_olmo)
     opening, middle, closing = _TAGS[notation]
     required = schema.get("required", ())
     parts, rules = [], []
     for index, (name, property_schema) in enumerate(schema.get("properties", {}).items()):
         value = f"{rule}v{index}"
-        before = _marked(f"{opening}{name}{middle}", special)
+        is_text = "string" in allowed_types(property_schema, schema)
+        between = middle.replace("%s", "true" if is_text else "false")
+        before = _sequence([f"{opening}{name}{between}"], special)
         parts.append(f"({before} {value})" + ("" if name in required else "?"))
         rules += _value_rules(value, property_schema, schema, closing, special)
     return [f"{rule}: {' '.join(parts) if parts else json.dumps('')}", *rules]
@@ -199,7 +210,7 @@ def _value_rules(
     rule: str, schema: Any, root: Mapping[str, Any], closing: str, special: Mapping[str, int]
 ) -> list[str]:
     """The rules of a value and its closing tag: text if the schema allows a string, else JSON."""
-    end = _marked(closing, special)
+    end = _sequence([closing], special)
     choices = schema.get("enum") if isinstance(schema, Mapping) else None
     if choices is None and isinstance(schema, Mapping) and "const" in schema:
         choices = [schema["const"]]
@@ -246,23 +257,11 @@ def _text_expression(schema: Any) -> str | None:
 
 def _text_rules(rule: str, closing: str, special: Mapping[str, int]) -> list[str]:
     """The rule of any text up to `closing`."""
-    if any(mark in closing for mark in special):
-        return [f"{rule}: /(?s:.*)/ {_marked(closing, special)}"]
+    places = [at for mark in special if (at := closing.find(mark)) >= 0]
+    if places:  # the lexeme takes the text before the special token, too
+        before, rest = closing[: min(places)], closing[min(places) :]
+        return [f"{rule}: /(?s:.*){_escaped(before)}/ {_sequence([rest], special)}"]
     return [f"{rule}[suffix={json.dumps(closing)}]: /(?s:.*)/"]
-
-
-def _marked(text: str, special: Mapping[str, int]) -> str:
-    """A Lark sequence for a text, in which special tokens are written as tokens."""
-    pieces = [text]
-    for mark in special:
-        pieces = [
-            part
-            for piece in pieces
-            for index, between in enumerate(piece.split(mark) if piece != mark else [piece])
-            for part in ([mark, between] if index else [between])
-            if part
-        ]
-    return _sequence(pieces, special)
 
 
 def _list_rules(rule: str, items: Sequence[tuple[str, bool]], comma: str) -> list[str]:
@@ -278,8 +277,9 @@ def _list_rules(rule: str, items: Sequence[tuple[str, bool]], comma: str) -> lis
     return [*rules, f'{rule}s{end}: ""', f'{rule}r{end}: ""']
 
 
-def _pythonic_rules(root: Mapping[str, Any], rule: str) -> list[str]:
-    """The rules of Python keyword arguments in the order of the schema."""
+def _pythonic_rules(root: Mapping[str, Any], rule: str, write: Callable[[Any], str]) -> list[str]:
+    """The rules of Python keyword arguments in the order of the schema. `write`: how constants are
+    written."""
     required = root.get("required", ())
     items, rules = [], []
     for index, (name, schema) in enumerate(root.get("properties", {}).items()):
@@ -290,7 +290,7 @@ def _pythonic_rules(root: Mapping[str, Any], rule: str) -> list[str]:
             )
         value = f"{rule}v{index}"
         items.append((f"{json.dumps(name + '=')} {value}", name in required))
-        rules += _pythonic_value(value, resolved(schema, root), root)
+        rules += _pythonic_value(value, resolved(schema, root), root, write)
     return [*rules, *_list_rules(rule, items, ", "), f"{rule}: {rule}s0"]
 
 
@@ -298,11 +298,13 @@ _PLAIN = r"[^'\\\n\r]"  # a character that is not escaped in a string in single 
 _ANY_CHARACTER = rf"({_PLAIN}|\\[\\'nr])"
 
 
-def _pythonic_value(rule: str, schema: Any, root: Mapping[str, Any]) -> list[str]:
+def _pythonic_value(
+    rule: str, schema: Any, root: Mapping[str, Any], write: Callable[[Any], str]
+) -> list[str]:
     """The rules of an argument: a string in single quotes if the schema allows one."""
     if isinstance(schema, Mapping) and ("enum" in schema or "const" in schema):
         choices = schema["enum"] if "enum" in schema else [schema["const"]]
-        return [f"{rule}: {' | '.join(json.dumps(as_pythonic(choice)) for choice in choices)}"]
+        return [f"{rule}: {' | '.join(json.dumps(write(choice)) for choice in choices)}"]
     kinds = allowed_types(schema, root)
     if "string" in kinds:
         expression = _text_expression(schema)
@@ -315,7 +317,8 @@ def _pythonic_value(rule: str, schema: Any, root: Mapping[str, Any]) -> list[str
             limits = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
             text = f"{name}: /{_ANY_CHARACTER}{limits}/"
         return [f'{rule}: "\'" {name} "\'"', text]
-    constants = {"boolean": '"True" | "False"', "null": '"None"'}
+    quoted = {constant: json.dumps(write(constant)) for constant in (True, False, None)}
+    constants = {"boolean": f"{quoted[True]} | {quoted[False]}", "null": quoted[None]}
     choices = [constants[kind] for kind in sorted(kinds) if kind in constants]
     if kinds - set(constants):
         choices.append(_json(schema, root))
@@ -351,7 +354,7 @@ class _GemmaRules:
         if len(self._rules) > _MAX_RULES:
             raise InvalidRequest("tools: the schema is too large, or recursive", param="tools")
         kinds = allowed_types(schema, self._root)
-        quote = _marked(self._quote, self._special)
+        quote = _sequence([self._quote], self._special)
         choices = schema.get("enum") if isinstance(schema, Mapping) else None
         if choices is not None:
             texts = [

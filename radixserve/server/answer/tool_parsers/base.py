@@ -6,10 +6,15 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from radixserve.text.tool_functions import is_deep
+
+_MAX_UNFINISHED = 64  # openings of one answer without an end after which a call is looked for
+_CALL_MEMBERS = frozenset(("name", "tool_name", "arguments", "parameters", "id", "tool_call_id",
+                           "index", "type"))  # fmt: skip
+_WORD = re.compile(r"[\w.:-]")
 
 
 class Call(NamedTuple):
@@ -43,26 +48,41 @@ class ToolParser(Protocol):
         """The answer has ended. Returns the remaining pieces."""
 
 
-class JsonEnd:
-    """Finds the end of the JSON object or array that begins at `start` of a growing text."""
+class BracketEnd:
+    """Finds the end of the object, list or call that begins with a bracket at `start` of a growing
+    text."""
 
-    def __init__(self, start: int, quotes: str = '"') -> None:
-        """`quotes`: the characters that may enclose a string."""
+    def __init__(
+        self, start: int, *, quotes: Sequence[str] = ('"',), stops: Sequence[str] = ()
+    ) -> None:
+        """`quotes`: the texts that may enclose a string. `stops`: marks that outside of strings
+        show that the text ends before its closing bracket."""
         self._position = start
         self._depth = 0
-        self._steps = re.compile(f"[][{{}}{quotes}]")
-        self._string_steps = {quote: re.compile(f"[{quote}\\\\]") for quote in quotes}
+        self._stops = tuple(stops)
+        self._long = (*self._stops, *(quote for quote in quotes if len(quote) > 1))
+        tokens = sorted({*stops, *quotes}, key=len, reverse=True)
+        self._steps = re.compile("|".join([*map(re.escape, tokens), r"[\]\[{}()]"]))
+        self._string_steps = {
+            quote: re.compile(re.escape(quote) + ("|\\\\" if len(quote) == 1 else ""))
+            for quote in quotes
+        }
         self._quote = ""  # of the string that the position is in
+        self.is_broken = False  # a stop was found
 
     def find(self, text: str) -> int | None:
-        """The position after the closing bracket; None while it is missing. `text` must begin with
-        the text of the last call."""
+        """The position after the closing bracket, or that of a stop; None while both are missing.
+        `text` must begin with the text of the last call."""
+        held_at = len(text) - partial_mark_len(text, self._long)  # may be the beginning of a mark
         while True:
             steps = self._string_steps[self._quote] if self._quote else self._steps
             step = steps.search(text, self._position)
-            if step is None:
-                self._position = len(text)
+            if step is None or (held_at <= step.start() and step[0] not in self._long):
+                self._position = max(self._position, held_at)
                 return None
+            if step[0] in self._stops and not self._quote:
+                self.is_broken = True
+                return step.start()
             if step[0] == "\\":
                 if step.end() == len(text):
                     self._position = step.start()
@@ -73,7 +93,7 @@ class JsonEnd:
             if step[0] in self._string_steps:
                 self._quote = "" if self._quote else step[0]
             else:
-                self._depth += 1 if step[0] in "{[" else -1
+                self._depth += 1 if step[0] in "{[(" else -1
                 if self._depth <= 0:
                     return self._position
 
@@ -81,10 +101,13 @@ class JsonEnd:
 def read_json(text: str) -> Any:
     """The value of a JSON text. Line breaks in strings are accepted, since models write them.
 
-    Raises ValueError for a text that is not JSON or is nested more than MAX_NESTING deep.
+    Raises ValueError for a text that is not JSON, that gives a member twice, or that is nested more
+    than MAX_NESTING deep.
     """
     try:
-        value = json.loads(text, strict=False, parse_constant=_refuse)
+        value = json.loads(
+            text, strict=False, parse_constant=_refuse, object_pairs_hook=unique_members
+        )
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if is_deep(value):
@@ -92,21 +115,39 @@ def read_json(text: str) -> Any:
     return value
 
 
+def unique_members(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """The object with these members. Raises ValueError if a member is given twice."""
+    members: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in members:
+            raise ValueError(f"{name} is given twice")
+        members[name] = value
+    return members
+
+
 def call_of(value: Any) -> Call | None:
     """The call in `{"name": ..., "arguments": {...}}`; None if `value` is not a call.
 
-    Instead of "arguments", some models write "parameters". Without either, the arguments are {}.
+    Some models write "tool_name" or "parameters", or the arguments as the text of an object.
+    Without arguments they are {}. An object with other members is not a call: they would be lost.
     """
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not _CALL_MEMBERS.issuperset(value):
         return None
-    name = value.get("name")
-    arguments = value.get("arguments", value.get("parameters", {}))
-    call_id = value.get("id")
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+    names = [value[member] for member in ("name", "tool_name") if member in value]
+    given = [value[member] for member in ("arguments", "parameters") if member in value]
+    if len(names) != 1 or not isinstance(names[0], str) or not names[0] or len(given) > 1:
         return None
+    arguments = given[0] if given else {}
     try:
-        return Call(name, dump(arguments), call_id if isinstance(call_id, str) else None)
-    except ValueError:  # a number that is infinite
+        if isinstance(arguments, str):
+            arguments = read_json(arguments)
+        if not isinstance(arguments, dict):
+            return None
+        call_id = value.get("id", value.get("tool_call_id"))
+        if call_id == value.get("tool_call_id") and str(call_id).isdigit():
+            call_id = None  # its place in the conversation, as Command R counts
+        return Call(names[0], dump(arguments), call_id if isinstance(call_id, str) else None)
+    except ValueError:  # for example a number that is infinite
         return None
 
 
@@ -175,29 +216,45 @@ class MarkFilter:
 
 
 class ParsedSpan(NamedTuple):
-    """The meaning of the first `size` characters after a mark: calls, or text without any."""
+    """The meaning of the first `size` characters of a text: calls, or text without any."""
 
     size: int
     calls: tuple[Call, ...] = ()
 
 
 class MarkedParser(ABC):
-    """A tool parser for calls that follow a mark. A subclass reads the text after the mark.
+    """A tool parser for calls that follow an opening mark. A subclass reads the text from the mark.
 
-    Text that is not a call is returned together with its mark. Each character is read once.
+    - Text that is not a call is returned together with its mark. Calls are looked for in it, too.
+    - Closing marks after a call are removed, however many there are.
+    - Some openings need no mark: the beginning of a call of a known function in a form that is
+      nothing else, such as `name[ARGS]`.
     """
 
-    mark: str
-    is_optional = False  # whether a call may lack the mark: at the start and after another call
-    quotes = '"'  # the characters that may enclose strings in a call
+    starts = False  # whether the answer may begin with a call without an opening
 
-    def __init__(self) -> None:
+    def __init__(
+        self, openings: Sequence[str], closings: Sequence[str] = (), bare: Sequence[str] = ()
+    ) -> None:
+        """`closings`: the last one closes a block of calls. `bare`: openings without a mark."""
+        self._openings = tuple(openings)
+        self._beginnings = (*openings, *bare)
+        self._closings = tuple(closings)
+        patterns = (
+            (r"(?<![\w.:-])" if _WORD.match(opening) else "") + re.escape(opening)
+            for opening in sorted(self._beginnings, key=len, reverse=True)
+        )
+        self._opening = re.compile("|".join(patterns))
         self._text = ""  # not returned yet
-        self._head: int | None = None  # length of the mark at the start of `_text`; None: no mark
-        self._json: JsonEnd | None = None
-        self._json_end: int | None = None
-        self._searched = 0  # characters after the mark that `_find` has searched
-        self._open(0 if self.is_optional else None)
+        self._before = ""  # the last character that was returned as text
+        self._mark: str | None = None  # at the start of `_text`; "": without; None: none
+        self._follows_call = False  # closing marks are removed
+        self._is_in_block = False  # a call was the last thing, and its block is not closed
+        self._num_unfinished = 0
+        self._held = ""  # marks that are dropped if a call follows at once: they are doubled
+        self._bracket_end: BracketEnd | None = None
+        self._end: int | None = None
+        self._open("" if self.starts else None)
 
     def feed(self, text: str) -> list[Piece]:
         self._text += text
@@ -205,56 +262,121 @@ class MarkedParser(ABC):
 
     def finish(self) -> list[Piece]:
         pieces = self._pieces(is_last=True)
-        text, self._text = self._text, ""
+        text, self._text, self._held = self._held + self._text, "", ""
         return [*pieces, text] if text else pieces
 
     @abstractmethod
-    def _read(self, inner: str, *, has_mark: bool, is_last: bool) -> ParsedSpan | None:
-        """Read the beginning of `inner`, the text after the mark. None: more text is needed."""
+    def _read(self, text: str, mark: str, *, is_last: bool) -> ParsedSpan | None:
+        """Read the beginning of `text`, which begins with `mark`. None: more text is needed.
 
-    def _find_end(self, inner: str, start: int) -> int | None:
-        """The end of the JSON object or array at `start`; None if it is incomplete."""
-        if self._json is None:
-            self._json = JsonEnd(start, self.quotes)
-        if self._json_end is None:
-            self._json_end = self._json.find(inner)
-        return self._json_end
+        A mark of "": at the beginning of an answer, and after a call where `_continues`.
+        """
+
+    def _continues(self) -> bool:
+        """Whether a call without an opening may follow, after a call."""
+        return False
+
+    def _find_end(self, text: str, start: int, quotes: Sequence[str] = ('"',)) -> int | None:
+        """The end of the object, list or call whose bracket is at `start`; None if it is
+        incomplete. It `is_broken` if an opening comes first."""
+        if self._bracket_end is None:
+            self._bracket_end = BracketEnd(start, quotes=quotes, stops=self._openings)
+        if self._end is None:
+            self._end = self._bracket_end.find(text)
+        return self._end
+
+    @property
+    def _is_broken(self) -> bool:
+        return self._bracket_end is not None and self._bracket_end.is_broken
 
     def _pieces(self, *, is_last: bool) -> list[Piece]:
         pieces: list[Piece] = []
         while self._text:
-            if self._head is None:
-                position = self._text.find(self.mark)
-                if position < 0:
-                    keeps = 0 if is_last else partial_mark_len(self._text, (self.mark,))
-                    pieces.append(self._take(len(self._text) - keeps))
-                    break
-                pieces.append(self._take(position))
-                self._open(len(self.mark))
-            assert self._head is not None
-            read = self._read(self._text[self._head :], has_mark=self._head > 0, is_last=is_last)
-            if read is None:
+            if self._follows_call and not self._drop_closings(is_last=is_last):
                 break
-            text = self._take(self._head + read.size)
-            pieces += read.calls or (text,)
-            self._open(0 if self.is_optional and read.calls else None)
-        return [piece for piece in pieces if piece]
+            if self._mark is None and not self._find_opening(pieces, is_last=is_last):
+                break
+            if not self._text:
+                break
+            assert self._mark is not None
+            read = self._read(self._text, self._mark, is_last=is_last)
+            if read is None:
+                self._num_unfinished += is_last
+                if not is_last or self._num_unfinished > _MAX_UNFINISHED:
+                    break
+                read = ParsedSpan(len(self._mark))
+            if read.calls:
+                self._take(read.size)
+                pieces += read.calls
+                self._follows_call, self._held, self._before = True, "", ""
+            elif self._mark:
+                self._return_text(pieces, read.size)
+            self._open(None)
+        return pieces
 
-    def _find(self, inner: str, closing: str) -> int:
-        """The position of the closing text; -1 while it is missing. O(inner) in all."""
-        position = inner.find(closing, self._searched)
-        if position < 0:
-            self._searched = max(0, len(inner) - len(closing) + 1)
-        return position
+    def _find_opening(self, pieces: list[Piece], *, is_last: bool) -> bool:
+        """Return the text before the next opening. Whether there is one."""
+        is_word = _WORD.match(self._before) is not None
+        match = self._opening.search(self._text)
+        if match is not None and match.start() == 0 and is_word and _WORD.match(match[0]):
+            match = self._opening.search(self._text, 1)  # the end of a longer name
+        if match is None:
+            held = 0 if is_last else partial_mark_len(self._text, self._beginnings)
+            self._return_text(pieces, len(self._text) - held)
+            return False
+        self._return_text(pieces, match.start())
+        self._open(match[0])
+        return True
 
-    def _open(self, head: int | None) -> None:
-        self._head = head
-        self._json = self._json_end = None
-        self._searched = 0
+    def _drop_closings(self, *, is_last: bool) -> bool:
+        """Remove closing marks after a call. Whether it is certain that no more follow."""
+        while True:
+            rest = self._text.lstrip()
+            closing = next((mark for mark in self._closings if rest.startswith(mark)), "")
+            if closing:
+                self._text = rest[len(closing) :]
+                self._is_in_block = self._is_in_block and closing != self._closings[-1]
+                continue
+            if not is_last and any(mark.startswith(rest) for mark in self._closings):
+                return False
+            self._follows_call = False
+            if self._continues():
+                self._open("")
+            return True
+
+    def _open(self, mark: str | None) -> None:
+        self._mark = mark
+        self._bracket_end = self._end = None
 
     def _take(self, size: int) -> str:
         piece, self._text = self._text[:size], self._text[size:]
         return piece
+
+    def _return_text(self, pieces: list[Piece], size: int) -> None:
+        """Return the next characters as text. A mark is held until it is certain whether another
+        one follows it."""
+        piece = self._take(size)
+        if piece.strip() in self._openings or (self._held and not piece.strip()):
+            self._held += piece
+        elif piece:
+            pieces.append(self._held + piece)
+            self._held = ""
+            self._before = piece[-1]
+            self._is_in_block = self._is_in_block and not piece.strip()
+
+
+def skip_space(text: str, start: int) -> int:
+    """The position of the first character from `start` on that is not white space."""
+    while start < len(text) and text[start].isspace():
+        start += 1
+    return start
+
+
+def begins_with_any(text: str, marks: Sequence[str], *, is_last: bool) -> bool | None:
+    """Whether `text` begins with one of the marks; None: more text is needed to tell."""
+    if text.startswith(tuple(marks)):
+        return True
+    return None if not is_last and any(mark.startswith(text) for mark in marks) else False
 
 
 def _refuse(name: str) -> None:

@@ -1,4 +1,5 @@
-"""`PythonicParser`: LFM2's tool calls, `[name(key="value", number=1), other()]`."""
+"""`PythonicParser`: tool calls as Python writes them, `name(key="value", number=1)`, of LFM2 and
+Olmo 3."""
 
 from __future__ import annotations
 
@@ -10,13 +11,18 @@ from radixserve.server.answer.tool_parsers.base import (
     Call,
     MarkedParser,
     ParsedSpan,
+    begins_with_any,
     call_of,
     dump,
     read_json,
+    unique_members,
 )
 
 OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
+OLMO_OPEN, OLMO_CLOSE = "<function_calls>", "</function_calls>"
 _NAME = re.compile(r"[\w.:-]{1,128}")
+_HEAD = re.compile(r"[\s,]*([\w.:-]{1,128})\s*\(")
+_BEGUN_HEAD = re.compile(r"[\s,]*(?:[\w.:-]{1,128}\s*)?")
 KEY = re.compile(r"[^\s=(),'\"\[\]{}]{1,256}")
 _BARE = re.compile(r"[^\s,:()\[\]{}'\"=]+")
 _STRING = re.compile(
@@ -33,34 +39,51 @@ _SURROGATES = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 
 class PythonicParser(MarkedParser):
-    """LFM2: `<|tool_call_start|>[name(key="value"), other()]<|tool_call_end|>`.
+    """LFM2: `<|tool_call_start|>[name(key="value"), other()]<|tool_call_end|>`. Olmo 3: between
+    `<function_calls>` and `</function_calls>`, each call in a line.
 
     Arguments are named, and literals of Python or JSON. Calls may also be JSON objects, which these
     models write when they are asked to. The closing mark may be missing at the end of the text.
     """
 
-    mark = OPEN
-    quotes = "\"'"
+    def __init__(self, opening: str, closing: str, *, has_lines: bool) -> None:
+        """`has_lines`: calls may stand in lines, without brackets around all of them."""
+        super().__init__((opening,), (closing,))
+        self._has_lines = has_lines
 
-    def _read(self, inner: str, *, has_mark: bool, is_last: bool) -> ParsedSpan | None:  # noqa: ARG002
-        rest = inner.lstrip()
+    def _continues(self) -> bool:
+        return self._has_lines and self._is_in_block
+
+    def _read(self, text: str, mark: str, *, is_last: bool) -> ParsedSpan | None:
+        rest = text[len(mark) :].lstrip()
+        start = len(text) - len(rest)
         if not rest:
             return None
-        start = len(inner) - len(rest)
-        if rest[0] != "[":
+        if rest[0] == "[" and mark:
+            return self._read_list(text, start, is_last=is_last)
+        if not self._has_lines:
             return ParsedSpan(start)
-        end = self._find_end(inner, start)
+        head = _HEAD.match(text, len(mark))
+        if head is None:
+            is_begun = _BEGUN_HEAD.fullmatch(text, len(mark)) is not None
+            return None if is_begun and not is_last else ParsedSpan(len(mark))
+        end = self._find_end(text, head.end() - 1, "\"'")
         if end is None:
             return None
-        rest = inner[end:].lstrip()
-        is_closed = rest.startswith(CLOSE)
-        if not is_closed and CLOSE.startswith(rest):
-            if not is_last:
-                return None
-            if rest:  # cut in the mark
-                return ParsedSpan(len(inner))
-        size = len(inner) - len(rest) + len(CLOSE) if is_closed else end
-        return ParsedSpan(size, read_calls(inner[start:end]))
+        calls = () if self._is_broken else read_calls(f"[{text[head.start(1) : end]}]")
+        self._is_in_block = bool(calls)
+        return ParsedSpan(end if calls else len(mark), calls)
+
+    def _read_list(self, text: str, start: int, *, is_last: bool) -> ParsedSpan | None:
+        end = self._find_end(text, start, "\"'")
+        if end is None:
+            return None
+        calls = () if self._is_broken else read_calls(text[start:end])
+        is_closed = begins_with_any(text[end:].lstrip(), self._closings, is_last=False)
+        if calls and is_closed is None and not is_last:
+            return None
+        is_cut = calls and is_closed is None and text[end:].strip()  # in the closing mark
+        return ParsedSpan(end, () if is_cut else calls)
 
 
 def read_calls(text: str) -> tuple[Call, ...]:
@@ -93,11 +116,7 @@ class _Reader:
             return call
         name = self._match(_NAME)
         self._expect("(")
-        arguments: dict[str, Any] = {}
-        for key, value in self._items(")", self._argument):
-            if key in arguments:
-                raise ValueError("an argument is given twice")
-            arguments[key] = value
+        arguments = unique_members(self._items(")", self._argument))
         return Call(name, dump(arguments))
 
     def _argument(self) -> tuple[str, Any]:
@@ -115,7 +134,7 @@ class _Reader:
         if first in ("'", '"'):
             return self._string()
         if self._takes("{"):
-            return dict(self._items("}", self._member))
+            return unique_members(self._items("}", self._member))
         if self._takes("["):
             return self._items("]", self._value)
         bare = self._match(_BARE)
@@ -182,9 +201,12 @@ def _joined(match: re.Match[str]) -> str:
 def as_pythonic(value: Any) -> str:
     """A constant as LFM2's templates write it: a string in single quotes, True, False or None as in
     Python, another value as JSON."""
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-        return "'" + escaped.replace("\n", "\\n").replace("\r", "\\r") + "'"
-    if value is None or isinstance(value, bool):
-        return str(value)
-    return dump(value)
+    return str(value) if value is None or isinstance(value, bool) else as_olmo(value)
+
+
+def as_olmo(value: Any) -> str:
+    """A constant as Olmo's templates write it: a string in single quotes, another value as JSON."""
+    if not isinstance(value, str):
+        return dump(value)
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return "'" + escaped.replace("\n", "\\n").replace("\r", "\\r") + "'"

@@ -1,94 +1,298 @@
-"""Tool parsers for calls that are not JSON: of Qwen3-Coder and GLM (tags), and of Gemma."""
+"""Tool parsers for calls that are not JSON: of Qwen3-Coder, MiniMax, DeepSeek V3.2 and GLM (tags),
+and of Gemma."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from radixserve.server.answer.tool_parsers.base import (
     Call,
     MarkedParser,
     ParsedSpan,
+    begins_with_any,
     dump,
+    partial_mark_len,
     read_json,
+    skip_space,
+    unique_members,
 )
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 Schemas = Mapping[str, Mapping[str, Any]]  # parameters by the function's name
-_FUNCTION = re.compile(r"\s*<function=([\w.:-]{1,128})>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(
-    r"\s*<parameter=([^>\n]{1,256})>(.*?)</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL
-)
-_GLM_NAME = re.compile(r"\s*([\w.:-]{1,128})\s*(<arg_key>.*)?", re.DOTALL)
-_GLM_ARGUMENT = re.compile(
-    r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL
-)
-_GEMMA_CALL = re.compile(r"\s*call:([\w.:-]{1,128})\s*(\{.*\})\s*", re.DOTALL)
+_LONGEST_TAG = 512  # characters
+_GEMMA_HEAD = re.compile(r"\s*call:([\w.:-]{1,128})\s*(?=\{)")
+_BEGUN_GEMMA_HEAD = re.compile(r"\s*(?:c|ca|cal|call|call:[\w.:-]{0,128}\s*)?")
 _BARE = re.compile(r"[^,:{}\[\]]+")
 _ANY_TYPES = frozenset(("string", "integer", "number", "boolean", "null", "object", "array"))
+_NOT_TEXT = {"type": sorted(_ANY_TYPES - {"string"})}
+
+
+class Tags(NamedTuple):
+    """The tags of a style.
+
+    block, block_end  before the first call and after the last; "" for a style without
+    call              the tag that opens a call, with its function in the group `name`
+    call_head         the fixed text at its beginning
+    call_end          the tag that closes a call
+    key               the tags before a value, with its parameter in the group `key`; the group
+                      `is_text`, if there is one, tells whether the value is text
+    key_head          the fixed text at its beginning
+    value_end         the tag that closes a value
+    has_lines         a value stands between line breaks, which are not part of it
+    """
+
+    block: str
+    block_end: str
+    call: re.Pattern[str]
+    call_head: str
+    call_end: str
+    key: re.Pattern[str]
+    key_head: str
+    value_end: str
+    has_lines: bool = False
+
+
+CODER = Tags(
+    "<tool_call>",
+    "</tool_call>",
+    re.compile(r"<function=\s*(?P<name>[\w.:-]{1,128})\s*>"),
+    "<function=",
+    "</function>",
+    re.compile(r"<parameter=\s*(?P<key>[^>\n]{1,256}?)\s*>"),
+    "<parameter=",
+    "</parameter>",
+    has_lines=True,
+)
+MINIMAX = Tags(
+    "<minimax:tool_call>",
+    "</minimax:tool_call>",
+    re.compile(r'<invoke name="?(?P<name>[\w.:-]{1,128})"?\s*>'),
+    "<invoke name=",
+    "</invoke>",
+    re.compile(r'<parameter name="?(?P<key>[^">\n]{1,256})"?\s*>'),
+    "<parameter name=",
+    "</parameter>",
+)
+_DSML = "\uff5cDSML\uff5c"
+DEEPSEEK_V32 = Tags(
+    f"<{_DSML}function_calls>",
+    f"</{_DSML}function_calls>",
+    re.compile(f'<{_DSML}invoke name="?(?P<name>[\\w.:-]{{1,128}})"?\\s*>'),
+    f"<{_DSML}invoke name=",
+    f"</{_DSML}invoke>",
+    re.compile(
+        f'<{_DSML}parameter name="?(?P<key>[^">\\n]{{1,256}})"?'
+        '(?:\\s+string="?(?P<is_text>true|false)"?)?\\s*>'
+    ),
+    f"<{_DSML}parameter name=",
+    f"</{_DSML}parameter>",
+)
+GLM = Tags(
+    "",
+    "",
+    re.compile(r"<tool_call>\s*(?P<name>[\w.:-]{1,128})\s*(?=<|\Z)"),
+    "<tool_call>",
+    "</tool_call>",
+    re.compile(r"<arg_key>\s*(?P<key>[^<\n]{1,256}?)\s*(?:</arg_key>\s*)?<arg_value>"),
+    "<arg_key>",
+    "</arg_value>",
+)
 
 
 class TaggedParser(MarkedParser):
-    """Qwen3-Coder and newer, and GLM: a call between tags, each argument between its own tags.
+    """Qwen3-Coder, MiniMax, DeepSeek V3.2 and GLM: a call between tags, each argument between its
+    own.
 
-    A value's type follows the function's schema: text if the schema allows a string, else JSON.
+    - A value's type follows the function's schema: text if the schema allows a string, else JSON.
+    - A value may contain tags as text. It ends at its closing tag, if another tag of the call or
+      the end follows that. Where the closing tag is missing, it ends at the next tag that opens
+      another parameter of the schema or a call of a known function, or at the call's end.
+    - A call outside of a block is read only if its function is known.
     """
 
-    mark = OPEN
-
-    def __init__(self, read: Callable[[str, Schemas], Call | None], schemas: Schemas) -> None:
-        """`read`: parses the text between the tags; `read_function` or `read_glm`."""
-        super().__init__()
-        self._read_call = read
+    def __init__(self, tags: Tags, schemas: Schemas, bare: Sequence[str] = ()) -> None:
+        marks = [tags.block, tags.call_head] if tags.block else [tags.call_head]
+        closings = [mark for mark in (tags.call_end, tags.block_end) if mark]
+        super().__init__(marks, closings, bare)
+        self._tags = tags
         self._schemas = schemas
+        self._tag_heads = (tags.key_head, *closings, *marks)
+        pattern = "|".join(map(re.escape, (tags.value_end, *self._tag_heads)))
+        self._value_tags = re.compile(pattern)
 
-    def _read(self, inner: str, *, has_mark: bool, is_last: bool) -> ParsedSpan | None:  # noqa: ARG002
-        end = self._find(inner, CLOSE)
-        if end < 0:
-            call = self._read_call(inner, self._schemas) if is_last else None
-            return None if call is None else ParsedSpan(len(inner), (call,))
-        call = self._read_call(inner[:end], self._schemas)
-        return ParsedSpan(0) if call is None else ParsedSpan(end + len(CLOSE), (call,))
+    def _open(self, mark: str | None) -> None:
+        super()._open(mark)
+        self._name: str | None = None  # of the call that is being read
+        self._position = 0  # what is before it has been read
+        self._arguments: dict[str, Any] = {}
+        self._key: re.Match[str] | None = None  # the tag of the value that is being read
 
+    def _read(self, text: str, mark: str, *, is_last: bool) -> ParsedSpan | None:
+        no_call = ParsedSpan(len(mark))
+        if self._name is None:
+            is_call = self._read_head(text, mark, is_last=is_last)
+            if not is_call:
+                return no_call if is_call is False else None
+        while True:
+            if self._key is not None:
+                end = self._value_end(text, is_last=is_last)
+                if end is None:
+                    return None
+                self._close_value(text, *end)
+            self._position = skip_space(text, self._position)
+            kind = self._next_tag(text, is_last=is_last)
+            if kind is None:
+                return None
+            if kind != self._tags.key_head:
+                return no_call if kind == "" else self._closed(mark)
+            key = self._tags.key.match(text, self._position)
+            if key is None:
+                is_begun = not is_last and len(text) - self._position < _LONGEST_TAG
+                return None if is_begun else no_call
+            if key["key"] in self._arguments:
+                return no_call
+            self._key, self._position = key, key.end()
 
-def read_function(text: str, schemas: Schemas) -> Call | None:
-    """Qwen3-Coder's call: `<function=name><parameter=key>value</parameter>...</function>`, with
-    line breaks between its parts. None for any other text."""
-    function = _FUNCTION.fullmatch(text)
-    if function is None:
-        return None
-    return _call(function[1], function[2], _PARAMETER, schemas)
+    def _read_head(self, text: str, mark: str, *, is_last: bool) -> bool | None:
+        """Read the tag that opens a call. Whether it does; None: more text is needed."""
+        tags = self._tags
+        if mark not in (tags.block, tags.call_head):  # the name of a function, and a parameter
+            self._name = mark.removesuffix(tags.key_head).strip()
+            self._position = len(mark) - len(tags.key_head)
+            return True
+        start = skip_space(text, len(mark)) if mark == tags.block else 0
+        begins = begins_with_any(text[start : start + _LONGEST_TAG], (tags.call_head,),
+                                 is_last=is_last)  # fmt: skip
+        if not begins:
+            return begins
+        call = tags.call.match(text, start)
+        if call is None or (call.end() == len(text) and not is_last and text[-1] != ">"):
+            is_begun = not is_last and len(text) - start < _LONGEST_TAG
+            return None if is_begun else False
+        is_known = call["name"] in self._schemas or not tags.block
+        if not is_known and mark != tags.block and not self._is_in_block:
+            return False
+        self._name, self._position = call["name"], call.end()
+        return True
 
+    def _next_tag(self, text: str, *, is_last: bool) -> str | None:
+        """The tag at the position; "" if there is another text; None: more text is needed. At the
+        end of the answer, the call is closed if that is all that is missing."""
+        found = next((tag for tag in self._tag_heads if text.startswith(tag, self._position)), "")
+        rest = text[self._position : self._position + _LONGEST_TAG]
+        if found or rest:
+            is_begun = not is_last and any(tag.startswith(rest) for tag in self._tag_heads)
+            return None if not found and is_begun else found
+        return self._tags.call_end if is_last and not self._tags.block else None
 
-def read_glm(text: str, schemas: Schemas) -> Call | None:
-    """GLM's call: `name<arg_key>key</arg_key><arg_value>value</arg_value>...`, with line breaks
-    between its parts. None for any other text."""
-    function = _GLM_NAME.fullmatch(text)
-    if function is None:
-        return None
-    return _call(function[1], function[2] or "", _GLM_ARGUMENT, schemas)
+    def _value_end(self, text: str, *, is_last: bool) -> tuple[int, int] | None:
+        """Where the value ends, and where the next tag may begin; None: more text is needed."""
+        assert self._key is not None
+        tags = self._tags
+        while True:
+            match = self._value_tags.search(text, self._position)
+            if match is None:
+                marks = (tags.value_end, *self._tag_heads)
+                held = 0 if is_last else partial_mark_len(text, marks)
+                self._position = max(self._position, len(text) - held)
+                return None
+            closes: bool | None
+            start, after = match.start(), match.start()
+            if match[0] == tags.value_end:
+                after = match.end()
+                rest = text[skip_space(text, after) :][:_LONGEST_TAG]
+                is_end = is_last and not rest
+                closes = is_end or begins_with_any(rest, self._tag_heads, is_last=is_last)
+            elif match[0] == tags.key_head:
+                closes = self._opens_parameter(text, start, is_last=is_last)
+            elif match[0] in self._closings:
+                closes = self._ends_call(text, start, is_last=is_last)
+            else:
+                closes = self._opens_call(text, start, is_last=is_last)
+            if closes is None:
+                self._position = start
+                return None
+            if closes:
+                return start, after
+            self._position = match.end()
 
+    def _ends_call(self, text: str, start: int, *, is_last: bool) -> bool | None:
+        """Whether another call or the end of the answer follows the closing tags at `start`."""
+        while True:
+            start = skip_space(text, start)
+            closing = next((tag for tag in self._closings if text.startswith(tag, start)), "")
+            if not closing:
+                break
+            start += len(closing)
+        rest = text[start : start + _LONGEST_TAG]
+        if is_last and not rest:
+            return True
+        return begins_with_any(rest, (*self._closings, *self._openings), is_last=is_last)
 
-def _call(name: str, body: str, argument: re.Pattern[str], schemas: Schemas) -> Call | None:
-    schema = schemas.get(name, {})
-    arguments: dict[str, Any] = {}
-    end = 0
-    for match in argument.finditer(body):
-        if match.start() != end or match[1].strip() in arguments:
-            return None
-        key, end = match[1].strip(), match.end()
-        value = match[2]
-        if argument is _PARAMETER:  # its values are between line breaks
+    def _opens_parameter(self, text: str, start: int, *, is_last: bool) -> bool | None:
+        """Whether the tag at `start` opens another parameter of the function."""
+        assert self._key is not None
+        key = self._tags.key.match(text, start)
+        if key is None:
+            return None if not is_last and len(text) - start < _LONGEST_TAG else False
+        known = self._schemas.get(self._name or "", {}).get("properties")
+        is_known = key["key"] in known if isinstance(known, Mapping) and known else True
+        if key["key"] == self._key["key"]:  # the tag may be doubled
+            return not text[self._key.end() : start].strip()
+        return is_known and key["key"] not in self._arguments
+
+    def _opens_call(self, text: str, start: int, *, is_last: bool) -> bool | None:
+        """Whether the tag at `start`, of a block or a call, opens a call of a known function."""
+        tags = self._tags
+        if tags.block and text.startswith(tags.block, start):
+            start = skip_space(text, start + len(tags.block))
+        begins = begins_with_any(text[start : start + _LONGEST_TAG], (tags.call_head,),
+                                 is_last=is_last)  # fmt: skip
+        if not begins:
+            return begins
+        call = tags.call.match(text, start)
+        if call is None or (call.end() == len(text) and not is_last and text[-1] != ">"):
+            return None if not is_last and len(text) - start < _LONGEST_TAG else False
+        return call["name"] in self._schemas
+
+    def _close_value(self, text: str, end: int, after: int) -> None:
+        key, self._key, self._position = self._key, None, after
+        assert key is not None
+        value = text[key.end() : end]
+        if after == end and not value.strip() and self._is_doubled(text, key, end):
+            return
+        if self._tags.has_lines:
             value = value.removeprefix("\n").removesuffix("\n")
-        arguments[key] = typed_value(value, _property(schema, key), schema)
-    if body[end:].strip():
-        return None
-    try:
-        return Call(name, dump(arguments))
-    except ValueError:  # a number that is infinite
-        return None
+        elif after == end:
+            value = value.rstrip()  # the closing tag is missing
+        schema = self._schemas.get(self._name or "", {})
+        is_text = key.groupdict().get("is_text")
+        if is_text is None:
+            typed = typed_value(value, _property(schema, key["key"]), schema)
+        else:
+            typed = value if is_text == "true" else typed_value(value, _NOT_TEXT, schema)
+        self._arguments[key["key"]] = typed
+
+    def _is_doubled(self, text: str, key: re.Match[str], start: int) -> bool:
+        other = self._tags.key.match(text, start)
+        return other is not None and other["key"] == key["key"]
+
+    def _closed(self, mark: str) -> ParsedSpan:
+        """The call, which ends at the position. A closing tag there is removed later."""
+        assert self._name is not None
+        try:
+            call = Call(self._name, dump(self._arguments))
+        except ValueError:  # a number that is infinite
+            return ParsedSpan(len(mark))
+        self._is_in_block = self._is_in_block or bool(mark and mark == self._tags.block)
+        return ParsedSpan(self._position, (call,))
+
+
+def glm_bare(names: Collection[str]) -> list[str]:
+    """The openings of GLM's calls of known functions without the mark."""
+    return [f"{name}{space}{GLM.key_head}" for name in names for space in ("", "\n")]
 
 
 def typed_value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
@@ -143,33 +347,26 @@ class GemmaParser(MarkedParser):
     """Gemma: `call:name{key:value,...}` between marks. Strings are between marks, too; keys are
     not."""
 
-    def __init__(self, marks: GemmaMarks) -> None:
-        self.mark = marks.opening
+    def __init__(self, marks: GemmaMarks, names: Collection[str]) -> None:
+        super().__init__((marks.opening,), (marks.closing,), [f"call:{name}{{" for name in names])
         self._marks = marks
-        super().__init__()
 
-    def _read(self, inner: str, *, has_mark: bool, is_last: bool) -> ParsedSpan | None:  # noqa: ARG002
-        end = self._find(inner, self._marks.closing)
-        while end >= 0 and inner.count(self._marks.quote, 0, end) % 2:  # inside a string
-            self._searched = end + 1
-            end = self._find(inner, self._marks.closing)
-        if end < 0:
-            call = self._call(inner) if is_last else None
-            return None if call is None else ParsedSpan(len(inner), (call,))
-        call = self._call(inner[:end])
-        return (
-            ParsedSpan(0) if call is None else ParsedSpan(end + len(self._marks.closing), (call,))
-        )
-
-    def _call(self, text: str) -> Call | None:
-        match = _GEMMA_CALL.fullmatch(text)
-        if match is None:
+    def _read(self, text: str, mark: str, *, is_last: bool) -> ParsedSpan | None:  # noqa: ARG002
+        start = len(mark) if mark == self._marks.opening else 0
+        head = _GEMMA_HEAD.match(text, start)
+        if head is None:
+            is_begun = _BEGUN_GEMMA_HEAD.fullmatch(text, start) is not None
+            return None if is_begun else ParsedSpan(len(mark))
+        end = self._find_end(text, head.end(), (self._marks.quote,))
+        if end is None:
             return None
         try:
-            arguments = _GemmaReader(match[2], self._marks.quote).read()
-            return Call(match[1], dump(arguments))
+            if self._is_broken:
+                return ParsedSpan(len(mark))
+            arguments = _GemmaReader(text[head.end() : end], self._marks.quote).read()
+            return ParsedSpan(end, (Call(head[1], dump(arguments)),))
         except (ValueError, RecursionError):
-            return None
+            return ParsedSpan(len(mark))
 
 
 class _GemmaReader:
@@ -193,7 +390,7 @@ class _GemmaReader:
             value, self._position = self._text[self._position : end], end + len(self._quote)
             return value
         if self._takes("{"):
-            return dict(self._items("}", self._member))
+            return unique_members(self._items("}", self._member))
         if self._takes("["):
             return self._items("]", self._value)
         return read_json(self._bare())
