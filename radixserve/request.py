@@ -396,6 +396,11 @@ class Request:
         return len(self.token_ids) - self.num_resumed_tokens
 
     @property
+    def has_answer(self) -> bool:
+        """Whether tokens are sampled."""
+        return self.logprob_targets is None or self.also_generate
+
+    @property
     def num_candidates(self) -> int:
         """Number of best tokens to return per beam, 0 without a beam search. Enough for `width`
         beams to continue even if each beam's best tokens end it."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from radixserve.errors import InvalidRequest
 from radixserve.output import Completion, Score
 from radixserve.request import Request, SamplingParams
 from radixserve.text.prompts import PromptReader
+
+_FEW = 64  # candidates that are made into requests in the event loop
 
 
 class ScoreQuery(NamedTuple):
@@ -36,16 +39,21 @@ def score(client: EngineClient, queries: Sequence[ScoreQuery]) -> list[list[Scor
 
 async def ascore(client: EngineClient, queries: Sequence[ScoreQuery]) -> list[list[Score]]:
     """`score` for asyncio. Cancelling the task aborts it."""
-    scores: list[list[Score]] = await _submit(client, queries).aget()
+    given = [query.candidates for query in queries if isinstance(query.candidates, Sequence)]
+    if sum(map(len, given)) <= _FEW:
+        handle = _submit(client, queries)
+    else:  # so that the event loop goes on meanwhile
+        handle = await asyncio.to_thread(_submit, client, queries)
+    scores: list[list[Score]] = await handle.aget()
     return scores
 
 
 def _submit(client: EngineClient, queries: Sequence[ScoreQuery]) -> RequestHandle[Completion]:
     targets = [_read_candidates(client.reader, *query[:2]) for query in queries]
     requests = [
-        _request(client, query, ids)
+        request
         for query, candidates in zip(queries, targets, strict=True)
-        for ids in candidates
+        for request in _requests(client, query, candidates)
     ]
 
     def finish(completions: list[Completion]) -> list[list[Score]]:
@@ -78,13 +86,16 @@ def _read_candidates(reader: PromptReader, prompt: IntArray, candidates: object)
     return targets
 
 
-def _request(client: EngineClient, query: ScoreQuery, targets: IntArray) -> Request:
-    """Returns the request that scores `targets` after the query's prompt. The K/V of the last
-    target is not computed."""
+def _requests(
+    client: EngineClient, query: ScoreQuery, candidates: Sequence[IntArray]
+) -> Iterator[Request]:
+    """Yields the requests that score the candidates after the query's prompt. The K/V of a last
+    token is not computed."""
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, namespace=query.namespace)
-    tokens = np.concatenate([query.prompt, targets[:-1]])
-    request = client.builder.request(query.prompt, params)
-    return replace(request, token_ids=tokens, logprob_targets=targets)
+    for targets in candidates:
+        tokens = np.concatenate([query.prompt, targets[:-1]])
+        request = client.builder.request(query.prompt, params)
+        yield replace(request, token_ids=tokens, logprob_targets=targets)
 
 
 def _as_score(completion: Completion, targets: IntArray) -> Score:

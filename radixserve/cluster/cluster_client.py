@@ -31,7 +31,7 @@ from radixserve.engine.messages import Answer, EngineMessage
 from radixserve.engine.output_collector import OutputCollector
 from radixserve.errors import EngineDead, InvalidRequest, fresh, request_failed
 from radixserve.hint import HintAnswer
-from radixserve.output import EngineStatus, Finish, Metrics, RequestOutput, Usage
+from radixserve.output import EngineStatus, Finish, RequestOutput
 from radixserve.request import Request
 from radixserve.routing.limits import MAX_LOST, WITHOUT_REPLICA_S
 
@@ -371,11 +371,7 @@ class ClusterClient:
         self._close(request)
         if replica is not None:
             replica.end(request.id)
-        collector = request.collector
-        usage = Usage(0, 0, 0, len(collector.token_ids))
-        metrics = Metrics(None, None, collector.age_s)
-        finish = Finish("abort", usage, metrics, None)
-        self._push(request, RequestOutput(request.id, (), (), (), finish))
+        self._push(request, request.collector.aborted())
 
     def _push(self, request: OpenRequest, output: RequestOutput) -> None:
         try:

@@ -29,7 +29,6 @@ from radixserve.engine.output_notifier import OutputNotifier
 from radixserve.errors import (
     EngineDead,
     InvalidRequest,
-    RadixServeError,
     fresh,
     request_failed,
 )
@@ -37,6 +36,7 @@ from radixserve.output import EngineStatus, RequestOutput
 
 _log = logging.getLogger("radixserve")
 _MANY_OUTPUTS = 8
+_ADDED_AT_ONCE = 64  # requests between two steps of others
 _STATS_EVERY_S = 0.25  # while it steps
 _IDLE_STATS_EVERY_S = 1.0  # while it is idle and has leases or hints, which end by time
 _FORKED = (
@@ -70,6 +70,8 @@ class EngineThread:
             int, Sequence[OutputCollector]
         ] = {}  # by submission, until it is added
         self._collectors: dict[str, OutputCollector] = {}  # by request id; the engine's thread only
+        # Those of them that the engine gets before the next steps: see `_hand_over`.
+        self._arriving: dict[str, OutputCollector] = {}
         # Guards `_death` and puts into the inbox. Reentrant: the garbage collector may close a
         # forgotten stream, which calls `abandon`, in the middle of another call.
         self._lock = threading.RLock()
@@ -95,8 +97,7 @@ class EngineThread:
         for collector in collectors:
             collector.submission = number
         self._submitted[number] = collectors
-        with self._lock:
-            self._count_unread(collectors, 1)
+        self._count_unread(collectors, 1)
         if not self.post(AddRequests(number, tuple(collector.request for collector in collectors))):
             self._refuse(self._submitted.pop(number))
 
@@ -212,6 +213,8 @@ class EngineThread:
 
     def _read_inbox(self) -> bool:
         """Process all waiting messages; block while there is no work. False when closing."""
+        if self._arriving:
+            self._hand_over(list(self._arriving))
         while not self._is_closing:
             is_idle, timeout = not self._collectors and not self._engine.has_work(), None
             if is_idle:
@@ -302,43 +305,38 @@ class EngineThread:
         return answer_message(self._engine, message)
 
     def _add(self, message: AddRequests) -> None:
+        """Register all requests or none."""
         collectors = self._submitted.pop(message.submission)
         self._stepped_at, self._is_idle = time.monotonic(), False
-        unread = list(reversed(collectors))
-        try:
-            self._add_all(collectors, message, unread)
-        finally:
-            with self._lock:
-                self._count_unread(unread, -1)
-
-    def _add_all(
-        self,
-        collectors: Sequence[OutputCollector],
-        message: AddRequests,
-        unread: list[OutputCollector],
-    ) -> None:
-        """Queue all requests or none. Removes each from `unread` once the scheduler counts it."""
-        error: RadixServeError | None = None
         for request in message.requests:
             if request.request_id in self._collectors:
                 error = InvalidRequest(f"request id {request.request_id!r} is in use")
-        if error is not None:
-            for collector in collectors:
-                collector.fail(error)
-            return
-        pairs = list(zip(collectors, message.requests, strict=True))
-        for collector, request in pairs:  # all of them before one can fail: `_die` answers these
-            self._collectors[request.request_id] = collector
-        for collector, request in pairs:
-            self._engine.add(request, collector.is_stopped)
-            with self._lock:
-                self._count_unread([unread.pop()], -1)
+                self._count_unread(collectors, -1)
+                for collector in collectors:
+                    collector.fail(error)
+                return
+        arriving = {collector.request.request_id: collector for collector in collectors}
+        self._collectors |= arriving
+        self._arriving |= arriving
+        self._hand_over(list(arriving))
+
+    def _hand_over(self, names: Sequence[str]) -> None:
+        """Give the engine requests of `_arriving`: all of them if it has no others; else a few, so
+        that many do not delay the tokens of others. The rest follows before the next steps."""
+        has_others = len(self._collectors) > len(self._arriving)
+        for name in names[: _ADDED_AT_ONCE if has_others else None]:
+            collector = self._arriving[name]
+            try:
+                self._engine.add(collector.request, collector.is_stopped)
+            finally:
+                del self._arriving[name]
+                self._count_unread([collector], -1)
 
     def _count_unread(self, collectors: Sequence[OutputCollector], sign: int) -> None:
-        self._num_unread[0] += sign * len(collectors)
-        self._num_unread[1] += sign * sum(
-            len(collector.request.token_ids) for collector in collectors
-        )
+        num_tokens = sum(len(collector.request.token_ids) for collector in collectors)
+        with self._lock:
+            self._num_unread[0] += sign * len(collectors)
+            self._num_unread[1] += sign * num_tokens
 
     def _refuse(self, collectors: Sequence[OutputCollector]) -> None:
         """Fail these collectors with EngineDead: the thread has ended, or is about to."""
@@ -347,11 +345,23 @@ class EngineThread:
             collector.fail(fresh(self._death))
 
     def _abort(self, request_ids: Sequence[str]) -> int:
-        outputs = [self._engine.abort(request_id) for request_id in request_ids]
-        for output in outputs:
+        """Returns how many of the requests were open. Readers of many are woken once, at the end:
+        each signal would hand Python's lock to them."""
+        num_open, was_paused = 0, self._notifier.is_paused
+        self._notifier.pause()
+        for request_id in request_ids:
+            arriving = self._arriving.pop(request_id, None)
+            if arriving is None:
+                output = self._engine.abort(request_id)
+            else:
+                self._count_unread([arriving], -1)
+                output = arriving.aborted()
             if output is not None:
+                num_open += 1
                 self._deliver(output)
-        return sum(output is not None for output in outputs)
+        if not was_paused:
+            self._notifier.resume()
+        return num_open
 
     def _deliver(self, output: RequestOutput) -> None:
         collector = self._collectors[output.request_id]

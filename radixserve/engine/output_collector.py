@@ -9,7 +9,16 @@ from functools import partial
 from typing import cast
 
 from radixserve.engine.beam_group import StopCheck
-from radixserve.output import Chunk, Completion, Finish, FinishReason, PromptTokens, RequestOutput
+from radixserve.output import (
+    Chunk,
+    Completion,
+    Finish,
+    FinishReason,
+    Metrics,
+    PromptTokens,
+    RequestOutput,
+    Usage,
+)
 from radixserve.request import Request
 from radixserve.text.tokenizer import StopStringMatcher, Tokenizer
 
@@ -45,9 +54,9 @@ class OutputCollector:
         )
         self._text = None
         params = request.params
-        if tokenizer is not None:
+        if tokenizer is not None and request.has_answer:
             self._text = tokenizer.detokenizer(
-                request.token_ids[: request.num_prompt].tolist(),
+                request.token_ids[: request.num_prompt],
                 keep_special=tuple(params.keep_special_ids) if params.skip_special_tokens else True,
             )
         self._stop: StopStringMatcher | None = None
@@ -95,6 +104,12 @@ class OutputCollector:
         elif self.streams:
             self._send_chunk()
         return self._stop is not None and self._stop.is_stopped and not self._has_ended
+
+    def aborted(self) -> RequestOutput:
+        """Returns the last output of a request that ends while no engine has it."""
+        usage = Usage(0, 0, 0, len(self._token_ids))
+        finish = Finish("abort", usage, Metrics(None, None, self.age_s), None)
+        return RequestOutput(self.request.request_id, (), (), (), finish)
 
     def fail(self, error: BaseException) -> None:
         """End with an error."""

@@ -350,7 +350,7 @@ class Admission:
         copied = self._cross_namespace.copy_into(sequence, state.match_tokens())
         if state.lookup is None:
             state.cached_on_arrival += copied
-        wanted = min(batch.token_budget, len(state.tokens) - sequence.cached_len)
+        wanted = min(batch.tokens_left(state), len(state.tokens) - sequence.cached_len)
         state.sequence = sequence
         count = max(1, self._page_budget.num_fitting(state, wanted))
         try:

@@ -20,6 +20,9 @@ from radixserve.schedule import (
 from radixserve.scheduler.request_state import RequestState
 from radixserve.scheduler.running_requests import RunningRequests, in_turn
 
+# Tokens of the budget that a token takes beside decode rows if it is scored. Its logits and their
+# sum take about as long as the rest of its pass through a small model.
+_SCORED_COST = 2
 _NO_COPIES: IntArray = np.empty((0, 3), np.int32)
 
 
@@ -56,6 +59,11 @@ class Batch:
             self._planned = set(self.states)
         return state in self._planned
 
+    def tokens_left(self, state: RequestState, num_kept: int = 0) -> int:
+        """Prefill tokens of a request that the budget, but for `num_kept` of it, is enough for."""
+        cost = _token_cost(state, has_decodes=self._num_decode > 0)
+        return (self.token_budget - num_kept) // cost
+
     def add(self, state: RequestState, num_tokens: int, *, is_decode: bool) -> None:
         """Compute the last `num_tokens` tokens of the request's sequence."""
         sequence, tokens, rows = state.sequence, state.tokens, self._rows
@@ -68,7 +76,7 @@ class Batch:
             self._num_decode += 1
         else:
             self._num_prefill += num_tokens
-            self.token_budget -= num_tokens
+            self.token_budget -= num_tokens * _token_cost(state, has_decodes=self._num_decode > 0)
         if num_tokens == 1 and end == tokens.size:
             rows.input_ids.append(tokens.last)
         else:
@@ -76,7 +84,7 @@ class Batch:
         if state.scores is not None:
             self._add_targets(state, start, end)
         spec, request = None, state.request
-        if end >= tokens.size and (request.logprob_targets is None or request.also_generate):
+        if end >= tokens.size and request.has_answer:
             spec = state.greedy_only_spec or self._make_spec(state, sequence, end - tokens.size)
         if sequence.cow_copies and start == sequence.committed_len:  # else a step in flight copies
             self._copies += sequence.cow_copies
@@ -199,6 +207,11 @@ class Batch:
             self._rows.targets[len(self.states)] = LogprobTargets(wanted, num_top)
 
 
+def _token_cost(state: RequestState, *, has_decodes: bool) -> int:
+    """What a prefill token of a request takes of the budget of a step with, or without, decodes."""
+    return _SCORED_COST if has_decodes and not state.is_scored else 1
+
+
 def _sample_spec(state: RequestState, num_placeholders: int = 0) -> SampleSpec:
     """The sampler's input; kept in `greedy_only_spec` for a greedy request from min_tokens on.
 
@@ -272,9 +285,10 @@ def plan_ahead(
     for state in in_turn(prefills, token_budget) if running.are_shared else prefills:
         assert state.sequence is not None
         length = state.sequence.length
-        if count := min(token_budget, state.tokens.size - length):
+        cost = _token_cost(state, has_decodes=bool(sampled or decodes))
+        if count := min(token_budget // cost, state.tokens.size - length):
             num_pages += -(-(length + count) // size) - -(-length // size)
-            token_budget -= count
+            token_budget -= count * cost
             chunks.append((state, count))
     if num_pages > cache.num_obtainable(num_pages):
         return False

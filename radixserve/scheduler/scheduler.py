@@ -482,8 +482,8 @@ class Scheduler:
         for state in prefills:
             if state.sequence is None:  # preempted for a request before it
                 continue
-            wanted = min(batch.token_budget - num_kept, len(state.tokens) - state.committed)
-            if wanted and (count := self._allocate(state, wanted, batch)):
+            wanted = min(batch.tokens_left(state, num_kept), len(state.tokens) - state.committed)
+            if wanted > 0 and (count := self._allocate(state, wanted, batch)):
                 batch.add(state, count, is_decode=False)
 
     def _plan_decodes(self, decodes: Sequence[RequestState], batch: Batch) -> int:

@@ -16,6 +16,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from radixserve.arrays import IntArray
 from radixserve.errors import InvalidRequest
 from radixserve.gguf_file import SUFFIX, GgufFile
 from radixserve.text import chat_template
@@ -377,9 +378,10 @@ class Tokenizer:
         return twice[len(text) :] if is_whole else text
 
     def detokenizer(
-        self, prompt_ids: Sequence[int], *, keep_special: bool | Collection[int] = False
+        self, prompt_ids: Sequence[int] | IntArray, *, keep_special: bool | Collection[int] = False
     ) -> ByteLevelDetokenizer | IncrementalDetokenizer:
-        """Returns a detokenizer of the tokens after a prompt. `keep_special`: see `decode`."""
+        """Returns a detokenizer of the tokens after a prompt. `keep_special`: see `decode`. O(1) in
+        the prompt."""
         if self._byte_level is not None:
             return ByteLevelDetokenizer(self._byte_level, keep_special=keep_special)
         return IncrementalDetokenizer(self, prompt_ids, keep_special=keep_special)
@@ -501,7 +503,7 @@ class IncrementalDetokenizer:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        prompt_ids: Sequence[int],
+        prompt_ids: Sequence[int] | IntArray,
         *,
         keep_special: bool | Collection[int] = False,
     ) -> None:

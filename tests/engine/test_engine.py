@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -307,3 +308,72 @@ class TestThread:
         assert isinstance(events[-1], EngineDead)
         assert not engine.has_work()
         assert runner.log.count("launch") == runner.log.count("collect")
+
+    def test_many_requests_arrive_a_few_between_two_steps_of_others(self) -> None:
+        """Never more than 64, while somebody waits for tokens. Many that are alone arrive together,
+        and few do not wait for the rest of many."""
+        runner, events = ChainRunner(), []
+        engine = CountingEngine(runner, EngineConfig(max_running_requests=16))
+        thread = EngineThread(engine)
+        names = [f"r{at}" for at in range(300)]
+        thread.submit([self.collector(name, events, max_tokens=1) for name in names])
+        wait_until(lambda: len(events) == 300)
+        assert engine.num_added == 300
+        assert max(engine.added) == 300
+        with self.running(runner, thread, events):
+            engine.added = [0]
+            thread.submit([self.collector(name, events, max_tokens=1) for name in names])
+            thread.submit([self.collector("quick", events, max_tokens=1)])
+            assert thread.status().waiting >= 301
+            runner.permits.release(10)
+            wait_until(lambda: engine.num_added == 602)
+            assert [count for count in engine.added if count] == [64 + 1, 64, 64, 64, 44]
+            runner.permits.release(1000)
+        wait_until(lambda: len(events) == 602)  # and the aborted one
+        assert thread.status().waiting == thread.status().waiting_tokens == 0
+        thread.close()
+
+    def test_requests_that_have_not_arrived_can_be_aborted(self) -> None:
+        runner, events = ChainRunner(), []
+        engine = CountingEngine(runner, EngineConfig(max_running_requests=16))
+        thread = EngineThread(engine)
+        with self.running(runner, thread, events):
+            many = [self.collector(f"r{at}", events, max_tokens=9) for at in range(300)]
+            thread.submit(many)
+            thread.abandon(many)
+            runner.permits.release(1000)
+            wait_until(lambda: len(events) == 300)
+        assert engine.num_added == 1 + 64
+        reasons = [event.finish_reason for event in events if isinstance(event, Completion)]
+        assert reasons.count("abort") == 300 + 1
+        assert thread.status().waiting == thread.status().waiting_tokens == 0
+        thread.close()
+
+    @contextmanager
+    def running(
+        self, runner: ChainRunner, thread: EngineThread, events: list[Event]
+    ) -> Iterator[None]:
+        """A request waits for its tokens, and is aborted at the end. The runner has no permits."""
+        runner.permits = threading.Semaphore(0)
+        num_launched = len(runner.log)
+        thread.submit([self.collector("long", events, max_tokens=300)])
+        wait_until(lambda: runner.log[num_launched:] == ["launch"] * 2)
+        yield
+        assert thread.abort(["long"]) == 1
+
+
+class CountingEngine(Engine):
+    """Counts the requests that it gets between two steps."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.added, self.num_added = [0], 0
+
+    def add(self, *args: Any) -> None:
+        self.added[-1] += 1
+        self.num_added += 1
+        super().add(*args)
+
+    def begin_step(self) -> list[RequestOutput]:
+        self.added.append(0)
+        return super().begin_step()

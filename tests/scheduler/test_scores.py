@@ -38,6 +38,31 @@ def test_candidates_share_the_prompt(kind: str, page_size: int, chunked_prefill_
     driver.drain()
 
 
+@pytest.mark.parametrize("samples", [False, True])
+def test_scores_take_half_of_a_step_of_others(samples: bool) -> None:
+    """Their logits are work, too. Alone they have the whole step."""
+    driver = Driver(400, chunked_prefill_size=8)
+    driver.add("other", PROMPT, max_tokens=60, ignore_eos=True)
+    while not driver.output("other"):
+        driver.step()
+    targets = list(range(31, 60))
+    driver.add("scored", [5, *targets], logprob_targets=targets, samples=samples, max_tokens=1)
+    num_prefills = []
+    while "scored" not in driver.finished:
+        schedule = driver.step()
+        assert schedule is not None
+        num_prefills.append(schedule.num_prefill_tokens)
+        assert schedule.num_decode_tokens >= 1
+    assert max(num_prefills) == 4
+    driver.run()
+    driver.add("alone", [6, *targets], logprob_targets=targets, samples=samples, max_tokens=1)
+    schedule = driver.step()
+    assert schedule is not None
+    assert schedule.num_prefill_tokens == 8
+    driver.run()
+    driver.drain()
+
+
 def test_what_is_cached_is_scored_again() -> None:
     driver = Driver(400)
     first = add_score(driver, "first", PROMPT, [40, 41, 42])

@@ -30,7 +30,7 @@ from radixserve.server.gate.state import (
 from radixserve.server.prompt.chat_prompt import read_chat
 from radixserve.server.prompt.prompt_input import in_thread_if, read_prompts
 from radixserve.server.routes.completions import CompletionBuilder, completion_params
-from radixserve.server.routes.scores import check_room, read_candidates, scores_body
+from radixserve.server.routes.scores import check_room, read_candidates, scores_answer
 from radixserve.server.turn.cache_use import CacheUse
 from radixserve.server.turn.http_generation import HttpGeneration
 from radixserve.server.turn.request_hints import RequestHints
@@ -216,7 +216,7 @@ async def score_branch(request: Request, branch_id: str, body: BranchScoreReques
     watched.num_requests = len(candidates)
     with _naming("candidates"), watched:
         scores = await opened.branch.ascore(candidates)
-    return answer(scores_body(server, watched, scores, with_ids=bool(body.return_token_ids)))
+    return await scores_answer(server, watched, scores, with_ids=bool(body.return_token_ids))
 
 
 class _BranchBuilder(CompletionBuilder):

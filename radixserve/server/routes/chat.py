@@ -6,7 +6,7 @@ translates it; `_ChatCompletionBuilder` formats the answer and the events of a s
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -152,8 +152,11 @@ class _ChatCompletionBuilder(ChoicesBuilder):
         # Whether chunks whose delta is empty are sent, too.
         self._sends_empty = bool(body.logprobs or body.return_token_ids or is_continuous)
 
-    async def full_body(self) -> dict[str, Any]:
+    async def full_body(self) -> Callable[[], dict[str, Any]]:
         answers = await self._turn.answers()
+        return lambda: self._whole(answers)
+
+    def _whole(self, answers: Sequence[tuple[ParsedAnswer, Completion]]) -> dict[str, Any]:
         choices = [self._choice(index, *parsed) for index, parsed in enumerate(answers)]
         group = [completion for _, completion in answers]
         body = self._body(choices, [group])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from radixserve.server.wire.sampling import (
     token_limit,
 )
 from radixserve.server.wire.schema import CompletionRequest
+from radixserve.server.wire.usage import Group
 
 router = APIRouter(route_class=JsonRoute)
 _MAX_TOKENS = 16  # OpenAI's default
@@ -148,9 +149,12 @@ class CompletionBuilder(ChoicesBuilder):
 
     # -- whole answers ------------------------------------------------------------------------
 
-    async def full_body(self) -> dict[str, Any]:
+    async def full_body(self) -> Callable[[], dict[str, Any]]:
         with self.generation:
             groups = await self.generation.groups()
+        return lambda: self._whole(groups)
+
+    def _whole(self, groups: Sequence[Group]) -> dict[str, Any]:
         choices = [
             self._choice(prompt_index * self._num_samples + sample, prompt, completion)
             for prompt_index, (prompt, group) in enumerate(zip(self._prompts, groups, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from radixserve.server.wire.errors import ApiError
 from radixserve.server.wire.json_response import event
 from radixserve.server.wire.sampling import keep_last, read_sampling
 from radixserve.server.wire.schema import GenerateRequest, NativeSampling, Sampling
-from radixserve.server.wire.usage import loaded_field
+from radixserve.server.wire.usage import Group, loaded_field
 
 router = APIRouter(route_class=JsonRoute)
 _RENAMED = {  # names of SamplingParams by SGLang's names in sampling_params
@@ -126,9 +126,13 @@ class _GenerateBuilder(AnswerBuilder):
         self._is_list = is_list
         self._is_native = is_native
 
-    async def full_body(self) -> Any:
+    async def full_body(self) -> Callable[[], Any]:
         with self.generation as generation:
             groups = await generation.groups()
+        return lambda: self._whole(groups)
+
+    def _whole(self, groups: Sequence[Group]) -> Any:
+        generation = self.generation
         bodies = [
             generation.with_hints(self._body(completion, prompt))
             for prompt, group in zip(generation.prompts, groups, strict=True)

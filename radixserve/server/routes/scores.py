@@ -20,7 +20,7 @@ from radixserve.server.gate.state import AppState, caller_of, server_of
 from radixserve.server.prompt.prompt_input import are_long, in_thread_if, read_prompts
 from radixserve.server.prompt.rendering import tokenizer_of
 from radixserve.server.wire.errors import ApiError, invalid
-from radixserve.server.wire.json_response import answer
+from radixserve.server.wire.json_response import answer_of
 from radixserve.server.wire.schema import ScoreRequest
 from radixserve.server.wire.usage import usage_body
 
@@ -46,7 +46,7 @@ async def score(request: Request, body: ScoreRequest) -> Response:
             scores = await server.runtime.ascore(prompt, ids, namespace=namespace)
     except InvalidRequest as error:
         raise invalid(error, param="candidates") from None
-    return answer(scores_body(server, watched, scores, with_ids=bool(body.return_token_ids)))
+    return await scores_answer(server, watched, scores, with_ids=bool(body.return_token_ids))
 
 
 async def read_candidates(request: Request, given: object) -> list[Any]:
@@ -98,22 +98,21 @@ def _check_candidates(server: AppState, candidates: object) -> list[Any]:
     return candidates
 
 
-def scores_body(
+async def scores_answer(
     server: AppState, watched: CancelOnDisconnect, scores: Sequence[Score], *, with_ids: bool
-) -> dict[str, Any]:
-    """The answer's body. Counts its usage for the tenant. `with_ids`: with the candidates' ids."""
-    data: list[dict[str, Any]] = []
-    for index, candidate_score in enumerate(scores):
-        entry: dict[str, Any] = {
-            "index": index,
-            "logprob": candidate_score.logprob,
-            "token_logprobs": candidate_score.logprobs,
-        }
-        if with_ids:
-            entry["token_ids"] = candidate_score.token_ids
-        data.append(entry)
+) -> Response:
+    """The response. Counts its usage for the tenant. `with_ids`: with the candidates' ids."""
     usage = add_usages([candidate_score.usage for candidate_score in scores])
     counts = usage_body(usage.prompt_tokens, usage.cached_tokens, 0, usage.loaded_tokens)
     watched.note_usage(len(scores), counts)
-    head = {"object": "list", "model": server.model_name}
-    return {**head, "data": data, "usage": counts}
+
+    def body() -> dict[str, Any]:
+        data = [_entry(*indexed, with_ids=with_ids) for indexed in enumerate(scores)]
+        return {"object": "list", "model": server.model_name, "data": data, "usage": counts}
+
+    return await answer_of(body, sum(len(candidate_score.logprobs) for candidate_score in scores))
+
+
+def _entry(index: int, score: Score, *, with_ids: bool) -> dict[str, Any]:
+    entry = {"index": index, "logprob": score.logprob, "token_logprobs": score.logprobs}
+    return {**entry, "token_ids": score.token_ids} if with_ids else entry

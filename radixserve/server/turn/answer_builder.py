@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from starlette.responses import Response
@@ -31,7 +31,14 @@ from radixserve.server.turn.chat_turn import ChatTurn
 from radixserve.server.turn.event_stream import EventStream
 from radixserve.server.turn.http_generation import HttpGeneration
 from radixserve.server.wire.errors import ApiError
-from radixserve.server.wire.json_response import DONE, PING, answer, dump, event, quote
+from radixserve.server.wire.json_response import (
+    DONE,
+    PING,
+    answer_of,
+    dump,
+    event,
+    quote,
+)
 from radixserve.server.wire.schema import GenerationFields
 from radixserve.server.wire.usage import Group, StreamUsage, completion_usage
 
@@ -57,11 +64,13 @@ class AnswerBuilder(ABC):
                 failed=self.failed,
                 done=self.done,
             )
-        return answer(await self.full_body())
+        body = await self.full_body()
+        return await answer_of(body, self.generation.num_logprobs)
 
     @abstractmethod
-    async def full_body(self) -> Any:
-        """The answer as JSON values. Enters the generation and leaves it."""
+    async def full_body(self) -> Callable[[], Any]:
+        """Wait for the whole answer. Enters the generation and leaves it. Returns a function that
+        formats the answer as JSON values; a large one in another thread."""
 
     @abstractmethod
     def events(self) -> AsyncIterator[str]:
@@ -194,11 +203,12 @@ class BlocksBuilder(AnswerBuilder):
     ) -> str:
         """The events after the last block."""
 
-    async def full_body(self) -> dict[str, Any]:
+    async def full_body(self) -> Callable[[], dict[str, Any]]:
         ((parsed, completion),) = await self._turn.answers()
         blocks = content_blocks_of(parsed)
         self._note_logprobs(completion, completion)
-        return self.message(blocks, completion, self._count_reasoning(blocks, completion))
+        message = self.message(blocks, completion, self._count_reasoning(blocks, completion))
+        return lambda: message
 
     async def events(self) -> AsyncIterator[str]:
         async for batch in self._turn.deltas():

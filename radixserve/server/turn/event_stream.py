@@ -14,7 +14,7 @@ from radixserve.server.gate.request_log import note
 from radixserve.server.turn.http_generation import HttpGeneration
 from radixserve.server.wire.errors import ApiError, as_api_error
 
-HEAD_AFTER_S = 0.1  # an error or an event that comes earlier needs no head of its own
+HEAD_AFTER_S = 0.05  # an error or an event that comes earlier needs no head of its own
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 

@@ -87,6 +87,7 @@ class HttpGeneration(CancelOnDisconnect):
         self._num_samples = params.num_samples
         self.num_missing = 0  # answers that beam searches did not find: a grammar may allow fewer
         self.hint_answers = HintAnswers()  # empty until all answers have ended
+        self.num_logprobs = 0  # in whole answers that have ended
         self._completions: dict[int, Completion] = {}  # of a stream, by index
 
     def _submit(
@@ -142,6 +143,7 @@ class HttpGeneration(CancelOnDisconnect):
             pass
         groups = as_groups(self._handle.result())
         self.num_missing = len(self.prompts) * self._num_samples - sum(map(len, groups))
+        self.num_logprobs = sum(_num_logprobs(each) for group in groups for each in group)
         self._note(groups)
         await self._apply_hints()
         return groups
@@ -195,3 +197,10 @@ class HttpGeneration(CancelOnDisconnect):
         for group in groups:
             self.server.counters.add(group)
         self.note_usage(sum(map(len, groups)), completion_usage(groups))
+
+
+def _num_logprobs(completion: Completion) -> int:
+    """Log-probabilities that the completion has for its answer and its prompt. O(tokens)."""
+    num_own = len(completion.logprobs or ()) + len(completion.prompt_logprobs or ())
+    tops = (*(completion.top_logprobs or ()), *(completion.prompt_top_logprobs or ()))
+    return num_own + sum(len(top or ()) for top in tops)
