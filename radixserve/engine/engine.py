@@ -165,7 +165,7 @@ class Engine:
         """Whether requests or prefetches are left, or a step is in flight."""
         if self._scheduler.has_work or self._in_flight or len(self._prefetches) > 0:
             return True
-        return self.extensions.has_work
+        return bool(self.extensions.of_has_work) and self.extensions.has_work
 
     @property
     def idle_timeout(self) -> float | None:
@@ -192,7 +192,9 @@ class Engine:
         """
         if self._prefetches.queue or self._prefetches.running is not None:
             self._prefetches.step()
-        self.extensions.before_step(may_wait=not self._scheduler.has_work and not self._in_flight)
+        if self.extensions.of_before_step:
+            is_idle = not self._in_flight and not self._scheduler.has_work
+            self.extensions.before_step(may_wait=is_idle)
         self._must_collect = bool(self._in_flight)
         outputs = self._launch()
         self._must_collect |= len(self._in_flight) > self._overlap_depth
@@ -206,7 +208,9 @@ class Engine:
             outputs = self._collect()
             if self._overlap_depth and not self._in_flight:
                 outputs += self._launch()
-        self.extensions.after_step(is_idle=not self._in_flight and not self._scheduler.has_work)
+        if self.extensions.of_after_step:
+            is_idle = not self._in_flight and not self._scheduler.has_work
+            self.extensions.after_step(is_idle=is_idle)
         return outputs
 
     def open_session(self, name: str, lease_s: float | None = None) -> None:

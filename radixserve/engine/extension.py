@@ -143,13 +143,14 @@ class Extensions:
         self._look_up_calls()
 
     def _look_up_calls(self) -> None:
-        """Find out once which extensions want which call."""
+        """Find out once which extensions want which call. The engine asks whether there is one
+        before it makes the calls of each step."""
         self._holding = self._overriding("hold")
-        self._before_step = self._overriding("before_step")
-        self._after_step = self._overriding("after_step")
+        self.of_before_step = self._overriding("before_step")
+        self.of_after_step = self._overriding("after_step")
         self._on_release = self._overriding("on_release")
         self._on_finish = self._overriding("on_finish")
-        self._working = self._overriding("has_work")
+        self.of_has_work = self._overriding("has_work")
 
     def _overriding(self, name: str) -> tuple[EngineExtension, ...]:
         plain = getattr(EngineExtension, name)
@@ -214,11 +215,11 @@ class Extensions:
     # -- the loop -----------------------------------------------------------------------------
 
     def before_step(self, *, may_wait: bool) -> None:
-        for extension in self._before_step:
+        for extension in self.of_before_step:
             self._call(extension, partial(extension.before_step, may_wait=may_wait))
 
     def after_step(self, *, is_idle: bool) -> None:
-        for extension in self._after_step:
+        for extension in self.of_after_step:
             self._call(extension, partial(extension.after_step, is_idle=is_idle))
 
     def on_release(self, sequence: CacheSequence, num_prompt: int, num_reused: int) -> None:
@@ -242,7 +243,7 @@ class Extensions:
 
     @property
     def has_work(self) -> bool:
-        return any(self._call(one, partial(getattr, one, "has_work")) for one in self._working)
+        return any(self._call(one, partial(getattr, one, "has_work")) for one in self.of_has_work)
 
     @property
     def idle_timeout(self) -> float | None:

@@ -250,13 +250,12 @@ class KVLoader:
                 return
             self._searching.popleft()
             try:
-                stored = search.result()
+                search.result()
             except Exception as error:
                 self._note_failed_read(error)
                 pending.on_loaded(0)
                 continue
-            if stored.length:  # an answer "none" may be a search that ran out of time
-                self.health.note_success()
+            self.health.note_success()
             if self._plan(pending, self._ahead()) is None:
                 pending.on_loaded(0)
             else:
