@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
+from jinja2 import nodes
 
 from radixserve.text.tainted_str import ASSISTANT, CALLER, tainted
 from radixserve.text.template_environment import TemplateEnvironment
@@ -97,3 +98,36 @@ def _up_to(begun: str, text: str) -> str:
 @functools.lru_cache(maxsize=16)
 def _compiled(template: str) -> jinja2.Template:
     return TemplateEnvironment().from_string(template)
+
+
+@functools.lru_cache(maxsize=16)
+def named_roles(template: str) -> frozenset[str]:
+    """Returns the roles that a template names: texts that it compares with a message's role, and
+    keys of tables that it reads with one. Empty for a template that is not valid."""
+    try:
+        tree = TemplateEnvironment().parse(template)
+    except jinja2.TemplateError:
+        return frozenset()
+    tests = [node for node in tree.find_all((nodes.Compare, nodes.Test)) if _has_role(node)]
+    for selection in tree.find_all(nodes.Filter):  # selectattr("role", "equalto", "user")
+        if selection.name in ("selectattr", "rejectattr") and _has_role(selection.args[0]):
+            tests += selection.args[2:]
+    if any(_has_role(table.arg) for table in tree.find_all(nodes.Getitem)):
+        tests += [pair.key for pair in tree.find_all(nodes.Pair)]
+    return frozenset(
+        text.value
+        for test in tests
+        for text in ([test] if isinstance(test, nodes.Const) else test.find_all(nodes.Const))
+        if isinstance(text.value, str) and text.value != "role"
+    )
+
+
+def _has_role(node: nodes.Node) -> bool:
+    """Whether an expression reads a role: `message.role`, `message["role"]` or a variable
+    `role`."""
+    return any(
+        getattr(part, "attr", None) == "role"
+        or getattr(part, "name", None) == "role"
+        or getattr(part, "value", None) == "role"
+        for part in (node, *node.find_all(nodes.Node))
+    )

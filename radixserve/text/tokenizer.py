@@ -23,7 +23,7 @@ from radixserve.text import chat_template
 from radixserve.text.byte_fallback import ByteFallback, decodes_by_appending
 from radixserve.text.byte_level import ByteLevel, ByteLevelDetokenizer
 from radixserve.text.chat_options import ChatOptions, ToolsIgnored, begun_answer
-from radixserve.text.chat_template import KNOWN_ROLES
+from radixserve.text.chat_template import KNOWN_ROLES, named_roles
 from radixserve.text.content_marks import (
     MARK,
     ContentMarks,
@@ -196,6 +196,13 @@ class Tokenizer:
             return
         if any(role == token.text.strip("<|>[]/\uff5c") for token in self._special_tokens):
             raise InvalidRequest(f"role {role!r} is the name of a special token")
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles of messages that every template gets, then those that the tokenizer's own
+        template names besides."""
+        own = named_roles(str(self._tokenizer.chat_template or ""))
+        return (*KNOWN_ROLES, *sorted(own.difference(KNOWN_ROLES)))
 
     def traits(self, template: str | None = None) -> TemplateTraits:
         """Returns which messages the chat template renders; tested once per template."""

@@ -225,6 +225,22 @@ class Text(str):
     """Not one of JSON's types."""
 
 
+@pytest.mark.parametrize(
+    ("template", "roles"),
+    [
+        ("{% if message.role == 'critic' and message.content != 'x' %}{% endif %}", {"critic"}),
+        ("{% if message['role'] in ['ipython', 'tool'] %}{% endif %}", {"ipython", "tool"}),
+        ("{% set role = m.role %}{% if role is eq('thought') %}{% endif %}", {"thought"}),
+        ("{% set n = {'user': 'U', 'model': 'M'} %}{{ n[m.role] }}", {"user", "model"}),
+        ("{{ ms | selectattr('role', 'equalto', 'observation') | list }}", {"observation"}),
+        ("<|im_start|>{{ message.role }}", set()),
+        ("{% if %}", set()),
+    ],
+)
+def test_the_roles_that_a_template_names(template: str, roles: set[str]) -> None:
+    assert chat_template.named_roles(template) == roles
+
+
 class TestTemplate:
     @as_transformers_does
     @pytest.mark.parametrize("tools", [None, TOOLS])

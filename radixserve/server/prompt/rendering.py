@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from radixserve.api.runtime import Runtime
+from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
 from radixserve.server.answer.tool_choice import ChatTools
 from radixserve.server.prompt.chat_messages import key_of, read_messages
@@ -70,8 +71,8 @@ def render(
     tokenizer = tokenizer_of(runtime)
     render_chat: Render = partial(tokenizer.render_chat, **options)
     try:
-        for message in checked:
-            tokenizer.check_role(message["role"])
+        for index, message in enumerate(checked):
+            _check_role(message["role"], tokenizer, f"messages[{index}].role")
         fitted = fit_messages(checked, tokenizer.traits(), functions)
         text = render_chat(fitted)
         check_rendered(fitted, text, render_chat)
@@ -79,6 +80,15 @@ def render(
         raise invalid(error, param=error.param or "messages") from None
     answers = frozenset(key_of(message) for message in checked if message["role"] == "assistant")
     return RenderedPrompt(text, answers, num_headers, checked, options, functions)
+
+
+def _check_role(role: str, tokenizer: Tokenizer, place: str) -> None:
+    """Raise InvalidRequest for a role that neither the protocol nor the model's template knows."""
+    if role not in tokenizer.roles:
+        raise InvalidRequest(
+            f"{place} must be {' or '.join(tokenizer.roles)}, got {shown(role)}", param=place
+        )
+    tokenizer.check_role(role)
 
 
 def tokenizer_of(runtime: Runtime) -> Tokenizer:
