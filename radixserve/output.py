@@ -115,6 +115,18 @@ class Metrics:
     ttft_s: float | None  # until its first token
     total_s: float
 
+    @property
+    def prefill_s(self) -> float | None:
+        """Seconds from admission to the first token."""
+        if self.queue_s is None or self.ttft_s is None:
+            return None
+        return self.ttft_s - self.queue_s
+
+    @property
+    def decode_s(self) -> float | None:
+        """Seconds from the first token to the end."""
+        return None if self.ttft_s is None else self.total_s - self.ttft_s
+
 
 class PromptScore(NamedTuple):
     """How likely the model finds a token of the prompt, given those before it."""
@@ -156,6 +168,7 @@ class RequestOutput(NamedTuple):
     finish: Finish | None
     beams: tuple[Beam, ...] = ()  # the answers of a beam search, best first, when it has ended
     beam_samples: tuple[SampleOutput, ...] = ()  # for a beam search: one sample per beam
+    cached_tokens: int = 0  # `Usage.cached_tokens` so far
 
 
 class PromptTokens:
@@ -264,7 +277,8 @@ class Score:
 class Chunk:
     """A piece of a streamed answer; the last one has the whole `completion`.
 
-    `logprobs` and `top_logprobs`: of `token_ids`, if the request asked for them.
+    `logprobs` and `top_logprobs`: of `token_ids`, if the request asked for them. `cached_tokens`:
+    of the prompt, as in `Usage`.
     """
 
     request_id: str
@@ -273,6 +287,7 @@ class Chunk:
     completion: Completion | None = None
     logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
+    cached_tokens: int = 0
 
 
 def join_chunks(first: Chunk, second: Chunk) -> Chunk:
@@ -283,7 +298,15 @@ def join_chunks(first: Chunk, second: Chunk) -> Chunk:
     if first.top_logprobs is not None and second.top_logprobs is not None:
         top_logprobs = first.top_logprobs + second.top_logprobs
     text, token_ids = first.text + second.text, first.token_ids + second.token_ids
-    return Chunk(first.request_id, text, token_ids, second.completion, logprobs, top_logprobs)
+    return Chunk(
+        first.request_id,
+        text,
+        token_ids,
+        second.completion,
+        logprobs,
+        top_logprobs,
+        second.cached_tokens,
+    )
 
 
 class EngineStatus(NamedTuple):

@@ -18,7 +18,7 @@ from radixserve.sampling_defaults import NEUTRAL, NotGivenFloat, NotGivenInt, ch
 from radixserve.structured_outputs import Grammar, StructuredOutput
 
 TruncationSide = Literal["left", "right"]
-MAX_LOGPROBS = 100
+MAX_LOGPROBS = 2**20  # more than any vocabulary; each step returns at most the vocabulary
 MAX_LOGPROB_IDS = 1_024
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 1_024
@@ -131,7 +131,7 @@ class SamplingParams(StrictFields):
         put = partial(object.__setattr__, self)
         self._check_ints(
             max_tokens=(1, None),
-            seed=(0, 2**63 - 1),
+            seed=(-(2**63), 2**63 - 1),
             n=(1, MAX_SAMPLES),
             logprobs=(0, MAX_LOGPROBS),
             prompt_logprobs=(0, MAX_LOGPROBS),

@@ -280,7 +280,7 @@ class RequestBuilder:
     def _request(
         self, ids: IntArray, params: SamplingParams, request_id: str | None, make: MakeRequest
     ) -> Request:
-        seed = params.seed
+        seed = None if params.seed is None else params.seed % NUM_SEEDS
         if seed is None:
             with self._random_lock:
                 seed = self._random.getrandbits(63)

@@ -69,6 +69,7 @@ class OutputCollector:
         self._num_sent = len(self._token_ids)  # tokens sent in chunks, here or before
         self._logprobs: list[float] = []
         self._top_logprobs: list[dict[int, float]] = []
+        self._cached_tokens = 0  # of the prompt
         self._has_ended = False
         if self._is_eager and self._text is not None and self._token_ids:
             self._add_text(self._text.push(self._token_ids))
@@ -92,6 +93,7 @@ class OutputCollector:
         self._token_ids += output.token_ids
         self._logprobs += output.logprobs
         self._top_logprobs += output.top_logprobs
+        self._cached_tokens = output.cached_tokens
         finish = output.finish
         if finish is not None and finish.error is not None:
             self.fail(finish.error)
@@ -154,6 +156,7 @@ class OutputCollector:
             if self._stop is not None:
                 self._keep(self._stop.finish())
         completion = self._completion(finish)
+        self._cached_tokens = completion.usage.cached_tokens
         self._has_ended = True
         if self.streams:
             self._send_chunk(completion)
@@ -229,5 +232,6 @@ class OutputCollector:
                 completion,
                 None if wanted is None else self._logprobs[start:],
                 self._top_logprobs[start:] if self.request.params.has_top_logprobs else None,
+                self._cached_tokens,
             )
         )

@@ -245,6 +245,15 @@ class RequestState:
             token_ids: tuple[int, ...] = (sample.token_id,)
             if sample.forced_ids:
                 token_ids += sample.forced_ids
-            return RequestOutput(self.request_id, token_ids, (), (), finish)
+            return RequestOutput(
+                self.request_id, token_ids, (), (), finish, cached_tokens=self.num_reused
+            )
         top = dict(sample.top_logprobs)
-        return RequestOutput(self.request_id, (sample.token_id,), (sample.logprob,), (top,), finish)
+        return RequestOutput(
+            self.request_id,
+            (sample.token_id,),
+            (sample.logprob,),
+            (top,),
+            finish,
+            cached_tokens=self.num_reused,
+        )

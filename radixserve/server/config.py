@@ -64,6 +64,12 @@ class ServerConfig(StrictFields):
     max_body            most bytes of a request's body, "32MB" works
     max_prompts         most prompts of a request
     max_n               largest n and best_of
+    max_logprobs        largest logprobs, top_logprobs and prompt_logprobs; -1: the vocabulary. A
+                        request asks for the vocabulary with -1, too
+    return_tokens_as_token_ids  write the tokens of log-probabilities as token_id:5; requests may
+                        override it
+    enable_force_include_usage  usage in every event of every stream
+    enable_per_request_metrics  the times of a request in its answer, as the member metrics
     shutdown_timeout    seconds that requests in flight have after SIGTERM
     ready_timeout       seconds without a step, with work to do, until /health/ready fails
     max_conversations   most conversations of a tenant whose exact token ids are remembered, and
@@ -118,6 +124,10 @@ class ServerConfig(StrictFields):
     max_body: int | str = "32MB"
     max_prompts: int = 1024
     max_n: int = 128
+    max_logprobs: int = 100
+    return_tokens_as_token_ids: bool = False
+    enable_force_include_usage: bool = False
+    enable_per_request_metrics: bool = False
     shutdown_timeout: float = 30.0
     ready_timeout: float = 60.0
     max_conversations: int = 4096
@@ -144,6 +154,7 @@ class ServerConfig(StrictFields):
             max_queued_tokens=(1, None),
             max_prompts=(1, None),
             max_n=(1, 1024),
+            max_logprobs=(-1, None),
             max_conversations=(0, None),
             hint_budget_tokens=(0, None),
             max_responses=(0, None),
@@ -154,6 +165,9 @@ class ServerConfig(StrictFields):
             "accept_any_model",
             "strict_fields",
             "keep_billing_header",
+            "return_tokens_as_token_ids",
+            "enable_force_include_usage",
+            "enable_per_request_metrics",
             "log_requests",
             "log_probes",
         )

@@ -364,6 +364,13 @@ class Tokenizer:
             )
             return text
 
+    def pieces_of(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns the tokens as the vocabulary writes them, such as "\u0120hello"."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return list(self._tokenizer.convert_ids_to_tokens(list(token_ids)))
+        return [backend.id_to_token(token_id) or "" for token_id in token_ids]
+
     def bytes_of(self, token_id: int) -> bytes | None:
         """Returns the UTF-8 bytes of a token, the name of a special one; None if the token is part
         of a character and the tokenizer does not tell its bytes."""

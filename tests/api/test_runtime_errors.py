@@ -89,7 +89,7 @@ class TestBadInput:
             ({"stop_token_ids": "ab"}, "list of token ids"),
             ({"stop_token_ids": [-1]}, "stop_token_ids"),
             ({"seed": -1}, "seed"),
-            ({"logprobs": 1000}, "between 0 and 100"),
+            ({"logprobs": 2**20 + 1}, "between 0 and 1048576"),
             ({"ignore_eos": 1}, "True or False"),
             ({"namespace": 3}, "string"),
             ({"n": 0}, "n must be"),

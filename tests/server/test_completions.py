@@ -230,7 +230,8 @@ def test_the_tokenizer_over_http(served: LocalServer, runtime: Runtime) -> None:
     found = served.post("/tokenize", {"prompt": "hello there", "return_token_strs": True})
     assert found["tokens"] == ids
     assert found["count"] == len(ids)
-    assert "".join(found["token_strs"]) == "hello there"
+    assert found["token_strs"] == ["he", "ll", "o", "\u0120there"]  # as the vocabulary writes them
+    assert served.post("/tokenize", {"prompt": "hello there"})["token_strs"] is None
     assert served.post("/detokenize", {"tokens": ids}) == {"prompt": "hello there"}
     messages = [{"role": "user", "content": "hi"}]
     assert (
@@ -246,6 +247,7 @@ def test_models(served: LocalServer) -> None:
     (card,) = served.client.get("/v1/models").json()["data"]
     assert card["id"] == "demo"
     assert card["max_model_len"] == 4096
+    assert (card["root"], card["parent"]) == ("demo", None)
     assert served.client.get("/v1/models/demo").json() == card
     assert served.client.get("/v1/models/other").status_code == 404
 
@@ -280,9 +282,15 @@ def test_named_tokens_in_place_of_the_best(served: LocalServer, runtime: Runtime
         named = [top[f"token_id:{token_id}"] for token_id in ids]
         assert named == pytest.approx(list(values.values()), abs=1e-4)
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "logprobs": True,
-            "logprob_token_ids": ids, "ignore_eos": True}  # fmt: skip
+            "logprob_token_ids": ids, "ignore_eos": True,
+            "return_tokens_as_token_ids": True}  # fmt: skip
     (choice,) = served.post("/v1/chat/completions", chat)["choices"]
-    assert [len(entry["top_logprobs"]) for entry in choice["logprobs"]["content"]] == [3, 3]
+    for entry in choice["logprobs"]["content"]:  # the token itself, then the named ones
+        tops = entry["top_logprobs"]
+        assert (tops[0]["token"], tops[0]["logprob"]) == (entry["token"], entry["logprob"])
+        names = [top["token"] for top in tops]
+        named = [f"token_id:{token_id}" for token_id in ids]
+        assert names[1:] == [name for name in named if name != names[0]]
     for path, wrong in (
         ("/v1/completions", {**body, "logprobs": None}),
         ("/v1/chat/completions", {**chat, "logprobs": False}),
@@ -319,6 +327,9 @@ def test_token_ids_of_prompt_and_answer_in_each_choice(served: LocalServer, path
     prompts: dict[int, list[int]] = {}
     answers: dict[int, list[int]] = {choice["index"]: [] for choice in whole}
     for event in served.stream(path, body):
+        if "prompt_token_ids" in event:
+            assert not prompts  # in the first event of a chat, for all choices
+            prompts = dict.fromkeys(answers, event["prompt_token_ids"])
         for choice in event["choices"]:
             answers[choice["index"]] += choice.get("token_ids", [])
             if "prompt_token_ids" in choice:

@@ -20,7 +20,9 @@ ROOT = Path(__file__).parent.parent.parent
 VLLM = """num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries
     prefix_cache_hits prompt_tokens prompt_tokens_cached generation_tokens
     time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds
-    request_queue_time_seconds request_success num_preemptions""".split()
+    request_queue_time_seconds request_success num_preemptions request_prompt_tokens
+    request_generation_tokens request_max_num_generation_tokens request_prefill_time_seconds
+    request_decode_time_seconds""".split()  # the board of its examples reads these
 
 
 def read(served: LocalServer) -> tuple[dict[str, float], set[str]]:
@@ -47,9 +49,12 @@ def test_metrics_count_what_was_asked(served: LocalServer, runtime: Runtime) -> 
             key: after[name + key] - before[name + key]
             for key in ("generation_tokens_total", "e2e_request_latency_seconds_count",
                         "time_to_first_token_seconds_count",
-                        "inter_token_latency_seconds_count")
+                        "inter_token_latency_seconds_count", "request_generation_tokens_sum",
+                        "request_max_num_generation_tokens_sum", "request_prompt_tokens_sum",
+                        "request_prefill_time_seconds_count", "request_decode_time_seconds_count")
         }  # fmt: skip
-        assert list(grown.values()) == [usage["completion_tokens"], 2, 2, 8]
+        prompt = 2 * usage["prompt_tokens"]
+        assert list(grown.values()) == [usage["completion_tokens"], 2, 2, 8, 10, 5, prompt, 2, 2]
     assert after["radixserve:prompt_tokens_total"] == stats["prompted_tokens"]
     assert after["radixserve:cached_tokens_total"] == stats["reused_tokens"]
     assert {f"vllm:{name}" for name in VLLM} <= names

@@ -65,10 +65,10 @@ def test_a_thought_and_a_call(thinking: LocalServer, thinker: Runtime) -> None:
     assert follow["prompt_token_ids"][: len(known)] == known
     cached = follow["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached == len(answer["prompt_token_ids"]) + len(ids) - 1
-    assert said(follow) == {"role": "assistant", "content": SOON, "refusal": None,
-                            "reasoning_content": "Let me  see."}  # fmt: skip
+    thought = {"reasoning": "Let me  see.", "reasoning_content": "Let me  see."}
+    assert said(follow) == {"role": "assistant", "content": SOON, "refusal": None, **thought}
     # Without it, and after another question, the template tells it without the thought.
-    without = {name: value for name, value in message.items() if name != "reasoning_content"}
+    without = {name: value for name, value in message.items() if "reasoning" not in name}
     for messages in (
         [USER, without, result],
         [USER, message, result, said(follow), {"role": "user", "content": "And?"}],

@@ -57,6 +57,9 @@ class Delta:
     def tool_calls(self) -> tuple[ToolCallDelta, ...]:
         return tuple(part for part in self.parts if isinstance(part, ToolCallDelta))
 
+    def without_reasoning(self) -> Delta:
+        return Delta(tuple(part for part in self.parts if not isinstance(part, Thought)))
+
     def __bool__(self) -> bool:
         return bool(self.parts)
 

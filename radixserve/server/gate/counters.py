@@ -18,18 +18,23 @@ COARSE = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 3
           120.0, 240.0, 480.0, 960.0)  # fmt: skip
 
 
+# Of numbers of tokens.
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000,
+          200_000, 500_000, 1_000_000)  # fmt: skip
+
+
 class Histogram:
-    """A histogram of times. Owned by the event loop."""
+    """A histogram of times or of numbers of tokens. Owned by the event loop."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(bounds) + 1)
-        self.total_s = 0.0
+        self.total = 0.0
 
-    def add(self, seconds: float, count: int = 1) -> None:
-        """Count the value `seconds`, `count` times. O(log(bounds))."""
-        self._counts[bisect_left(self._bounds, seconds)] += count
-        self.total_s += seconds * count
+    def add(self, value: float, count: int = 1) -> None:
+        """Count `value`, `count` times. O(log(bounds))."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self.total += value * count
 
     def buckets(self) -> list[tuple[str, float]]:
         """The cumulative buckets: (upper bound, number of values up to it). The last bound is
@@ -46,11 +51,16 @@ class ServerCounters:
     """Counters and histograms of HTTP requests. Owned by the event loop."""
 
     def __init__(self) -> None:
-        self.timings = {
+        self.histograms = {
             "ttft": Histogram(FINE),
             "inter_token": Histogram(FINE),
             "total": Histogram(COARSE),
             "queue": Histogram(COARSE),
+            "prefill": Histogram(COARSE),
+            "decode": Histogram(COARSE),
+            "prompt_tokens": Histogram(TOKENS),
+            "generated_tokens": Histogram(TOKENS),
+            "most_generated_tokens": Histogram(TOKENS),
         }
         self.finished: Counter[str] = Counter()  # completions by finish_reason
         self.rejected: Counter[str] = Counter()  # also failed streams; by error code
@@ -60,15 +70,24 @@ class ServerCounters:
         self.conversation_hits = 0
 
     def add(self, completions: Sequence[Completion]) -> None:
-        """Count completions that have ended, and their times."""
+        """Count the completions of a prompt that have ended, their times and tokens."""
+        counts = self.histograms
         for completion in completions:
-            times, timings = completion.metrics, self.timings
+            times, num_tokens = completion.metrics, completion.usage.completion_tokens
             self.finished[completion.finish_reason] += 1
-            timings["total"].add(times.total_s)
-            if times.queue_s is not None:
-                timings["queue"].add(times.queue_s)
-            if times.ttft_s is not None:
-                timings["ttft"].add(times.ttft_s)
-                gaps = len(completion.token_ids) - 1
-                if gaps > 0:
-                    timings["inter_token"].add((times.total_s - times.ttft_s) / gaps, gaps)
+            counts["total"].add(times.total_s)
+            counts["prompt_tokens"].add(completion.usage.prompt_tokens)
+            counts["generated_tokens"].add(num_tokens)
+            for name, seconds in (
+                ("queue", times.queue_s),
+                ("ttft", times.ttft_s),
+                ("prefill", times.prefill_s),
+                ("decode", times.decode_s),
+            ):
+                if seconds is not None:
+                    counts[name].add(seconds)
+            if times.decode_s is not None and num_tokens > 1:
+                counts["inter_token"].add(times.decode_s / (num_tokens - 1), num_tokens - 1)
+        if completions:
+            most = max(completion.usage.completion_tokens for completion in completions)
+            counts["most_generated_tokens"].add(most)

@@ -105,16 +105,24 @@ def _text(content: object, where: str, *, may_be_empty: bool) -> str:
         return content
     if not isinstance(content, list) or not (content or may_be_empty):
         raise wrong_field(where, f"must be text or a list of text parts, got {shown(content)}")
-    texts = []
     for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get(_TEXT_PARTS[kind]) if kind in _TEXT_PARTS else None
-        if not isinstance(text, str):
+        if not isinstance(_text_of(part), str):
             raise wrong_field(
                 f"{where}[{index}]", f'must be {{"type": "text", "text": ...}}, got {shown(part)}'
             )
-        texts.append(text)
-    return "\n".join(texts)
+    return joined_text(content)
+
+
+def joined_text(parts: Sequence[Any]) -> str:
+    """The texts of a message's parts as one, as the template gets it."""
+    return "\n".join(map(_text_of, parts))
+
+
+def _text_of(part: object) -> Any:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return (
+        part.get(_TEXT_PARTS[kind]) if isinstance(part, Mapping) and kind in _TEXT_PARTS else None
+    )
 
 
 def _calls(given: object, where: str) -> list[Message]:

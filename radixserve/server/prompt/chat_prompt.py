@@ -48,7 +48,7 @@ class ChatPrompt:
     namespace: str
     rendered: RenderedPrompt
     token_ids: IntArray
-    is_whole: bool  # not truncated
+    is_whole: bool  # not truncated, and nothing before it
 
     @property
     def text(self) -> str:
@@ -131,18 +131,23 @@ async def read_chat(
     namespace: str,
     *,
     tools: ChatTools | None = None,
+    add_special_tokens: bool = False,
     keep_last: int | None = None,
     truncation_side: TruncationSide | None = None,
+    is_prompt: bool = True,
 ) -> ChatPrompt:
     """Render and tokenise the messages of a chat. The beginning that an earlier answer of the
     namespace has in common with them keeps the ids of that answer. Raises ApiError.
 
     body             the options and variables of the template
     tools            None: those of the body
+    add_special_tokens  begin with the tokenizer's own special tokens, besides the template's
     keep_last        keep this many of the last tokens; None: all
     truncation_side  "right": keep the first tokens instead
+    is_prompt        False: the tokens are only counted, and may be more than the context has
     """
     keeps = server.config.keep_billing_header
+    limits = is_prompt and keep_last is None
 
     def read() -> RenderedPrompt:
         given = [
@@ -171,10 +176,15 @@ async def read_chat(
     def encode() -> IntArray:
         num_before = 0 if known is None else len(known.token_ids)
         try:
-            server.runtime.check_length(rest, num_before=num_before, is_prompt=keep_last is None)
+            server.runtime.check_length(rest, num_before=num_before, is_prompt=limits)
             ids = np.asarray(tokenizer_of(server.runtime).encode_rendered(rest), np.int64)
             if known is not None:
                 ids = np.concatenate([known.token_ids, ids])
+            if add_special_tokens:
+                special = np.asarray(tokenizer_of(server.runtime).encode(""), np.int64)
+                ids = np.concatenate([special, ids])
+            if not is_prompt:
+                return ids.astype(np.int32)
             return server.runtime.tokenize(
                 ids, keep_last=keep_last, truncation_side=truncation_side or "left"
             )
@@ -182,7 +192,8 @@ async def read_chat(
             raise invalid(error, param="messages") from None
 
     ids = await in_thread_if(is_long_text(rest), encode)
-    return ChatPrompt(namespace, rendered, ids, is_whole=keep_last is None)
+    is_whole = keep_last is None and not add_special_tokens
+    return ChatPrompt(namespace, rendered, ids, is_whole=is_whole)
 
 
 def check_size(server: AppState, messages: Sequence[Message]) -> None:

@@ -104,7 +104,15 @@ async def create_branch(request: Request, body: BranchRequest) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give one of prompt and messages", param="prompt")
     if body.messages is not None:
-        ids = (await read_chat(server, body, body.messages, namespace)).token_ids
+        ids = (
+            await read_chat(
+                server,
+                body,
+                body.messages,
+                namespace,
+                add_special_tokens=bool(body.add_special_tokens),
+            )
+        ).token_ids
     else:
         (ids, *others), _ = await read_prompts(
             server.runtime,

@@ -15,12 +15,14 @@ from starlette.responses import Response
 
 from radixserve.output import Chunk, Completion
 from radixserve.server.answer.output_parser import Delta, ParsedAnswer, ToolCallDelta
+from radixserve.server.answer.reasoning import count_reasoning
 from radixserve.server.answer.tool_choice import ChatTools, functions_of
 from radixserve.server.gate.json_body import JsonRoute, has_large_body
 from radixserve.server.gate.request_log import note_skipped
 from radixserve.server.gate.state import AppState, request_id_of, server_of
+from radixserve.server.prompt.chat_messages import joined_text
 from radixserve.server.prompt.prompt_input import in_thread_if
-from radixserve.server.prompt.rendering import template_variables, thinks_at
+from radixserve.server.prompt.rendering import template_variables, thinks_at, tokenizer_of
 from radixserve.server.turn.answer_builder import ChoicesBuilder
 from radixserve.server.turn.cache_diagnosis import openai_diagnostics
 from radixserve.server.turn.cache_use import CacheUse
@@ -32,6 +34,8 @@ from radixserve.server.wire.errors import ApiError
 from radixserve.server.wire.json_response import dump, quote
 from radixserve.server.wire.sampling import check_stream, read_beams, read_sampling, token_limit
 from radixserve.server.wire.schema import ChatReasoning, ChatRequest, NamedTool, TemplateFields
+from radixserve.server.wire.usage import Group
+from radixserve.text.content_marks import unmarked
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -59,7 +63,7 @@ def _turn_request(server: AppState, request: Request, body: ChatRequest) -> Turn
         server.runtime,
         body,
         cache.namespace,
-        server.config.max_n,
+        server.config,
         renamed={"logprobs": "top_logprobs", "max_tokens": limit_name},
         max_tokens=server.runtime.max_seq_len if max_tokens is None else max_tokens,
         **_logprobs(body),
@@ -75,6 +79,7 @@ def _turn_request(server: AppState, request: Request, body: ChatRequest) -> Turn
         params=params,
         max_tokens=max_tokens,
         constraint=read_constraint(body.response_format, body.structured_outputs),
+        add_special_tokens=bool(body.add_special_tokens),
         keep_last=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side,
         beams=read_beams(body),
@@ -147,26 +152,50 @@ class _ChatCompletionBuilder(ChoicesBuilder):
         self._request = body
         self._begun: set[int] = set()  # choices that have had an event
         self._calling: set[int] = set()  # choices that have had a tool call
-        options = body.stream_options
-        is_continuous = options is not None and options.continuous_usage_stats
         # Whether chunks whose delta is empty are sent, too.
-        self._sends_empty = bool(body.logprobs or body.return_token_ids or is_continuous)
+        self._sends_empty = bool(
+            body.logprobs or body.return_token_ids or self._usage.is_continuous
+        )
+        reasoning = body.reasoning or ChatReasoning()
+        self._hides_reasoning = body.include_reasoning is False or reasoning.exclude is True
+        self._reasoning: dict[int, list[str]] = {}  # by choice, also if it is hidden
+        self._echoed = _echoed(body)
+
+    def usage(self, groups: Sequence[Group]) -> dict[str, Any]:
+        """The usage, with the tokens of reasoning."""
+        tokenizer = tokenizer_of(self.server.runtime)
+        num_reasoning = sum(
+            count_reasoning(tokenizer, "".join(self._reasoning.get(index, ())), completion)
+            for group in groups  # one, since a chat is one prompt
+            for index, completion in enumerate(group)
+        )
+        details = {"completion_tokens_details": {"reasoning_tokens": num_reasoning}}
+        return {**super().usage(groups), **details}
 
     async def full_body(self) -> Callable[[], dict[str, Any]]:
         answers = await self._turn.answers()
         return lambda: self._whole(answers)
 
     def _whole(self, answers: Sequence[tuple[ParsedAnswer, Completion]]) -> dict[str, Any]:
+        for index, (parsed, _) in enumerate(answers):
+            self._reasoning[index] = [parsed.reasoning or ""]
         choices = [self._choice(index, *parsed) for index, parsed in enumerate(answers)]
         group = [completion for _, completion in answers]
         body = self._body(choices, [group])
         ids = self._turn.prompt.token_ids.tolist()
-        if self._request.return_token_ids:
-            body["prompt_token_ids"] = ids
+        prompt_logprobs = None
         if self._request.prompt_logprobs is not None:
-            texts = self.server.token_texts
-            body["prompt_logprobs"] = logprobs.of_prompt(texts, ids, group[0])
-        return body
+            prompt_logprobs = logprobs.of_prompt(self.server.token_texts, ids, group[0])
+        return {
+            **body,
+            "prompt_logprobs": prompt_logprobs,
+            "prompt_token_ids": ids if self._returns_ids else None,
+            "prompt_text": self._prompt_text(),
+        }
+
+    def _prompt_text(self) -> str | None:
+        """The rendered prompt; None if it was not requested."""
+        return unmarked(self._turn.prompt.text) if self._request.return_prompt_text else None
 
     def final_members(self) -> dict[str, Any]:
         """The answers to hints, and the prompt cache's diagnostics if they were requested."""
@@ -179,20 +208,18 @@ class _ChatCompletionBuilder(ChoicesBuilder):
     def _choice(self, index: int, parsed: ParsedAnswer, completion: Completion) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": index,
-            "message": _message(parsed),
+            "message": self._message(parsed),
             "logprobs": None,
             "finish_reason": finish_reason(completion, calls=bool(parsed.tool_calls)),
             "stop_reason": completion.stop_reason,
+            "token_ids": None,
         }
         if completion.score is not None:
             choice["score"] = completion.score
         if self._request.logprobs:
             assert completion.logprobs is not None
-            choice["logprobs"] = logprobs.of_chat(
-                self.server.token_texts,
-                completion.token_ids,
-                completion.logprobs,
-                completion.top_logprobs,
+            choice["logprobs"] = self._logprobs(
+                completion.token_ids, completion.logprobs, completion.top_logprobs
             )
         if self._request.return_token_ids:
             choice["token_ids"] = completion.token_ids
@@ -205,9 +232,12 @@ class _ChatCompletionBuilder(ChoicesBuilder):
 
     def _frames(self, index: int, chunk: Chunk, delta: Delta | None) -> Iterator[str]:
         assert delta is not None
+        self._reasoning.setdefault(index, []).append(delta.reasoning)
+        if self._hides_reasoning:
+            delta = delta.without_reasoning()
         if index not in self._begun:
             self._begun.add(index)
-            yield self._first_frame(index)
+            yield self._first_frame(index, chunk)
         if delta.tool_calls:
             self._calling.add(index)
         done = chunk.completion
@@ -215,37 +245,62 @@ class _ChatCompletionBuilder(ChoicesBuilder):
             return
         logprobs_text = "null"
         if self._request.logprobs and chunk.logprobs is not None:
-            texts = self.server.token_texts
             logprobs_text = dump(
-                logprobs.of_chat(texts, chunk.token_ids, chunk.logprobs, chunk.top_logprobs)
+                self._logprobs(chunk.token_ids, chunk.logprobs, chunk.top_logprobs)
             )
         reason = "" if done is None else finish_reason(done, calls=index in self._calling)
         yield self._frame(index, f'"delta":{_delta(delta)}', logprobs_text, chunk, reason)
 
-    def _first_frame(self, index: int) -> str:
-        content = '""' if self._turn.parser_config.is_plain else "null"
+    def _first_frame(self, index: int, chunk: Chunk) -> str:
+        """The event that opens a choice. The first one has what was requested of the prompt."""
+        content = "null"
+        if self._turn.parser_config.is_plain or self._echoed:
+            content = quote(self._echoed)
         delta = f'"delta":{{"role":"assistant","content":{content}}}'
+        prompt = ""
+        if len(self._begun) == 1:
+            prompt = self._prompt_ids(index)
+            if self._request.return_prompt_text:
+                prompt += f',"prompt_text":{quote(self._prompt_text() or "")}'
         return (
-            f'{self._opening}{index},{delta},"logprobs":null{self._prompt_ids(index)},'
-            f'"finish_reason":null}}]'
-            f"{self._usage.empty_field()}}}\n\n"
+            f'{self._opening}{index},{delta},"logprobs":null,"finish_reason":null}}]'
+            f"{prompt}{self._usage.opening_field(index, chunk)}}}\n\n"
         )
 
+    def _logprobs(
+        self, ids: Sequence[int], values: Sequence[float], tops: logprobs.Tops | None
+    ) -> dict[str, Any]:
+        texts = self.server.token_texts
+        return logprobs.of_chat(
+            texts, ids, values, tops, are_named=self._are_named, by_id=self._by_id
+        )
 
-def _message(parsed: ParsedAnswer) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
-    if parsed.reasoning is not None:
-        message["reasoning_content"] = parsed.reasoning
-    if parsed.tool_calls:
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in parsed.tool_calls
-        ]
-    return message
+    def _message(self, parsed: ParsedAnswer) -> dict[str, Any]:
+        content = parsed.content
+        if self._echoed:
+            content = self._echoed + (content or "")
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if parsed.reasoning is not None and not self._hides_reasoning:
+            message |= {"reasoning": parsed.reasoning, "reasoning_content": parsed.reasoning}
+        if parsed.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in parsed.tool_calls
+            ]
+        return message
+
+
+def _echoed(body: ChatRequest) -> str:
+    """With `echo`, the text of a last message of the assistant; else ""."""
+    last = body.messages[-1].as_message()
+    if not body.echo or last["role"] != "assistant":
+        return ""
+    content = last["content"] or ""
+    return content if isinstance(content, str) else joined_text(content)
 
 
 def _delta(delta: Delta) -> str:
@@ -254,7 +309,7 @@ def _delta(delta: Delta) -> str:
         return f'{{"content":{quote(delta.content)}}}' if delta.content else "{}"
     fields: dict[str, Any] = {}
     if delta.reasoning:
-        fields["reasoning_content"] = delta.reasoning
+        fields |= {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
     if delta.content:
         fields["content"] = delta.content
     if delta.tool_calls:

@@ -105,9 +105,7 @@ def completion_params(
         "best_of": body.best_of,
     }
     renamed = {"max_tokens": limit_name}
-    return read_sampling(
-        server.runtime, body, namespace, server.config.max_n, renamed=renamed, **own
-    )
+    return read_sampling(server.runtime, body, namespace, server.config, renamed=renamed, **own)
 
 
 def _limit(body: CompletionRequest) -> tuple[str, int | None]:
@@ -176,6 +174,9 @@ class CompletionBuilder(ChoicesBuilder):
             "logprobs": None,
             "finish_reason": "length" if self._drops_output else completion.finish_reason,
             "stop_reason": None if self._drops_output else completion.stop_reason,
+            "prompt_logprobs": None,
+            "prompt_token_ids": None,
+            "token_ids": None,
         }
         if completion.score is not None:
             choice["score"] = completion.score
@@ -189,9 +190,7 @@ class CompletionBuilder(ChoicesBuilder):
                 shown = [*prompt.tolist(), *shown]
                 own = [*completion.prompt_logprobs, *own]
                 tops = [*(completion.prompt_top_logprobs or []), *tops]
-            choice["logprobs"] = logprobs.of_completion(
-                texts, shown, own, tops, by_id=body.return_tokens_as_token_ids is True
-            )
+            choice["logprobs"] = logprobs.of_completion(texts, shown, own, tops, by_id=self._by_id)
         if body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = logprobs.of_prompt(texts, prompt.tolist(), completion)
         if body.return_token_ids:
@@ -239,7 +238,7 @@ class CompletionBuilder(ChoicesBuilder):
                     chunk.logprobs,
                     chunk.top_logprobs,
                     start=self._offsets[index],
-                    by_id=body.return_tokens_as_token_ids is True,
+                    by_id=self._by_id,
                 )
             )
             self._offsets[index] += sum(len(texts.text(token_id)) for token_id in chunk.token_ids)

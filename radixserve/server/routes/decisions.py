@@ -175,11 +175,11 @@ async def decide(request: Request, body: DecisionsRequest) -> Response:
         watched.num_requests = num_requests
         decisions = await batch.arun(num_requests)
     usage = add_usages([decision.usage for decision in decisions])
-    counts = usage_body(usage.prompt_tokens, usage.cached_tokens, 0, usage.loaded_tokens)
+    num_prompt, num_answers = usage.prompt_tokens, len(decisions)
+    counts = usage_body(num_prompt, usage.cached_tokens, num_answers, usage.loaded_tokens)
     watched.note_usage(batch.num_requests, counts)
     return answer(
         {
-            "object": "decision",
             "model": server.model_name,
             "answers": [_answer(decision) for decision in decisions],
             "usage": {
@@ -189,9 +189,9 @@ async def decide(request: Request, body: DecisionsRequest) -> Response:
                     "computed_tokens": usage.computed_tokens,
                     "cache_write_tokens": 0,
                 },
-                "output_tokens": 0,
+                "output_tokens": len(decisions),
                 "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": usage.prompt_tokens,
+                "total_tokens": usage.prompt_tokens + len(decisions),
             },
         }
     )

@@ -103,9 +103,7 @@ def _params(
     if body.return_logprob:
         own["logprobs"] = body.top_logprobs_num or 0
         renamed["logprobs"] = "top_logprobs_num"
-    return read_sampling(
-        server.runtime, body, namespace, server.config.max_n, renamed=renamed, **own
-    )
+    return read_sampling(server.runtime, body, namespace, server.config, renamed=renamed, **own)
 
 
 class _GenerateBuilder(AnswerBuilder):

@@ -78,11 +78,16 @@ _STORE_GAUGES = (
     ("store_load_latency_seconds", "load_latency_us", 1e-6, "of a load beside its bytes"),
 )
 _NOTHING_EVICTED = {"evicted_window_pages": 0, "evicted_checkpoints": 0}  # without such layers
-_TIMINGS = (
+_HISTOGRAMS = (
     ("time_to_first_token_seconds", "ttft", "from arrival to the first token"),
     ("inter_token_latency_seconds", "inter_token", "between tokens, a request's mean for each"),
     ("e2e_request_latency_seconds", "total", "from arrival to the end"),
     ("request_queue_time_seconds", "queue", "from arrival to admission"),
+    ("request_prefill_time_seconds", "prefill", "from admission to the first token"),
+    ("request_decode_time_seconds", "decode", "from the first token to the end"),
+    ("request_prompt_tokens", "prompt_tokens", "tokens of a prompt"),
+    ("request_generation_tokens", "generated_tokens", "tokens of an answer"),
+    ("request_max_num_generation_tokens", "most_generated_tokens", "of a prompt's longest answer"),
 )
 
 
@@ -148,11 +153,11 @@ class _Figures(Collector):
 
     def _of_server(self) -> Iterator[Metric]:
         server, counters = self._server, self._server.counters
-        for name, key, text in _TIMINGS:
-            timing = counters.timings[key]
+        for name, key, text in _HISTOGRAMS:
+            counted = counters.histograms[key]
             for full, labels, values in self._names(name, name):
                 family = HistogramMetricFamily(full, text, labels=labels)
-                family.add_metric(values, buckets=timing.buckets(), sum_value=timing.total_s)
+                family.add_metric(values, buckets=counted.buckets(), sum_value=counted.total)
                 yield family
         yield from self._by_label("requests", "finish_reason", counters.finished, "completions")
         success = CounterMetricFamily(

@@ -44,6 +44,8 @@ def _card(server: AppState, name: str) -> dict[str, Any]:
         "object": "model",
         "created": server.started_at,
         "owned_by": "radixserve",
+        "root": server.model_path,
+        "parent": None,
         "max_model_len": server.runtime.max_seq_len,
         "sampling_defaults": {field: default._asdict() for field, default in defaults.items()},
     }
@@ -56,12 +58,20 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     server.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give prompt or messages", param="prompt")
+    tokenizer = tokenizer_of(server.runtime)
     if body.prompt is None:
         namespace = caller_of(request).namespace(None)
-        prompt = await read_chat(server, body, body.messages or (), namespace)
+        prompt = await read_chat(
+            server,
+            body,
+            body.messages or (),
+            namespace,
+            add_special_tokens=bool(body.add_special_tokens),
+            is_prompt=False,
+        )
         ids = prompt.token_ids.tolist()
     else:
-        text, tokenizer = body.prompt, tokenizer_of(server.runtime)
+        text = body.prompt
         special = body.add_special_tokens is not False
         encode = tokenizer.encode if special else tokenizer.encode_more
 
@@ -76,9 +86,8 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
             "count": len(ids),
             "max_model_len": server.runtime.max_seq_len,
             "tokens": ids,
+            "token_strs": tokenizer.pieces_of(ids) if body.return_token_strs else None,
         }
-        if body.return_token_strs:
-            fields["token_strs"] = [server.token_texts.text(token_id) for token_id in ids]
         return answer(fields)
 
     return await in_thread_if(len(ids) > _MANY_TOKENS, respond)

@@ -40,7 +40,7 @@ from radixserve.server.wire.json_response import (
     quote,
 )
 from radixserve.server.wire.schema import GenerationFields
-from radixserve.server.wire.usage import Group, StreamUsage, completion_usage
+from radixserve.server.wire.usage import Group, StreamUsage, completion_usage, request_metrics
 
 
 class AnswerBuilder(ABC):
@@ -109,7 +109,17 @@ class ChoicesBuilder(AnswerBuilder):
         super().__init__(generation, streams=streams)
         self._num_samples = num_samples
         self._returns_ids = bool(body.return_token_ids)
-        self._usage = StreamUsage(body.stream_options, generation.prompts, num_samples)
+        self._are_named = bool(body.logprob_token_ids)  # the tokens of top_logprobs
+        config = self.server.config
+        by_id = body.return_tokens_as_token_ids
+        self._by_id = config.return_tokens_as_token_ids if by_id is None else by_id
+        self._usage = StreamUsage(
+            body.stream_options,
+            generation.prompts,
+            num_samples,
+            self.usage,
+            is_forced=config.enable_force_include_usage,
+        )
         self._head: dict[str, Any] = {
             "id": answer_id,
             "object": object_name,
@@ -121,8 +131,19 @@ class ChoicesBuilder(AnswerBuilder):
 
     def _body(self, choices: list[dict[str, Any]], groups: Sequence[Group]) -> dict[str, Any]:
         """A whole answer, from its choices and the completions of each prompt."""
-        head = {**self._head, "choices": choices, "usage": completion_usage(groups)}
-        return {**head, **self.final_members()}
+        head = {**self._head, "choices": choices, "usage": self.usage(groups)}
+        return {**head, **self._metrics(groups), **self.final_members()}
+
+    def usage(self, groups: Sequence[Group]) -> dict[str, Any]:
+        """The usage of the completions of each prompt."""
+        return completion_usage(groups)
+
+    def _metrics(self, groups: Sequence[Group]) -> dict[str, Any]:
+        """The member `metrics`, if the server returns the times of requests: of a single answer."""
+        if not self.server.config.enable_per_request_metrics:
+            return {}
+        completions = [completion for group in groups for completion in group]
+        return {"metrics": request_metrics(completions[0]) if len(completions) == 1 else None}
 
     def final_members(self) -> dict[str, Any]:
         """Members of an answer that are known only after its end: the answers to hints."""
@@ -147,7 +168,8 @@ class ChoicesBuilder(AnswerBuilder):
                 yield "".join(frames)
         last = usage.last_event(self.generation.streamed_groups())
         if last is not None:
-            yield event({**self._chunk_head, "choices": [], "usage": last})
+            times = self._metrics(self.generation.streamed_groups())
+            yield event({**self._chunk_head, "choices": [], "usage": last, **times})
         more = self.final_members()
         if more:
             yield event({**self._chunk_head, "choices": [], **more})

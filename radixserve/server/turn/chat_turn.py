@@ -44,6 +44,8 @@ class TurnRequest:
     params         how tokens are sampled; `max_tokens` below replaces theirs
     max_tokens     most tokens to generate; None: as many as the context has room for
     constraint     the grammar of the answer
+    add_special_tokens  begin the prompt with the tokenizer's own special tokens, besides those of
+                   the template
     keep_last      see truncate_prompt_tokens: keep this many of the prompt's last tokens
     truncation_side  "right": keep the first tokens instead
     beams          run a beam search with `params.n` beams
@@ -61,6 +63,7 @@ class TurnRequest:
     params: SamplingParams
     max_tokens: int | None
     constraint: Constraint | None
+    add_special_tokens: bool = False
     keep_last: int | None = None
     truncation_side: TruncationSide | None = None
     beams: BeamParams | None = None
@@ -116,6 +119,7 @@ class ChatTurn:
                 asked.messages,
                 asked.cache.namespace,
                 tools=asked.tools,
+                add_special_tokens=asked.add_special_tokens,
                 keep_last=keep_last(asked.keep_last, max_seq_len, asked.max_tokens or 1),
                 truncation_side=asked.truncation_side,
             )

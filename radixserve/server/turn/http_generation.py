@@ -19,6 +19,7 @@ from radixserve.server.gate.state import AppState, caller_of
 from radixserve.server.gate.tenants import check_priority
 from radixserve.server.turn.cache_use import CacheUse
 from radixserve.server.turn.request_hints import HintAnswers
+from radixserve.server.wire.sampling import check_logprobs
 from radixserve.server.wire.usage import Group, as_groups, completion_usage, grouped
 
 # Header of an answer whose max_tokens exceeds the context: the tokens that it can have.
@@ -73,6 +74,7 @@ class HttpGeneration(CancelOnDisconnect):
             own_waiting=server.num_waiting(caller.tenant),
         )
         room = min(runtime.max_seq_len - len(prompt) for prompt in prompts)
+        check_logprobs(params, prompts, min(params.max_tokens, room))
         if params.max_tokens > room:
             add_header(request, MAX_TOKENS_HEADER, str(room))
         self.prompts = prompts

@@ -48,22 +48,41 @@ class TokenTexts:
 
 
 def of_chat(
-    texts: TokenTexts, ids: Sequence[int], logprobs: Sequence[float], tops: Tops | None
+    texts: TokenTexts,
+    ids: Sequence[int],
+    logprobs: Sequence[float],
+    tops: Tops | None,
+    *,
+    are_named: bool = False,
+    by_id: bool = False,
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of a chat."""
-    return {"content": chat_entries(texts, ids, logprobs, tops), "refusal": None}
+    """`choices[].logprobs` of a chat. For the options see `chat_entries`."""
+    content = chat_entries(texts, ids, logprobs, tops, are_named=are_named, by_id=by_id)
+    return {"content": content, "refusal": None}
 
 
 def chat_entries(
-    texts: TokenTexts, ids: Sequence[int], logprobs: Sequence[float], tops: Tops | None
+    texts: TokenTexts,
+    ids: Sequence[int],
+    logprobs: Sequence[float],
+    tops: Tops | None,
+    *,
+    are_named: bool = False,
+    by_id: bool = False,
 ) -> list[dict[str, Any]]:
-    """An entry for each token: its log-probability, and those of the best tokens at its position.
-    `tops`: the best tokens at each position."""
+    """An entry for each token: its log-probability, and those of other tokens at its position.
+
+    tops       the best tokens at each position
+    are_named  `tops` are tokens that the request names: the token itself comes first
+    by_id      tokens are written as "token_id:5"
+    """
     entries = []
     for index, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True)):
         top = (tops[index] or {}) if tops else {}
-        entry = _chat_entry(texts, token_id, logprob)
-        entry["top_logprobs"] = [_chat_entry(texts, other, lp) for other, lp in top.items()]
+        if are_named:
+            top = {token_id: logprob, **top}
+        entry = _chat_entry(texts, token_id, logprob, by_id)
+        entry["top_logprobs"] = [_chat_entry(texts, other, lp, by_id) for other, lp in top.items()]
         entries.append(entry)
     return entries
 
@@ -77,7 +96,8 @@ def of_completion(
     start: int = 0,
     by_id: bool = False,
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of a completion. The token itself is added to the best ones of `tops`.
+    """`choices[].logprobs` of a completion. In `top_logprobs` the token itself comes first, then
+    the others of `tops`.
 
     `start`: the text offset of the first token. `by_id`: tokens are written as "token_id:5", which
     is unique; their texts are not.
@@ -102,7 +122,7 @@ def of_completion(
             continue
         alternatives: dict[str, float] = {}
         top = dict((tops[index] or {}) if tops else {})
-        for other, value in {**top, token_id: logprob}.items():
+        for other, value in {token_id: logprob, **top}.items():
             other_name = _name(texts, other, by_id)  # of tokens with the same name, the best counts
             alternatives[other_name] = max(value, alternatives.get(other_name, _LEAST))
         best.append(alternatives)
@@ -154,6 +174,6 @@ def _name(texts: TokenTexts, token_id: int, by_id: bool) -> str:
     return f"token_id:{token_id}" if by_id else texts.text(token_id)
 
 
-def _chat_entry(texts: TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:
-    bytes_ = texts.bytes_of(token_id)
-    return {"token": texts.text(token_id), "logprob": max(logprob, _LEAST), "bytes": bytes_}
+def _chat_entry(texts: TokenTexts, token_id: int, logprob: float, by_id: bool) -> dict[str, Any]:
+    name, bytes_ = _name(texts, token_id, by_id), texts.bytes_of(token_id)
+    return {"token": name, "logprob": max(logprob, _LEAST), "bytes": bytes_}

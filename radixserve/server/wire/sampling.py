@@ -6,7 +6,7 @@ sampling parameter needs a field there and in `request.SamplingParams`, and no c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +14,17 @@ from pydantic import BaseModel
 
 from radixserve.api.beam_search import read_options
 from radixserve.api.runtime import Runtime
+from radixserve.arrays import IntArray
 from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
 from radixserve.request import BeamParams, SamplingParams
+from radixserve.server.config import ServerConfig
 from radixserve.server.wire.errors import ApiError, invalid
 from radixserve.server.wire.schema import GenerationFields, Sampling, StreamOptions
 
 _NONE: Mapping[str, str] = {}
+_FEW = 100  # log-probabilities of a position; for more, _MAX_ENTRIES bounds the request's
+_MAX_ENTRIES = 2_000_000
 # Fields of SamplingParams by the names that `schema.OtherNames` has for them.
 _OTHER_NAMES = {"repeat_penalty": "repetition_penalty", "random_seed": "seed"}
 
@@ -29,7 +33,7 @@ def read_sampling(
     runtime: Runtime,
     body: BaseModel,
     namespace: str,
-    max_n: int,
+    config: ServerConfig,
     *,
     renamed: Mapping[str, str] = _NONE,
     **own: Any,
@@ -37,7 +41,8 @@ def read_sampling(
     """The sampling parameters of a request: `own`, then the fields of `Sampling` in the body that
     are not null, then the model's defaults.
 
-    A seed of -1 means none; a top_p of 0 means the most likely token. `renamed` maps names of
+    A seed of -1 means none; a top_p of 0 means the most likely token; -1 log-probabilities are
+    those of the vocabulary. `renamed` maps names of
     SamplingParams to those of the client's protocol, for errors. Raises ApiError.
     """
     fields = {name: getattr(body, name, None) for name in Sampling.model_fields}
@@ -51,6 +56,9 @@ def read_sampling(
         given["logit_bias"] = _by_id(given["logit_bias"])
     if given.get("seed") == -1:
         del given["seed"]
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in given:
+            given[name] = _num_logprobs(renamed.get(name, name), given[name], runtime, config)
     is_search = getattr(body, "use_beam_search", None) is True
     if is_search:
         given = {name: value for name, value in given.items() if not _is_no_op(name, value)}
@@ -63,10 +71,10 @@ def read_sampling(
             params = runtime.sampling_params(**given, namespace=namespace)
     except InvalidRequest as error:
         raise _renamed(invalid(error), renamed) from None
-    if params.num_samples > max_n:
+    if params.num_samples > config.max_n:
         name = "best_of" if params.num_samples > params.n else "n"
         raise ApiError(
-            400, f"{name} must be at most {max_n} here, got {params.num_samples}", param=name
+            400, f"{name} must be at most {config.max_n} here, got {params.num_samples}", param=name
         )
     # `keep_last` has already been applied to the prompts.
     return (
@@ -74,6 +82,37 @@ def read_sampling(
         if params.truncate_prompt_tokens is None
         else replace(params, truncate_prompt_tokens=None)
     )
+
+
+def _num_logprobs(name: str, count: int, runtime: Runtime, config: ServerConfig) -> int:
+    """How many log-probabilities the field `name` asks for. Raises ApiError for more than
+    `max_logprobs` of the server."""
+    vocab_size = runtime.model.vocab_size
+    most = vocab_size if config.max_logprobs == -1 else config.max_logprobs
+    wanted = vocab_size if count == -1 else count
+    if wanted > most:
+        problem = f"must be at most {most} here (--max-logprobs), got {count}"
+        if count == -1:
+            problem += f", which is the vocabulary of {vocab_size}"
+        raise ApiError(400, f"{name} {problem}", param=name)
+    return wanted
+
+
+def check_logprobs(params: SamplingParams, prompts: Sequence[IntArray], num_tokens: int) -> None:
+    """Raise ApiError if a request asks for more than _MAX_ENTRIES log-probabilities.
+    `num_tokens`: most tokens of an answer."""
+    num_answers = len(prompts) * params.num_samples
+    for name, num_top, positions in (
+        ("logprobs", params.logprobs, num_answers * num_tokens),
+        ("prompt_logprobs", params.prompt_logprobs, sum(map(len, prompts))),
+    ):
+        if (num_top or 0) > _FEW and (num_top or 0) * positions > _MAX_ENTRIES:
+            raise ApiError(
+                400,
+                f"{name} of {num_top} tokens at up to {positions} positions are more than "
+                f"{_MAX_ENTRIES} entries: ask for fewer positions or tokens",
+                param=name,
+            )
 
 
 def the_one(body: BaseModel, *names: str) -> tuple[str, Any]:

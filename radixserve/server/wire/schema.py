@@ -161,7 +161,7 @@ class StreamOptions(Body):
     """`include_usage` null: the usage is in the event that ends the last choice."""
 
     include_usage: bool | None = None
-    continuous_usage_stats: bool = False
+    continuous_usage_stats: bool | None = None
 
 
 class CacheFields(Body):
@@ -228,7 +228,10 @@ class GenerationFields(Sampling, OtherNames, SessionFields):
     stream_options: StreamOptions | None = None
     prompt_cache_key: Short | None = None
     cache_hints: Bounded[CacheHint] | None = None
+    echo: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
     logprob_token_ids: Ids | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -240,11 +243,8 @@ class CompletionRequest(GenerationFields):
     rules: ClassVar = rules_of("completions")
 
     prompt: Prompts
-    echo: bool | None = None
     best_of: int | None = None
     logprobs: int | None = None
-    add_special_tokens: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
 
 
 class TextPart(Body):
@@ -399,6 +399,7 @@ class ChatRequest(GenerationFields, TemplateFields, ThinkingFields, PromptCacheF
     reasoning_effort: Effort | None = None
     reasoning: ChatReasoning | None = None
     include_reasoning: bool | None = None
+    return_prompt_text: bool | None = None
     verbosity: Verbosity | None = None
 
     def breakpoints(self) -> Iterator[CacheBreakpoint]:

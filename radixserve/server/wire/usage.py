@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from radixserve.arrays import IntArray
@@ -65,19 +65,55 @@ def loaded_field(loaded: int, name: str = "loaded_tokens") -> dict[str, int]:
     return {name: loaded} if loaded else {}
 
 
+def request_metrics(completion: Completion) -> dict[str, float | None]:
+    """vLLM's `metrics` of an answer: its times in milliseconds, None for what did not happen, and
+    its tokens per second from admission on."""
+    times, num_tokens = completion.metrics, len(completion.token_ids)
+    prefill_s, decode_s = times.prefill_s, times.decode_s
+    computed_s = None if times.queue_s is None else times.total_s - times.queue_s
+    mean_s = decode_s / (num_tokens - 1) if decode_s is not None and num_tokens > 1 else None
+    return {
+        "time_to_first_token_ms": _ms(prefill_s),
+        "generation_time_ms": _ms(decode_s),
+        "queue_time_ms": _ms(times.queue_s),
+        "mean_itl_ms": _ms(mean_s),
+        "tokens_per_second": num_tokens / computed_s if computed_s else None,
+    }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
+
+
 class StreamUsage:
     """The usage in a stream's events.
 
-    With `include_usage`, it is in a separate event after the last choice; with
-    `continuous_usage_stats`, also in every event; else in the event that ends the last choice.
+    Without `stream_options`, it is in the event that ends the last choice. With `include_usage`, it
+    is in a separate event after the last choice; with `continuous_usage_stats` beside it, also in
+    every event. Other options ask for no usage.
     """
 
     def __init__(
-        self, options: StreamOptions | None, prompts: Sequence[IntArray], num_samples: int
+        self,
+        options: StreamOptions | None,
+        prompts: Sequence[IntArray],
+        num_samples: int,
+        usage_of: Callable[[Sequence[Group]], dict[str, Any]],
+        *,
+        is_forced: bool,
     ) -> None:
+        """
+        usage_of   returns the usage of completions
+        is_forced  every stream has `include_usage` and `continuous_usage_stats`
+        """
+        if is_forced:
+            options = StreamOptions(include_usage=True, continuous_usage_stats=True)
+        self._usage_of = usage_of
         self._has_own_event = options is not None and options.include_usage is True
-        self._is_unwanted = options is not None and options.include_usage is False
-        self._is_continuous = options is not None and options.continuous_usage_stats
+        self._is_unasked = options is None
+        self.is_continuous = self._has_own_event and bool(
+            options is not None and options.continuous_usage_stats
+        )
         self._num_prompt = [len(prompt) for prompt in prompts]
         self._num_samples = num_samples
         self.num_missing = 0  # choices that a beam search did not find
@@ -87,39 +123,36 @@ class StreamUsage:
     def add(self, chunks: Sequence[tuple[int, Chunk]]) -> None:
         """Count new chunks, each with the index of its choice."""
         for index, chunk in chunks:
-            if self._is_continuous:
+            if self.is_continuous:
                 self._generated[index] = self._generated.get(index, 0) + len(chunk.token_ids)
             if chunk.completion is not None:
                 self._done[index] = chunk.completion
 
     def field(self, index: int, chunk: Chunk) -> str:
         """The JSON text `,"usage":...` for an event of a choice, or ""."""
+        if self.is_continuous:
+            return self._of_choice(index, chunk, self._generated[index])
         is_last = chunk.completion is not None and self._is_last(index)
-        if is_last and not self._has_own_event and not self._is_unwanted:
-            return f',"usage":{dump(completion_usage(grouped(self._done, self._num_samples)))}'
-        if self._is_continuous:
-            cached = self._done[index].usage.cached_tokens if index in self._done else None
-            return f',"usage":{dump(self._choice_usage(index, cached))}'
+        if is_last and self._is_unasked:
+            return f',"usage":{dump(self._usage_of(grouped(self._done, self._num_samples)))}'
         return ',"usage":null' if self._has_own_event else ""
 
-    def empty_field(self) -> str:
-        """The JSON text for the event that opens a choice."""
+    def opening_field(self, index: int, chunk: Chunk) -> str:
+        """The JSON text for the event that opens a choice. `chunk`: the choice's first one."""
+        if self.is_continuous:
+            return self._of_choice(index, chunk, 0)
         return ',"usage":null' if self._has_own_event else ""
 
     def last_event(self, groups: Sequence[Group]) -> dict[str, Any] | None:
         """The usage of the separate event; None if it was not requested."""
-        return completion_usage(groups) if self._has_own_event else None
+        return self._usage_of(groups) if self._has_own_event else None
 
     def _is_last(self, index: int) -> bool:
         """Whether all choices have ended, and this one is sent last."""
         num_choices = len(self._num_prompt) * self._num_samples - self.num_missing
         return len(self._done) == num_choices and index == next(reversed(self._done))
 
-    def _choice_usage(self, index: int, cached: int | None) -> dict[str, Any]:
-        """The usage of one choice so far. `cached`: its cached tokens, known at its end."""
-        body = usage_body(
-            self._num_prompt[index // self._num_samples], cached or 0, self._generated[index]
-        )
-        if cached is None:
-            del body["prompt_tokens_details"]
-        return body
+    def _of_choice(self, index: int, chunk: Chunk, generated: int) -> str:
+        """The JSON text for one choice so far."""
+        num_prompt = self._num_prompt[index // self._num_samples]
+        return f',"usage":{dump(usage_body(num_prompt, chunk.cached_tokens, generated))}'

@@ -58,5 +58,5 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
         return messages, template_of(body, messages), tools_of(body)
 
     messages, template, tools = await in_thread_if(has_large_body(request), read)
-    prompt = await read_chat(server, template, messages, namespace, tools=tools)
+    prompt = await read_chat(server, template, messages, namespace, tools=tools, is_prompt=False)
     return answer({"input_tokens": len(prompt.token_ids)})

@@ -45,7 +45,7 @@ def turn_request(server: AppState, body: MessagesRequest, cache: CacheUse) -> Tu
         server.runtime,
         body,
         cache.namespace,
-        server.config.max_n,
+        server.config,
         renamed={"stop": "stop_sequences"},
         max_tokens=body.max_tokens,
         stop=body.stop_sequences,

@@ -44,7 +44,7 @@ def turn_request(
         server.runtime,
         body,
         cache.namespace,
-        server.config.max_n,
+        server.config,
         renamed={"max_tokens": limit_name, "logprobs": "top_logprobs"},
         max_tokens=server.runtime.max_seq_len if max_tokens is None else max_tokens,
         logprobs=body.num_logprobs,
