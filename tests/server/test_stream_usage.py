@@ -77,7 +77,7 @@ def test_in_every_event(served: LocalServer, forced: LocalServer, path: str) -> 
             for of_choice in counts.values():
                 assert of_choice == sorted(set(of_choice))  # more in each event
                 assert of_choice[-1] == 5
-                assert of_choice[0] == (0 if path == CHAT else 1)  # the event of the role
+                assert (of_choice[0] == 0) == (path == CHAT)  # the event of the role
             assert last["choices"] == []
             assert last["usage"]["completion_tokens"] == 5 * len(counts)
 
