@@ -88,7 +88,7 @@ class TestBadInput:
             ({"stop_token_ids": [1.5]}, "integer"),
             ({"stop_token_ids": "ab"}, "list of token ids"),
             ({"stop_token_ids": [-1]}, "stop_token_ids"),
-            ({"seed": -1}, "seed"),
+            ({"seed": 2**63}, "seed"),
             ({"logprobs": 2**20 + 1}, "between 0 and 1048576"),
             ({"ignore_eos": 1}, "True or False"),
             ({"namespace": 3}, "string"),

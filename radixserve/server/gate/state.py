@@ -164,6 +164,12 @@ def caller_of(request: Request) -> Caller:
     return caller
 
 
+def model_path_for(request: Request) -> str:
+    """The model's path or hub id; its name in answers for callers that are not admins."""
+    server = server_of(request)
+    return server.model_path if caller_of(request).is_admin else server.model_name
+
+
 def check_admin(request: Request) -> None:
     """Raise ApiError 403 unless the caller is an admin. Without keys, every caller is one."""
     if not caller_of(request).is_admin:

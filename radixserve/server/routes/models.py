@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from radixserve.checks import shown
 from radixserve.server.gate.json_body import JsonRoute
-from radixserve.server.gate.state import AppState, caller_of, server_of
+from radixserve.server.gate.state import caller_of, model_path_for, server_of
 from radixserve.server.prompt.chat_prompt import read_chat
 from radixserve.server.prompt.prompt_input import in_thread_if, is_long_text
 from radixserve.server.prompt.rendering import tokenizer_of
@@ -26,7 +26,7 @@ _MANY_TOKENS = 4_096  # more are converted in another thread
 async def list_models(request: Request) -> Response:
     """The model that is served, once for each of its names."""
     server = server_of(request)
-    cards = [_card(server, name) for name in server.model_names]
+    cards = [_card(request, name) for name in server.model_names]
     return answer({"object": "list", "data": cards})
 
 
@@ -34,17 +34,18 @@ async def list_models(request: Request) -> Response:
 async def show_model(request: Request, name: str) -> Response:
     server = server_of(request)
     server.check_model(name)
-    return answer(_card(server, name))
+    return answer(_card(request, name))
 
 
-def _card(server: AppState, name: str) -> dict[str, Any]:
+def _card(request: Request, name: str) -> dict[str, Any]:
+    server, path = server_of(request), model_path_for(request)
     defaults = server.runtime.sampling_defaults
     return {
         "id": name,
         "object": "model",
         "created": server.started_at,
         "owned_by": "radixserve",
-        "root": server.model_path,
+        "root": path,
         "parent": None,
         "max_model_len": server.runtime.max_seq_len,
         "sampling_defaults": {field: default._asdict() for field, default in defaults.items()},

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from radixserve._version import __version__
-from radixserve.server.gate.state import caller_of, check_admin, server_of
+from radixserve.server.gate.state import check_admin, model_path_for, server_of
 from radixserve.server.wire.json_response import answer
 
 router = APIRouter()
@@ -37,7 +37,7 @@ async def load(request: Request) -> Response:
 async def model_info(request: Request) -> Response:
     """The model's place, for an admin; for others, its name. And the lengths that it takes."""
     server = server_of(request)
-    place = server.model_path if caller_of(request).is_admin else server.model_name
+    place = model_path_for(request)
     facts = {
         "model_path": place,
         "tokenizer_path": place,
