@@ -48,6 +48,7 @@ _TYPES = {  # types known without the gguf package: (name, numbers per block, by
 _FLOATS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
 _CORRUPT = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError, struct.error)
 _MAX_DIMENSIONS = 4
+_MAX_NUMBERS_OF_BYTE = 8
 _MAX_LENGTH = 1 << 31  # entries of an array, bytes of a string
 
 
@@ -176,8 +177,12 @@ class GgufFile:
             position += 12
             tensors.append((name, shape[::-1], type_id, offset))
         alignment = int(self.fields.get("general.alignment", 32))
+        if alignment < 1:
+            raise ValueError(f"its alignment is {alignment}")
         start = -(-position // alignment) * alignment
         for name, shape, type_id, offset in tensors:
+            if math.prod(shape) > _MAX_NUMBERS_OF_BYTE * len(self._data):
+                raise ValueError(f"tensor {name} of {list(shape)} ends after the file")
             self.tensors[name] = GgufTensor(name, shape, type_id, start + offset)
 
     def _string(self, offset: int) -> tuple[str, int]:

@@ -136,6 +136,7 @@ class Runtime:
         )
         if self.tokenizer is not None:
             vocab_size = facts.model.vocab_size
+            self.tokenizer.check_size(vocab_size)
             end_ids = (token_id for token_id in self.tokenizer.end_ids if token_id < vocab_size)
             eos_ids = tuple(sorted({*facts.model.eos_ids, *end_ids}))
             facts = facts._replace(model=replace(facts.model, eos_ids=eos_ids))

@@ -225,6 +225,13 @@ def _state_shapes(shape: DecoderShape) -> tuple[StateShape, ...]:
     )
 
 
+def check_tensors(source: ModelSource, dtype: torch.dtype) -> None:
+    """Compare the names and shapes that a model of a native family asks for with the headers of its
+    files. Nothing is read or made. Raises ModelNotSupported naming everything that is wrong."""
+    if source.path is not None:
+        read_decoder(source, dtype, torch.device("meta"), lambda _: None)
+
+
 def describe(source: ModelSource, dtype: torch.dtype) -> ModelInfo:
     """The info of a model of a native family, from its config alone: no weight is read or made.
 
@@ -313,7 +320,8 @@ def _load_head(reader: _FormReader, shape: DecoderShape, embedding: AnyWeight) -
     if shape.is_tied and "lm_head.weight" not in reader:
         return embedding
     head = reader.matrix("lm_head.weight", (shape.vocab_size, shape.hidden_size))
-    if shape.is_tied and is_equal(head, embedding):
+    is_read = not (isinstance(head, Tensor) and head.is_meta)
+    if shape.is_tied and is_read and is_equal(head, embedding):
         reader.drop(head)
         return embedding
     return head

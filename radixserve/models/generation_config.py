@@ -75,7 +75,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises InvalidRequest if it is not one."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise InvalidRequest(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(data, dict):
         raise InvalidRequest(f"{path} must hold a JSON object")

@@ -8,6 +8,7 @@ from radixserve.errors import ModelNotSupported
 from radixserve.gguf_file import GgufFile, GgufTensor
 from radixserve.models.decoder_config import READ_HERE, read_decoder_config
 from radixserve.models.gguf_families import GgufFamily, family_of
+from radixserve.models.stated_sizes import check_fields, refusing
 
 EMBEDDING = "token_embd.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"  # [R / 2]
@@ -19,6 +20,16 @@ def gguf_config(file: GgufFile) -> Any:
     ModelNotSupported names what cannot be run.
     """
     family = family_of(file)
+    prefix = f"{file.architecture}."
+    own = {
+        name.removeprefix(prefix): x for name, x in file.fields.items() if name.startswith(prefix)
+    }
+    check_fields(file.path, own, {name: tensor.shape for name, tensor in file.tensors.items()})
+    with refusing(f"{file.path}: a field of {file.architecture} is missing or wrong"):
+        return _read_config(file, family)
+
+
+def _read_config(file: GgufFile, family: GgufFamily) -> Any:
     is_layer_norm = family.eps.startswith("layer_norm_eps")
     eps = f"attention.layer_norm_{'' if is_layer_norm else 'rms_'}epsilon"
     if family.eps == "layer_norm_epsilon" and file.field(eps) is None:
@@ -71,7 +82,7 @@ def gguf_config(file: GgufFile) -> Any:
         **_expert_fields(file),
         **family.constants,
         **{ours: value for ours, key in family.fields.items() if (value := file.field(key))},
-        **_more_fields(file, family),
+        **family.more_fields(file),
         "eos_token_id": file.fields.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": None,
         "dtype": {0: "float32", 1: "float16"}.get(file.tensors[EMBEDDING].type_id, "bfloat16"),
@@ -91,15 +102,6 @@ def _config_of(file: GgufFile, fields: dict[str, Any]) -> Any:
     if config is None:
         raise ModelNotSupported(f"{file.path}: a size in its fields is not a positive integer")
     return config
-
-
-def _more_fields(file: GgufFile, family: GgufFamily) -> dict[str, Any]:
-    try:
-        return family.more_fields(file)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ModelNotSupported(
-            f"{file.path}: a field of {file.architecture} is missing or wrong: {error!r}"
-        ) from error
 
 
 def _window_fields(file: GgufFile, family: GgufFamily) -> dict[str, Any]:

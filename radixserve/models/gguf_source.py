@@ -7,6 +7,7 @@ widened to the model's dtype.
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -77,6 +78,19 @@ class GgufWeights(TensorReader):
             return parts[0]
         inner = parts[0].shape[0] // 2
         return map_parts(parts[0], lambda part: part[inner:] if origin.half else part[:inner])
+
+    def _stored_shape(self, name: str) -> tuple[int, ...]:
+        """As in the file, where axes may be in another order or split."""
+        origin = self._origins[name]
+        first = self._file.tensors[origin.names[0]].shape
+        if len(origin.names) > 1:
+            return (sum(math.prod(self._file.tensors[own].shape) for own in origin.names),)
+        own = first if origin.expert is None else first[1:]
+        return own if origin.half is None else (own[0] // 2, *own[1:])
+
+    def _may_be(self, name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        del name
+        return math.prod(stored) == math.prod(shape)
 
     def _restored(self, own: str, expert: int | None) -> AnyWeight:
         """A tensor of the file in the layout of transformers."""

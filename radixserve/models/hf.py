@@ -18,6 +18,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,12 +45,14 @@ from radixserve.models.multimodal import WRAPPERS, text_key_mapping, text_name
 from radixserve.models.recurrent import Mixers
 from radixserve.models.row_products import can_pack, inexact_reason, pack_products
 from radixserve.models.source import ModelSource
+from radixserve.models.stated_sizes import check_parameters
 from radixserve.models.weights import (
     architecture_of,
     is_finite,
     log_other_parts,
+    one_line,
     tensor_files,
-    tensor_names,
+    tensor_shapes,
     warn_of_broken_weights,
 )
 
@@ -294,7 +297,7 @@ def _read_model(source: ModelSource, config: Any, dtype: torch.dtype) -> Any:
     if widened is None:
         tensor_files(folder)
         if source.is_text_part:
-            log_other_parts(folder, sum(text_name(name) is None for name in tensor_names(folder)))
+            log_other_parts(folder, sum(text_name(name) is None for name in tensor_shapes(folder)))
         renames = text_key_mapping() if source.is_text_part else None
         path: str | None = str(folder)
         weights: dict[str, Any] = {"key_mapping": renames, "use_safetensors": True}
@@ -303,8 +306,9 @@ def _read_model(source: ModelSource, config: Any, dtype: torch.dtype) -> Any:
         config = copy.deepcopy(config)
         vars(config).pop("quantization_config", None)
         path, weights, optional = None, {"state_dict": widened.tensors}, widened.optional
-    report_filter, report_logger = _NoLoadReport(), logging.getLogger("transformers.modeling_utils")
     classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    _check_size(folder, classes[type(config)], config, source)
+    report_filter, report_logger = _NoLoadReport(), logging.getLogger("transformers.modeling_utils")
     try:
         if source.is_text_part or widened is not None:
             report_logger.addFilter(report_filter)
@@ -324,7 +328,7 @@ def _read_model(source: ModelSource, config: Any, dtype: torch.dtype) -> Any:
             f"{architecture_of(config)} does not use transformers' attention interface"
         ) from error
     except Exception as error:
-        raise ModelNotSupported(f"transformers cannot load {folder}: {error}") from error
+        raise ModelNotSupported(f"transformers cannot load {folder}: {one_line(error)}") from error
     finally:
         report_logger.removeFilter(report_filter)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -336,6 +340,19 @@ def _read_model(source: ModelSource, config: Any, dtype: torch.dtype) -> Any:
                 f"checkpoint {folder}: {what.replace('_keys', ' tensors')}: {', '.join(names[:6])}"
             )
     return model
+
+
+def _check_size(folder: Path, model_class: Any, config: Any, source: ModelSource) -> None:
+    """Raise ModelNotSupported if the model is far larger than what the checkpoint holds."""
+    with torch.device("meta"):
+        wanted = sum(
+            p.numel() for p in model_class._from_config(copy.deepcopy(config)).parameters()
+        )
+    if source.gguf is None:
+        shapes = tensor_shapes(folder)
+    else:
+        shapes = {name: tensor.shape for name, tensor in source.gguf.tensors.items()}
+    check_parameters(folder, wanted, shapes)
 
 
 def _compare_with_eager(wrapped: TransformersModel, model: Any, device: torch.device) -> None:

@@ -18,8 +18,10 @@ from radixserve.models.decoder_shape import (
     decoder_shape,
     not_native_reason,
 )
+from radixserve.models.decoder_tensors import check_tensors
 from radixserve.models.parallel import TPGroup
 from radixserve.models.source import ModelSource
+from radixserve.models.stated_sizes import refusing
 from radixserve.models.weights import choose_dtype
 
 logger = logging.getLogger("radixserve")
@@ -33,6 +35,13 @@ def load_model(
     Returns the model and the name of the attention backend to run it with. Raises ModelNotSupported
     naming the reason, InvalidRequest if its folder is broken or it cannot be split so.
     """
+    with refusing(f"{source.path}: its config and its tensors make no model"):
+        return _load(source, config, device, ranks)
+
+
+def _load(
+    source: ModelSource, config: EngineConfig, device: torch.device, ranks: TPGroup | None
+) -> tuple[LanguageModel, str]:
     dtype = choose_dtype(config.dtype, source.config, device)
     if config.model_impl == "native":
         check_decoder(source.config)
@@ -54,6 +63,7 @@ def load_model(
             "the keys of all tokens",
             *(shape.max_positions, longest),
         )
+    check_tensors(source, dtype)
     backend = choose_backend(asked, dtype, device, shape.head_dim, shape.feature_names)
     if backend == "cpu" and ranks is None:
         bits = config.activation_bits

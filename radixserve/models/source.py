@@ -19,6 +19,7 @@ from radixserve.models.gguf_source import GgufWeights, rope_factors
 from radixserve.models.hub import find_or_fetch
 from radixserve.models.multimodal import TRANSPOSABLE, text_config, text_name
 from radixserve.models.names import (
+    CONFIG_FILE,
     PACKAGED,
     RANDOM,
     check_model_name,
@@ -28,6 +29,7 @@ from radixserve.models.names import (
 from radixserve.models.quantized_checkpoint import config_scheme
 from radixserve.models.random_weights import RandomWeights
 from radixserve.models.sizes import size_config
+from radixserve.models.stated_sizes import refusing
 from radixserve.models.weights import (
     WeightReader,
     architecture_of,
@@ -187,7 +189,9 @@ def find_model(model_path: str, seed: int = 0) -> ModelSource:
 
 def checkpoint(folder: Path) -> ModelSource:
     """The checkpoint in a folder, or the text model of one that takes images too."""
-    config = load_config(folder)
-    if (text := text_config(config)) is None:
+    with refusing(f"{folder / CONFIG_FILE}: a field is wrong"):
+        config = load_config(folder)
+        text = text_config(config)
+    if text is None:
         return ModelSource(config, folder)
     return ModelSource(text, folder, is_text_part=True)

@@ -23,6 +23,7 @@ from radixserve.models.decoder_config import DecoderConfig, read_decoder_config
 from radixserve.models.generation_config import read_json
 from radixserve.models.names import CONFIG_FILE, TENSORS_READ
 from radixserve.models.quantized_checkpoint import ACTIVATION_SCALES, QuantizedScheme, group_parts
+from radixserve.models.stated_sizes import check_fields
 from radixserve_kernels.quantized import AnyWeight, dense
 
 SINGLE_FILE = "model.safetensors"
@@ -43,10 +44,15 @@ def check_checkpoint(folder: Path) -> Path:
 
 def load_config(folder: Path) -> Any:
     """The checkpoint's config, old rope fields normalised: a DecoderConfig, or transformers' own
-    for other families and unusual fields. Runs no foreign code."""
-    raw = read_json(folder / "config.json")
+    for other families and unusual fields. Runs no foreign code.
+
+    Raises ModelNotSupported for counts and sizes that its tensors contradict.
+    """
+    path = folder / CONFIG_FILE
+    raw = read_json(path)
     if "model_type" not in raw:
-        raise ModelNotSupported(f"{folder / 'config.json'} names no model_type")
+        raise ModelNotSupported(f"{path} names no model_type")
+    check_fields(path, raw, tensor_shapes(folder) if has_tensors(folder) else {})
     config = read_decoder_config(raw)
     return transformers_config(folder) if config is None else config
 
@@ -61,8 +67,13 @@ def transformers_config(folder: Path) -> Any:
         )
     except Exception as error:
         raise ModelNotSupported(
-            f"transformers cannot read the config of {folder}: {error}"
+            f"transformers cannot read the config of {folder}: {one_line(error)}"
         ) from error
+
+
+def one_line(error: Exception) -> str:
+    """What an error of another library says."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def as_transformers(config: Any) -> Any:
@@ -120,13 +131,27 @@ def tensor_files(folder: Path) -> list[Path]:
     raise ModelNotSupported(f"{folder} has no {SINGLE_FILE} and no {INDEX_FILE}")
 
 
-def tensor_names(folder: Path) -> list[str]:
-    """The names of all tensors in a checkpoint's files."""
-    names: list[str] = []
+def has_tensors(folder: Path) -> bool:
+    """Whether a checkpoint has safetensors files."""
+    return (folder / INDEX_FILE).is_file() or (folder / SINGLE_FILE).is_file()
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of all tensors in a checkpoint's files, from their headers. Raises the errors of
+    `tensor_files`, and InvalidRequest for a broken file."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in tensor_files(folder):
-        with safe_open(path, framework="pt", device="cpu") as file:
-            names += file.keys()
-    return names
+        file = open_tensors(path)
+        shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no dict
+    return shapes
+
+
+def open_tensors(path: Path) -> Any:
+    """A safetensors file. Raises InvalidRequest if it is none."""
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise InvalidRequest(f"{path} is not a safetensors file: {error}") from error
 
 
 class TensorReader(ABC):
@@ -175,11 +200,15 @@ class TensorReader(ABC):
     def take_weight(self, name: str, shape: tuple[int, ...]) -> AnyWeight:
         """The same, or as it is stored, in float16 or fewer bits, where the reader keeps forms."""
         self._unused.discard(name)
+        is_asked = self._device.type == "meta"  # for its shape alone
         num_tensors = len(self._names)
-        _tensors_read.debug("%d of %d tensors", num_tensors - len(self._unused), num_tensors)
+        if not is_asked:
+            _tensors_read.debug("%d of %d tensors", num_tensors - len(self._unused), num_tensors)
         if name not in self:
             self._missing.append(name)
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        if is_asked:
+            return self._asked(name, shape)
         tensor = self._read_as(name, shape)
         self.num_parameters += math.prod(tensor.shape)
         if tuple(tensor.shape) != shape:
@@ -195,6 +224,22 @@ class TensorReader(ABC):
             self._not_finite.append(name)
         is_kept = self._keeps_forms and self._dtype == torch.float32
         return tensor if is_kept and tensor.dtype == torch.float16 else self._converted(tensor)
+
+    def _asked(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor that is not read: its shape is compared, where the header has it."""
+        stored = self._stored_shape(name)
+        if stored is not None and not self._may_be(name, stored, shape):
+            self._wrong.append(f"{name} is {list(stored)} and must be {list(shape)}")
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+    @abstractmethod
+    def _stored_shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor as its header has it; None where that tells nothing."""
+
+    def _may_be(self, name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of the header's shape is read as one of `shape`."""
+        del name
+        return stored == shape
 
     def _converted(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, self._dtype)
@@ -249,16 +294,14 @@ class WeightReader(TensorReader):
         self._handles: dict[str, Any] = {}  # tensor name -> open file
         self._stored_names: dict[str, str] = {}  # name -> name in its file
         for path in tensor_files(folder):
-            try:
-                handle: Any = safe_open(path, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise InvalidRequest(f"{path} is not a safetensors file: {error}") from error
+            handle = open_tensors(path)
             for stored in handle.keys():  # noqa: SIM118 - it is not a dict
                 if (name := rename(stored)) is not None:
                     self._handles[name], self._stored_names[name] = handle, stored
                 else:
                     num_left += 1
-        log_other_parts(folder, num_left)
+        if device.type != "meta":
+            log_other_parts(folder, num_left)
         self._scheme = scheme
         self._parts = {} if scheme is None else group_parts(self._handles, scheme)
         stored = {part for parts in self._parts.values() for part in parts.values()}
@@ -302,6 +345,18 @@ class WeightReader(TensorReader):
         if isinstance(weight, Tensor) or self._keeps_forms:
             return weight
         return weight.dequantize()
+
+    def _stored_shape(self, name: str) -> tuple[int, ...] | None:
+        if name in self._parts:
+            return None
+        return tuple(self._handles[name].get_slice(self._stored_names[name]).get_shape())
+
+    def _may_be(self, name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        if stored == shape:
+            return True
+        pattern = self._transposable
+        is_transposed = len(stored) == 3 and (stored[0], stored[2], stored[1]) == shape
+        return is_transposed and pattern is not None and bool(re.fullmatch(pattern, name))
 
     def _read_as(self, name: str, shape: tuple[int, ...]) -> AnyWeight:
         tensor = self._read(name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from radixserve.errors import ModelNotSupported
+from radixserve.errors import InvalidRequest, ModelNotSupported, RadixServeError
 from radixserve.gguf_file import GgufFile
 from radixserve.text.fast_tokenizer import FastTokenizer, add_missing
 
@@ -89,7 +89,17 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 def gguf_tokenizer(file: GgufFile) -> FastTokenizer:
     """Returns the tokenizer of a GGUF file. Raises ModelNotSupported if its kind or pre-tokenizer
-    is unknown."""
+    is unknown, and InvalidRequest if its fields make no tokenizer."""
+    try:
+        return _read_tokenizer(file)
+    except RadixServeError:
+        raise
+    except Exception as error:  # tokenizers raises Exception itself
+        reason = " ".join(repr(error).split())[:200]
+        raise InvalidRequest(f"the tokenizer of {file.path} cannot be read: {reason}") from error
+
+
+def _read_tokenizer(file: GgufFile) -> FastTokenizer:
     from tokenizers import AddedToken, processors
 
     fields = {

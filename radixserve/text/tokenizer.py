@@ -97,6 +97,21 @@ class Tokenizer:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise InvalidRequest(f"the tokenizer of {path} cannot be read: {reason}") from error
 
+    def check_size(self, num_embeddings: int) -> None:
+        """Raises InvalidRequest if a token has no embedding, unless it was added to the vocabulary:
+        text models share tokenizers with models of pictures, whose marks they lack."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None or backend.get_vocab_size(with_added_tokens=False) <= num_embeddings:
+            return
+        own, added = backend.get_vocab(with_added_tokens=False), backend.get_added_tokens_decoder()
+        plain = (token_id for token_id in own.values() if token_id not in added)
+        size = 1 + max(plain, default=-1)
+        if size > num_embeddings:
+            raise InvalidRequest(
+                f"the tokenizer has {size:,} tokens, but the model has embeddings of "
+                f"{num_embeddings:,}"
+            )
+
     @property
     def chat_template(self) -> str:
         """The checkpoint's chat template; "" without one."""
