@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -188,3 +189,32 @@ def test_thoughts_between_other_marks(tmp_path_factory: Any, family: str) -> Non
                    logit_bias={"0": 100, "3": 5}, max_tokens=500)  # fmt: skip
         assert said(held)["content"].strip() == "1"
         assert held["choices"][0]["token_ids"][0] == 0
+
+
+def test_forms_of_text_begin_after_the_thought(tmp_path_factory: Any) -> None:
+    folder = make_model(tmp_path_factory.mktemp("ministral"), "ministral")
+    with Runtime(str(folder), num_pages=512) as runtime, LocalServer(runtime) as served:
+        for form in ({"regex": r"[0-9]{2}/\/[a-z]"}, {"choice": ["the first", "the second"]}):
+            answer = ask(served, [USER], tools=None, structured_outputs=form, seed=1,
+                         logit_bias={"0": 100, "3": 12}, max_tokens=500)  # fmt: skip
+            (choice,) = answer["choices"]
+            assert choice["finish_reason"] == "stop"
+            assert choice["token_ids"][0] == 0  # it opens a thought
+            assert 3 in choice["token_ids"]  # and closes it
+            content = choice["message"]["content"]
+            if "choice" in form:
+                assert content in form["choice"]
+            else:
+                assert re.fullmatch(r"[0-9]{2}//[a-z]", content)
+
+
+def test_a_forced_call_that_is_cut_shows_no_mark(thinking: LocalServer) -> None:
+    named = {"type": "function", "function": {"name": "now"}}
+    for choice in ("required", named):
+        body = {"messages": [USER], "tools": [NOW], "tool_choice": choice, "temperature": 0}
+        for limit in range(1, 9):
+            answer = thinking.post(CHAT, {**body, "max_tokens": limit})
+            events = thinking.stream(CHAT, {**body, "max_tokens": limit})
+            deltas = [choice["delta"] for event in events for choice in event["choices"]]
+            assert not said(answer)["content"]
+            assert not any(delta.get("content") for delta in deltas)

@@ -73,7 +73,7 @@ class ParsedAnswer(NamedTuple):
     content     None for an answer of reasoning or calls alone
     reasoning   None without any
     tool_calls  in order
-    is_whole    False: calls beyond `max_calls` were left out
+    is_whole    False: calls beyond `max_calls`, or a call that was cut, were left out
     parts       content, reasoning and calls in order
     """
 
@@ -99,6 +99,8 @@ class OutputParserConfig:
     is_thinking  the prompt ends with the opening mark: answers begin with reasoning
     keep_special_ids  special tokens that the parsers need in the text
     hidden       marks that are removed from content and reasoning
+    has_only_calls  a call is enforced: all other text is the beginning of one that was cut, and is
+                 left out
     max_calls    calls beyond this number are left out; None: all are kept
     new_id       makes the id of a call
     """
@@ -111,6 +113,7 @@ class OutputParserConfig:
     keep_special_ids: tuple[int, ...] = ()
     hidden: tuple[str, ...] = ()
     max_calls: int | None = None
+    has_only_calls: bool = False
     new_id: Callable[[], str] = new_call_id
 
     @property
@@ -210,6 +213,9 @@ class OutputParser:
     def _content(self, content: str) -> tuple[str, ...]:
         """Add content to the answer. Returns it as a part; () if it is empty."""
         if not content:
+            return ()
+        if self._config.has_only_calls:
+            self._is_whole = self._is_whole and not content.strip()
             return ()
         self._parts.append(content)
         return (content,)

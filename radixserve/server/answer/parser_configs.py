@@ -10,7 +10,7 @@ from radixserve.errors import InvalidRequest
 from radixserve.server.answer.output_parser import OutputParserConfig, new_call_id
 from radixserve.server.answer.reasoning import THOUGHTS, shown_thoughts
 from radixserve.server.answer.tool_choice import ChatTools
-from radixserve.server.answer.tool_grammar import annotated_schema, tool_grammar
+from radixserve.server.answer.tool_grammar import annotated_schema, text_terminal, tool_grammar
 from radixserve.server.answer.tool_parsers.json_calls import ARGS
 from radixserve.server.answer.tool_styles import STYLES, shown_style
 from radixserve.server.wire.errors import ApiError, invalid
@@ -57,8 +57,9 @@ class OutputParserConfigs:
         """How the answers to a request are parsed.
 
         prompt              the prompt's text, which may end with the mark that opens reasoning
-        structured_outputs  the client's own constraint. JSON may follow reasoning, and tools may be
-                            called instead; other constraints apply from the first token
+        structured_outputs  the client's own constraint. It begins after reasoning, except a
+                            grammar, which applies from the first token. Tools may be called instead
+                            of an answer in JSON
         keeps_special       keep special tokens in the answer
 
         Raises ApiError if the constraint and the tool choice exclude each other, or a schema of the
@@ -82,13 +83,16 @@ class OutputParserConfigs:
         special = {mark: self._special[mark] for mark in marks if mark in self._special}
         schema = None if structured_outputs is None else annotated_schema(structured_outputs)
         is_thinking = self.thoughts is not None and prompt.rstrip().endswith(self.thoughts.head)
-        is_thinking = is_thinking and (structured_outputs is None or schema is not None)
+        text = None if structured_outputs is None else text_terminal(structured_outputs)
+        has_form = schema is not None or text is not None
+        is_thinking = is_thinking and (structured_outputs is None or has_form)
         thinks = self.thoughts is not None or parser == "harmony"
         may_speak = parser == "generic" and tools.choice == "auto" and structured_outputs is None
         grammar = None
-        if tools.must_call or may_speak or (schema is not None and (tools.may_call or thinks)):
+        calls_or_json = schema is not None and tools.may_call
+        if tools.must_call or may_speak or calls_or_json or (has_form and thinks):
             opened = "open" if is_thinking else "may"
-            functions = tools.functions if tools.may_call else ()
+            functions = tools.functions if tools.may_call and text is None else ()
             try:
                 grammar = tool_grammar(
                     parser if style is not None else "hermes",
@@ -98,6 +102,7 @@ class OutputParserConfigs:
                     thinking=opened if thinks else "none",
                     thoughts=self.thoughts,
                     schema=schema,
+                    text=text,
                     may_speak=may_speak,
                 )
             except InvalidRequest as error:
@@ -113,6 +118,7 @@ class OutputParserConfigs:
             keep_special_ids=tuple(special.values()),
             hidden=() if keeps_special else tuple(dict.fromkeys((*special, *hidden))),
             max_calls=None if tools.parallel else 1,
+            has_only_calls=tools.must_call,
             new_id=_nine_characters if parser.startswith("mistral") else new_call_id,
         )
 

@@ -62,9 +62,10 @@ def tool_grammar(
     thinking: str,
     thoughts: ThoughtMarks | None = None,
     schema: Mapping[str, Any] | None = None,
+    text: str | None = None,
     may_speak: bool = False,
 ) -> str:
-    """A Lark grammar of answers that call one of the functions or match `schema`. Raises
+    """A Lark grammar of answers that call one of the functions or match `schema` or `text`. Raises
     InvalidRequest for parameters that it cannot express.
 
     style      a name of STYLES
@@ -74,6 +75,7 @@ def tool_grammar(
     thinking   "open": reasoning has begun in the prompt; "may": it may come first; "none"
     thoughts   the marks around reasoning, if the style does not have its own; default: THINK
     schema     a JSON schema with its options, see `annotated_schema`
+    text       a Lark terminal, see `text_terminal`
     may_speak  allow any text before or instead of the calls; only a call that has begun must match
     """
     pieces = STYLES[style]
@@ -94,6 +96,9 @@ def tool_grammar(
         rules.append(f"json: {_sequence(pieces.answer, special)} json_value")
         rules.append(f"json_value: %json {json.dumps(schema)}")
         answers.append("json")
+    if text is not None:
+        rules += [f"form: {_sequence(pieces.answer, special)} FORM", f"FORM: {text}"]
+        answers.append("form")
     if may_speak:
         return "\n".join([*rules, *_speech(pieces.call, functions, special)]) + "\n"
     thought = {"open": "thought", "may": "(thought)?", "none": ""}[thinking]
@@ -119,6 +124,17 @@ def annotated_schema(structured_outputs: StructuredOutput) -> dict[str, Any] | N
         closes=structured_outputs.disable_additional_properties,
     )
     return {**schema, "x-guidance": whitespace_options(structured_outputs)}
+
+
+def text_terminal(structured_outputs: StructuredOutput) -> str | None:
+    """A regular expression or choices as a Lark terminal; None for other constraints."""
+    source = structured_outputs.source
+    if structured_outputs.kind == "choice":
+        return " | ".join(map(json.dumps, json.loads(source)))
+    if structured_outputs.kind != "regex":
+        return None
+    escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", source, flags=re.DOTALL)
+    return "/" + escaped.replace("\n", r"\n") + "/"
 
 
 def _sequence(
