@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from types import NoneType
 from typing import Any, Self
@@ -65,6 +66,7 @@ def write_chat(path: str | os.PathLike[str], chat: ChatRecord) -> None:
         "template": chat.options.template,
         "tools": None if chat.options.tools is None else list(chat.options.tools),
         "chat_template_kwargs": chat.options.template_kwargs,
+        "began": None if chat.options.now is None else chat.options.now.isoformat(),
         "added": list(chat.added),
         "token_ids": whole,
         "turns": [_document_of(turn, whole) for turn in chat.turns],
@@ -93,6 +95,9 @@ def read_chat(
             document.get("chat_template_kwargs"),
             _of(document["template"], str, NoneType),
         )
+        began = document.get("began")
+        now = datetime.now() if began is None else datetime.fromisoformat(began)
+        options = replace(options, now=now)
         chat = ChatRecord(
             document["model"],
             _of(document["system"], str, NoneType),
@@ -422,6 +427,10 @@ class ChatSession:
     def _move_to(self, messages: Sequence[Message], begun: str) -> int:
         """Make the branch's tokens those up to the answer to `messages`, and its text `begun`.
         Returns the position of the answer's first token."""
+        if not self._turns:  # the conversation begins: its template's date stays that of now
+            options = replace(self._record.options, now=datetime.now())
+            self._record = replace(self._record, options=options)
+            self._format = ChatFormat(self._client.tokenizer, options)
         ids, is_stable = self._tokenise(messages)
         start = len(ids)
         if begun:

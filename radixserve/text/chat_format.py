@@ -71,7 +71,11 @@ class ChatFormat:
     def _render(self, messages: Sequence[Message]) -> str:
         how = self._options
         return self._tokenizer.render_chat(
-            messages, template=how.template, tools=how.tools, variables=how.template_kwargs
+            messages,
+            template=how.template,
+            tools=how.tools,
+            variables=how.template_kwargs,
+            now=how.now,
         )
 
     def _answer_texts(

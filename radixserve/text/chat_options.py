@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from radixserve.checks import shown
@@ -32,11 +33,13 @@ class ChatOptions:
     tools            functions that the model may call
     template_kwargs  variables of the template, such as enable_thinking
     template         Jinja; None: the tokenizer's own
+    now              the date and time for templates that print it; None: the clock's
     """
 
     tools: tuple[dict[str, Any], ...] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     template: str | None = None
+    now: datetime | None = None
 
     @classmethod
     def read(

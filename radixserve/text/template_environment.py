@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from functools import wraps
+from random import Random
 from types import BuiltinMethodType, MethodType
 from typing import Any
 
@@ -38,7 +39,7 @@ from radixserve.text.tainted_str import (
 _FILTERS_THAT_KEEP = frozenset(
     """
     abs attr batch count d default dictsort first float groupby int items last length list map max
-    min random reject rejectattr reverse round select selectattr slice sort sum unique wordcount
+    min reject rejectattr reverse round select selectattr slice sort sum unique wordcount
     """.split()
 )
 _PLAIN = (str, int, float, bool, type(None))
@@ -246,6 +247,12 @@ def _to_json(
     return text if type(value) in _PLAIN else tainted(text, CALLER)
 
 
+def _choice(values: Iterable[Any]) -> Any:
+    """The filter `random`. It makes one choice for good: a text that differs in every turn would
+    keep the conversation out of the cache."""
+    return Random(0).choice(list(values))
+
+
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
@@ -265,4 +272,5 @@ _FILTERS: dict[str, Callable[..., Any]] = {
     "join": _join,
     "format": _format,
     "tojson": _to_json,
+    "random": _choice,
 }

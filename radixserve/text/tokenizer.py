@@ -12,6 +12,7 @@ import json
 import threading
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -189,11 +190,16 @@ class Tokenizer:
             tools=how.tools,
             variables=how.template_kwargs,
             continue_final_message=begun is not None,
+            now=how.now,
         )
         said = fit_messages(messages, self.traits(how.template))
         text = render(said)
         self.check_own_roles(said, text, render)
         return self.encode_rendered(text)
+
+    def reads_clock(self, template: str | None = None) -> bool:
+        """Whether the chat template may print the date or the time."""
+        return "strftime_now" in str(template or self._tokenizer.chat_template)
 
     def check_own_roles(self, messages: Sequence[Message], text: str, render: Render) -> None:
         """Raise InvalidRequest where a message has a role of the caller's own that the template
@@ -260,7 +266,10 @@ class Tokenizer:
         self._templates_with_tools.add(options.template)
         messages = [{"role": "user", "content": "?"}]
         render = partial(
-            self.render_chat, template=options.template, variables=options.template_kwargs
+            self.render_chat,
+            template=options.template,
+            variables=options.template_kwargs,
+            now=datetime.now(),
         )
         try:
             is_ignored = render(messages, tools=options.tools) == render(messages)
@@ -282,12 +291,14 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        now: datetime | None = None,
     ) -> str:
         """Returns the text of a conversation up to the generation prompt, for `encode_rendered`.
         Special tokens in messages are marked; `unmarked` of content_marks.py removes the marks.
 
         `template`: Jinja, instead of the tokenizer's own, which comes from the checkpoint.
-        `variables`: more names that the template may use. Without `add_generation_prompt` the text
+        `variables`: more names that the template may use. `now`: what it takes as the date and
+        time; None: the clock's. Without `add_generation_prompt` the text
         ends with the last message; with `continue_final_message` it ends inside the last message.
         Raises InvalidRequest without a template, and if the template refuses the messages.
         """
@@ -308,6 +319,7 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
                 special_tokens=self._tokenizer.special_tokens_map,
+                now=now,
                 **(variables or {}),
             )
         except Exception as error:  # the template is the model's own code

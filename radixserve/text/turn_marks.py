@@ -7,6 +7,8 @@ prompt, after which a template may begin a thought that it leaves out of the his
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from datetime import datetime
+from functools import partial
 
 import numpy as np
 
@@ -25,12 +27,11 @@ def turn_marks(tokenizer: Tokenizer | None, end_ids: Collection[int]) -> frozens
         return frozenset()
     first, second, third = _WORDS
     user, answer = _said("user", first), _said("assistant", second)
+    render = partial(tokenizer.render_chat, now=datetime.now())
     try:
-        chat = tokenizer.render_chat([user], add_generation_prompt=False)
-        prompt = tokenizer.render_chat([user])
-        longer = tokenizer.render_chat(
-            [user, answer, _said("user", third)], add_generation_prompt=False
-        )
+        chat = render([user], add_generation_prompt=False)
+        prompt = render([user])
+        longer = render([user, answer, _said("user", third)], add_generation_prompt=False)
     except InvalidRequest:
         return frozenset()
     texts = [prompt[len(chat) :]] if prompt.startswith(chat) else []

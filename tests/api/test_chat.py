@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -207,13 +208,41 @@ class TestTemplatesThatRewrite:
             last = encode(tiny, "\n<|user|>Be kind.\nuvw\n<|assistant|>")
             assert chat.tokens.tolist() == [*again, *last, *third.token_ids]
 
-    def test_a_clock(self, tiny: Runtime) -> None:
+    def test_a_clock(self, tiny: Runtime, tmp_path: Path) -> None:
+        """The date is that of the first turn, in forks and after a file as well."""
         template = "{{ strftime_now('%f') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+        path = tmp_path / "chat.json"
+        with tiny.chat(template=template, params=FREE) as chat:
+            chats = [chat]
+            first = chat.send("abc")
+            date = encode(tiny, tiny.tokenizer.decode(chat.tokens[:6]))
+            chats += chat.fork(1)
+            chat.save(path)
+            chats.append(tiny.load_chat(path, params=FREE))
+            for one in chats:
+                known = len(one.tokens)
+                answer = one.send("xyz")
+                assert answer.usage.cached_tokens >= known - 1
+                assert one.tokens[: len(date)].tolist() == date
+            assert first.usage.prompt_tokens == 6 + 3
+            for one in chats[1:]:
+                one.close()
+
+    def test_a_file_that_has_no_date(self, tiny: Runtime, tmp_path: Path) -> None:
+        template = "{{ strftime_now('%f') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+        path = tmp_path / "chat.json"
         with tiny.chat(template=template, params=FREE) as chat:
             chat.send("abc")
+            chat.save(path)
+        document = json.loads(path.read_text())
+        del document["began"]
+        path.write_text(json.dumps(document))
+        with tiny.load_chat(path, params=FREE) as chat:
             with pytest.warns(HistoryRewritten, match="writes the date or the time: '") as told:
                 chat.send("xyz")
             assert "drops thinking" not in str(told[0].message)
+            known = len(chat.tokens)
+            assert chat.send("uvw").usage.cached_tokens >= known - 1
 
     @pytest.mark.parametrize("opening", ["", "<|system|>"], ids=["", "in the prompt"])
     def test_dropping_thinking(self, tiny_folder: Path, opening: str) -> None:

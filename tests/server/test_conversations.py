@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ import httpx
 
 from radixserve import Runtime
 from radixserve.server.gate import session_table
+from radixserve.text import chat_clocks
 from radixserve.text.conversations import AnsweredChat, ConversationTable
 from tests.pacing import held, wait_until
 from tests.server.local_server import LocalServer
@@ -212,3 +214,47 @@ def test_the_longest_beginning_is_found() -> None:
             if found is not None:  # it is the last used one now
                 texts = [*(o for o in texts if o[:2] != (space, found.text)),
                          (space, found.text, found.answer)]  # fmt: skip
+
+
+class Clock:
+    """Stands for `datetime`; its time is set by tests."""
+
+    time = datetime(2026, 3, 31, 23, 59)
+
+    @classmethod
+    def now(cls) -> datetime:
+        return cls.time
+
+
+def test_a_day_ends_and_open_conversations_stay_cached(
+    served: LocalServer, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over chat and messages: the template's date is that of the first turn."""
+    assert runtime.tokenizer is not None
+    template = "{{ strftime_now('%d %B %Y') }}\n" + runtime.tokenizer.chat_template
+    monkeypatch.setattr(runtime.tokenizer._tokenizer, "chat_template", template)
+    monkeypatch.setattr(chat_clocks, "datetime", Clock)
+    for month, path in ((3, CHAT), (5, "/v1/messages")):
+        monkeypatch.setattr(Clock, "time", datetime(2026, month, 31, 23, 59))
+        asked = [{"role": "user", "content": f"Hi {path}"}]
+        said, known, _ = answer_of(served, path, asked)
+        more = [*asked, {"role": "assistant", "content": said}, {"role": "user", "content": "?"}]
+        monkeypatch.setattr(Clock, "time", datetime(2026, month + 1, 1, 0, 1))
+        _, _, num_cached = answer_of(served, path, asked)  # a new one, with the new date
+        assert num_cached < known // 2
+        _, _, num_cached = answer_of(served, path, more)
+        assert num_cached >= known - 2
+
+
+def answer_of(
+    served: LocalServer, path: str, messages: list[dict[str, Any]]
+) -> tuple[Any, int, int]:
+    """The answer's content; the tokens of prompt and answer; the cached ones of the prompt."""
+    body = {"model": "demo", "messages": messages, "max_tokens": 9, "temperature": 0.0}
+    answer = served.post(path, body)
+    usage = answer["usage"]
+    if path == CHAT:
+        content = answer["choices"][0]["message"]["content"]
+        return content, usage["total_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+    cached = usage["cache_read_input_tokens"]
+    return answer["content"], cached + usage["input_tokens"] + usage["output_tokens"], cached

@@ -22,6 +22,7 @@ from radixserve.server.gate.session_table import InFlight, SessionTable
 from radixserve.server.gate.tenants import Caller, TenantConversations, Tenants, TenantUsage
 from radixserve.server.wire.errors import ApiError
 from radixserve.server.wire.logprobs import TokenTexts
+from radixserve.text.chat_clocks import ChatClocks
 
 _SHARE_ALONE = 0.75  # of the slots, for one request while no other tenant is active
 
@@ -42,6 +43,7 @@ class AppState:
         self.is_draining = False
         self.in_flight: set[InFlight] = set()
         self.conversations = TenantConversations(config.max_conversations)
+        self.chat_clocks = ChatClocks(config.max_conversations)
         assert isinstance(config.max_response_bytes, int)
         self.responses = ResponseStore(config.max_responses, config.max_response_bytes)
         self.prompt_records = PromptRecords(config.max_conversations)

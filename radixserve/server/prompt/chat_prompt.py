@@ -6,9 +6,11 @@ the ids that are cached.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -57,7 +59,13 @@ class ChatPrompt:
     async def note_answer(
         self, server: AppState, answer: ParsedAnswer, completion: Completion
     ) -> None:
-        """Remember the token ids of the conversation up to this answer, for its next turn."""
+        """Remember the token ids of the conversation up to this answer, for its next turn, and when
+        it began."""
+        if self.rendered.start is not None and answer.is_whole:
+            calls = [(call.name, call.arguments) for call in answer.tool_calls]
+            with contextlib.suppress(ValueError):  # arguments that were cut
+                key = answer_key(answer.content or "", calls)
+                server.chat_clocks.note_answer(self.rendered.start, key)
         if not self.is_whole or not server.config.max_conversations or not completion.text:
             return
         if answer.content == completion.text:
@@ -162,6 +170,7 @@ async def read_chat(
             ChatTools.read(functions_of(body.tools)) if tools is None else tools,
             has_generic_tools=server.parser_configs.tool_parser == "generic",
             keep_billing_header=keeps,
+            start_of=partial(server.chat_clocks.start_of, namespace),
         )
 
     functions = [] if tools is None else tools.functions

@@ -6,7 +6,7 @@ The template itself is run by `Tokenizer.render_chat` (`text/chat_template.py`).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from radixserve.server.answer.tool_choice import ChatTools
 from radixserve.server.prompt.chat_messages import key_of, read_messages
 from radixserve.server.wire.errors import ApiError, invalid
 from radixserve.server.wire.schema import TemplateFields, Thinking
+from radixserve.text.chat_clocks import ChatStart
 from radixserve.text.chat_options import read_template_kwargs
 from radixserve.text.template_traits import Message, Render, check_rendered, fit_messages
 from radixserve.text.tokenizer import Tokenizer
@@ -37,6 +38,7 @@ class RenderedPrompt:
     messages: list[Message]
     options: dict[str, Any]  # of `Tokenizer.render_chat`
     generic_tools: list[dict[str, Any]] | None  # tools that the system message describes
+    start: ChatStart | None  # None: the template prints no date
 
     def with_answer(self, tokenizer: Tokenizer, answer: Sequence[Message]) -> str:
         """The text of the conversation with the messages `answer` at its end. Raises
@@ -51,12 +53,14 @@ def render(
     fields: TemplateFields,
     tools: ChatTools | None = None,
     *,
+    start_of: Callable[[Sequence[tuple[str, ...]]], ChatStart],
     has_generic_tools: bool = False,
     keep_billing_header: bool,
 ) -> RenderedPrompt:
     """Check `messages` and apply the model's chat template to them. Raises ApiError.
 
     fields               options and variables of the template
+    start_of             when a conversation of such messages began, for templates that print dates
     has_generic_tools    describe the tools in the system message instead of in the template
     keep_billing_header  do not remove the billing headers of coding agents
     """
@@ -69,6 +73,8 @@ def render(
     elif tools is not None:
         options["tools"] = tools.for_template
     tokenizer = tokenizer_of(runtime)
+    start = start_of(list(map(_recognised, checked))) if tokenizer.reads_clock() else None
+    options["now"] = None if start is None else start.began
     render_chat: Render = partial(tokenizer.render_chat, **options)
     try:
         for index, message in enumerate(checked):
@@ -79,7 +85,15 @@ def render(
     except InvalidRequest as error:
         raise invalid(error, param=error.param or "messages") from None
     answers = frozenset(key_of(message) for message in checked if message["role"] == "assistant")
-    return RenderedPrompt(text, answers, num_headers, checked, options, functions)
+    return RenderedPrompt(text, answers, num_headers, checked, options, functions, start)
+
+
+def _recognised(message: Message) -> tuple[str, ...]:
+    """What tells a conversation's message from others; see `ChatClocks`."""
+    if message["role"] == "assistant":
+        return ("assistant", key_of(message))
+    names = ("role", "content", "name", "tool_call_id")
+    return tuple(message.get(name, "") for name in names)
 
 
 def _check_role(role: str, tokenizer: Tokenizer, place: str) -> None:
