@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from radixserve.text.tainted_str import ASSISTANT, CALLER, TEMPLATE
@@ -55,7 +55,7 @@ class ContentMarks:
         token stays one if all its characters are the template's; of an assistant's message also
         the tags of thoughts."""
         text = str.__str__(text)  # slices of a plain string take less time
-        return _with_marks(text, list(self._places(text, taint)))
+        return _with_marks(text, self._places(text, taint))
 
     def mark_text(self, text: str, source: bytes = CALLER) -> str:
         """Returns a text of one source with its marks. The beginning of a special token at its end
@@ -152,14 +152,15 @@ def split_at_marks(rendered: str) -> list[str]:
     return [part for part in parts if part]
 
 
-def _with_marks(text: str, places: Sequence[int]) -> str:
-    if not places:
-        return text
+def _with_marks(text: str, places: Iterable[int]) -> str:
+    """Returns the text with a mark at each position. The positions are ascending and above 0."""
     marked, before = io.StringIO(), 0  # a list of the pieces would take 100 bytes a mark
     for place in places:
         marked.write(text[before:place])
         marked.write(MARK)
         before = place
+    if not before:
+        return text
     marked.write(text[before:])
     return marked.getvalue()
 

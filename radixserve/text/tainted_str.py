@@ -195,51 +195,51 @@ def concatenated(parts: Iterable[str]) -> str:
     text = "".join(parts)
     if {str}.issuperset(map(type, parts)):
         return text
-    taints = [
-        part._taint
-        if type(part) is TaintedStr
-        else bytes(len(part))
-        if type(part) is str
-        else CALLER * len(part)
-        for part in parts
-    ]
+    taints = [part._taint if type(part) is TaintedStr else taint_of(part) for part in parts]
     return _make(text, b"".join(taints))
 
 
-def tainted(value: Any, source: bytes) -> Any:
+def tainted(value: Any, source: bytes, made: dict[str, TaintedStr] | None = None) -> Any:
     """Returns a copy of a caller's value, of JSON's types, with its strings and numbers tainted,
     keys included. Models of pydantic and data classes become their members. Values of other types
-    become the name of their type: a template could call their methods."""
+    become the name of their type: a template could call their methods. `made`: strings of this
+    value, equal ones are made once."""
+    made = {} if made is None else made
     kind = type(value)
-    if kind is str or isinstance(value, str):
-        return _make(value, source * len(value))
+    if kind is str:
+        text = made.get(value)
+        if text is None:
+            text = made[value] = _make(value, source * len(value))
+        return text
+    if value is None or kind is bool:
+        return value
     if kind is dict or isinstance(value, Mapping):
         return {
-            _make(key, source * len(key)) if type(key) is str else tainted(key, source): (
-                _make(member, source * len(member))
-                if type(member) is str
-                else tainted(member, source)
-            )
+            tainted(key, source, made): tainted(member, source, made)
             for key, member in value.items()
         }
     if kind is list or kind is tuple:
-        return kind([tainted(member, source) for member in value])
-    if value is None or isinstance(value, bool):
-        return value
+        return kind([tainted(member, source, made) for member in value])
+    if isinstance(value, str):
+        return _make(value, source * len(value))
     if isinstance(value, int):
         return TaintedInt(value)
     if isinstance(value, float):
         return TaintedFloat(value)
+    return tainted(_of_json(value), source, made)
+
+
+def _of_json(value: Any) -> Any:
+    """Returns a value of another type as one of JSON's types."""
     if isinstance(value, list | tuple):
-        return [tainted(member, source) for member in value]
+        return list(value)
     if isinstance(value, np.generic):
-        return tainted(value.item(), source)
+        return value.item()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        return tainted({name: getattr(value, name) for name in names}, source)
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if callable(getattr(value, "model_dump", None)):
-        return tainted(value.model_dump(), source)
-    return tainted(f"<{type(value).__name__}>", source)
+        return value.model_dump()
+    return f"<{type(value).__name__}>"
 
 
 def formatted(template: str, values: Any) -> str:
