@@ -21,6 +21,9 @@ files     writing and reading runs of 32, 256 and 512 tokens beside plain files 
 agents    with --trace FILE, a text trace of `radixserve replay`: its first --requests prompts, one
           after the other, through a tiny model: hit rates of a pool that holds everything, of one
           of two prompts, and of that with a store of 20 times its size
+late      two streams decode while a new prompt arrives each half second: the gaps between their
+          tokens with a store that answers and with one that hangs, in turns, and how long the
+          prompts took
 break-even  from how many tokens on a load is faster than computing, by what the engine measured
 
 --only chooses sections, between commas.
@@ -34,6 +37,7 @@ import argparse
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -453,6 +457,73 @@ def _timed(function: Callable[..., Any], spent: dict[str, float], part: str) -> 
     return call
 
 
+def late(bench: Bench) -> Section:
+    """The other requests' gaps beside a store that hangs."""
+    rows: list[list[Cell]] = []
+    quiet: list[float] = []
+    hanging: list[float] = []
+    for turn in range(bench.args.repeats):
+        for hangs in (False, True) if turn % 2 == 0 else (True, False):
+            gaps, waits = _gaps(bench, turn, hangs=hangs)
+            p50, p99 = (1e3 * float(np.percentile(gaps, share)) for share in (50, 99))
+            (hanging if hangs else quiet).append(p99)
+            name = "hangs" if hangs else "answers"
+            rows.append([name, len(gaps), round(p50, 2), round(p99, 2), round(max(waits), 3)])
+    ratios = [late / calm for late, calm in zip(hanging, quiet, strict=True)]
+    columns = ["store", "gaps", "p50 ms", "p99 ms", "longest prompt s"]
+    lines = [f"p99, hanging against answering: {median(ratios):.2f} (median of pairs)"]
+    return Section("other requests beside a store that hangs", Table(columns, rows), lines)
+
+
+def _gaps(bench: Bench, turn: int, *, hangs: bool) -> tuple[list[float], list[float]]:
+    """Seconds between the tokens of two streams, and seconds that the prompts took."""
+    folder, let_go = bench.folder / f"late-{turn}-{hangs}", threading.Event()
+    gaps: list[float] = []
+    waits: list[float] = []
+    get = FolderStore.get
+
+    def hang(store: FolderStore, *args: Any) -> Any:
+        let_go.wait(60)
+        return get(store, *args)
+
+    with ExitStack() as stack:
+        runtime = stack.enter_context(bench.engine(folder, kv_store_write="evict"))
+        runtime.generate(bench.prompts(1, 40, 1), GREEDY)
+        if hangs:
+            stack.enter_context(patch.object(FolderStore, "get", hang))
+        stack.callback(let_go.set)
+        end = time.monotonic() + (0.5 if bench.args.quick else 8.0)
+
+        def stream(number: int) -> None:
+            last = 0.0
+            params = SamplingParams(max_tokens=50_000, temperature=0.0, ignore_eos=True)
+            for _ in runtime.stream([5, 6, 7 + number], params):
+                now = time.monotonic()
+                if last:
+                    gaps.append(now - last)
+                last = now
+                if now > end:
+                    return
+
+        def ask(number: int) -> None:
+            (prompt,), began = bench.prompts(1, 40, 1000 * turn + number + 2), time.monotonic()
+            runtime.generate([prompt], GREEDY)
+            waits.append(time.monotonic() - began)
+
+        threads = [threading.Thread(target=stream, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        number = 0
+        while not number or time.monotonic() < end - 1.5:
+            threads.append(threading.Thread(target=ask, args=(number,)))
+            threads[-1].start()
+            number += 1
+            time.sleep(0.5)
+        for thread in threads:
+            thread.join()
+    return gaps, waits
+
+
 SECTIONS = {
     "restart": restart,
     "workloads": workloads,
@@ -461,6 +532,7 @@ SECTIONS = {
     "files": files,
     "break-even": break_even,
     "agents": agents,
+    "late": late,
 }
 
 

@@ -110,6 +110,17 @@ def test_there_is_no_ring() -> None:
     TopologicalSorter({name: ours(name) - {name} for name in MODULES}).prepare()
 
 
+def test_the_engine_imports_none_of_its_extensions() -> None:
+    """Neither directly nor through others, types included."""
+    reached, new = set[str](), {"radixserve.engine.engine", "radixserve.engine.engine_thread"}
+    while new:
+        reached |= new
+        new = {other for name in new for other in ours(name) if other in MODULES} - reached
+    satellites = ("radixserve.store", "radixserve.kv_events", "radixserve.engine.trace_recorder")
+    for name in reached:
+        assert not any(belongs(name, satellite) for satellite in satellites), name
+
+
 def test_control_plane_and_workers_do_not_import_each_other() -> None:
     for name in MODULES:
         for mine, theirs in ((CONTROL_PLANE, WORKERS), (WORKERS, CONTROL_PLANE)):

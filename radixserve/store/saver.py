@@ -384,7 +384,7 @@ class KVSaver:
                     break
                 time.sleep(0.001)
             self._copy_or_warn(self._unsaved[0])
-        if not self._writer.shutdown(max(0.0, until - time.monotonic())):
+        if not self._writer.shutdown(max(0.0, until - time.monotonic())) and timeout_s > 0.0:
             num_bytes = sum(unsaved.num_bytes for unsaved in list(self._writes.values()))
             _log.warning("kv_store: writing takes too long; up to %d bytes are lost", num_bytes)
 

@@ -55,6 +55,12 @@ def test_every_section_has_its_table(tables: dict[str, Any]) -> None:
     assert len(rows_of(tables, "the longest of")) == 3
 
 
+def test_other_requests_get_their_tokens_beside_a_store_that_hangs(tables: dict[str, Any]) -> None:
+    rows = rows_of(tables, "beside a store that hangs")
+    assert [row[0] for row in rows] == ["answers", "hangs"]
+    assert all(row[1] > 0 for row in rows)
+
+
 def test_a_restart_computes_one_token(tables: dict[str, Any]) -> None:
     (title,) = [title for title in tables if "after a restart" in title]
     assert title.endswith("1 computed")
