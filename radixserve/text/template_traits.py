@@ -43,7 +43,7 @@ class TemplateTraits:
     has_developer        developer messages, under a role of their own
     has_both             a system message followed by a developer message
     has_user_runs        two user messages in a row
-    has_calls            tool calls of the assistant, and their results
+    has_calls            tool calls of the assistant, and their results, also without tools
     has_listed_calls     no tool calls, but results, and tools with LISTED_CALLS before their calls
     has_tools            descriptions of tools, calls or listed calls, and results
     thought_tags         tags that the template knows in an assistant's content, where it has no
@@ -71,13 +71,16 @@ class TemplateTraits:
         if not shows([user], (second,)):
             return cls()  # rendering the conversation itself will raise the template's error
         middle = [_said("user", third), _said("assistant", "-"), _said("system", first), user]
-        has_calls = any(
-            shows([user, _called(first, call_id), _result(third, call_id)], (second, first, third))
-            for call_id in (_CALL_ID, f"functions.{first}:0")  # a template may render ids alone
+        has_calls, has_calls_with_tools = (
+            any(
+                shows([user, _called(first, i), _result(third, i)], (second, first, third), tools)
+                for i in (_CALL_ID, f"functions.{first}:0")  # a template may render ids alone
+            )
+            for tools in (None, [_tool("f")])  # or calls only beside tools
         )
         shows_tools = _shows_tool(render, user, first)
         has_listed_calls = (
-            not has_calls
+            not has_calls_with_tools
             and shows_tools
             and LISTED_CALLS in template
             and shows(
@@ -98,7 +101,7 @@ class TemplateTraits:
             has_user_runs=shows([_said("user", first), user], (first, second)),
             has_calls=has_calls,
             has_listed_calls=has_listed_calls,
-            has_tools=(has_calls or has_listed_calls) and shows_tools,
+            has_tools=(has_calls_with_tools or has_listed_calls) and shows_tools,
             thought_tags=_thought_tags(template, shows, user),
         )
 
@@ -107,8 +110,11 @@ def fit_messages(
     messages: Sequence[Mapping[str, Any]],
     traits: TemplateTraits,
     generic_tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    shows_tools: bool = False,
 ) -> list[Message]:
-    """Returns the messages, rewritten for a template with these traits.
+    """Returns the messages, rewritten for a template with these traits. `shows_tools`: the template
+    gets tools.
 
     - `developer` becomes `system` where the template has no role for it.
     - System messages at the beginning are merged where it takes one; where it takes none, their
@@ -122,7 +128,8 @@ def fit_messages(
     said = [dict(message) for message in messages]
     if traits.thought_tags is not None:
         said = [_with_thought_as_text(message, *traits.thought_tags) for message in said]
-    if generic_tools is not None or not (traits.has_calls or traits.has_listed_calls):
+    shows_calls = traits.has_calls or (shows_tools and traits.has_tools)
+    if generic_tools is not None or not (shows_calls or traits.has_listed_calls):
         said = [_with_calls_as_text(message) for message in said]
     elif traits.has_listed_calls:
         said = [_with_listed_calls(message) for message in said]
@@ -190,10 +197,15 @@ def _is_rendered(messages: Sequence[Message], index: int, render: Render) -> boo
         return True
 
 
-def _shows(render: Render, messages: Sequence[Message], words: Sequence[str]) -> bool:
+def _shows(
+    render: Render,
+    messages: Sequence[Message],
+    words: Sequence[str],
+    tools: Sequence[Message] | None = None,
+) -> bool:
     """Whether the rendered messages have these words, in this order."""
     try:
-        text = render(messages)
+        text = render(messages, tools=tools)
     except InvalidRequest:
         return False
     places = [text.find(word) for word in words]
@@ -201,12 +213,16 @@ def _shows(render: Render, messages: Sequence[Message], words: Sequence[str]) ->
 
 
 def _shows_tool(render: Render, user: Message, name: str) -> bool:
-    parameters = {"type": "object", "properties": {}}
-    function = {"name": name, "description": "-", "parameters": parameters}
     try:
-        return name in render([user], tools=[{"type": "function", "function": function}])
+        return name in render([user], tools=[_tool(name)])
     except InvalidRequest:
         return False
+
+
+def _tool(name: str) -> Message:
+    parameters = {"type": "object", "properties": {}}
+    function = {"name": name, "description": "-", "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 def _thought_tags(

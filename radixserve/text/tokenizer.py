@@ -192,7 +192,7 @@ class Tokenizer:
             continue_final_message=begun is not None,
             now=how.now,
         )
-        said = fit_messages(messages, self.traits(how.template))
+        said = fit_messages(messages, self.traits(how.template), shows_tools=how.tools is not None)
         text = render(said)
         self.check_own_roles(said, text, render)
         return self.encode_rendered(text)

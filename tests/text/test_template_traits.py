@@ -182,3 +182,22 @@ def test_calls_without_a_place_are_listed_where_tools_and_results_have_one(
     said = [{"role": "assistant", "content": f"So.<|tool_call|>{listed}"}, messages[-1]]
     assert fit_messages(messages, traits) == [*say("u:a"), *said]
     assert not tokenizer.traits(CHATML).has_listed_calls
+
+
+# Calls are rendered beside tools only, as in Hunyuan's template.
+BESIDE_TOOLS = (
+    "{% for m in messages %}{% if tools and m.tool_calls %}"
+    "<calls>{{ m.tool_calls[0].function.name }};{% else %}<{{ m.role }}>{{ m.content }};{% endif %}"
+    "{% endfor %}{{ tools | tojson if tools }}"
+)
+
+
+def test_calls_that_have_a_place_beside_tools_only(tokenizer: Tokenizer) -> None:
+    traits = tokenizer.traits(BESIDE_TOOLS)
+    assert (traits.has_calls, traits.has_tools) == (False, True)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    messages = [*say("u:a"), {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": "4", "tool_call_id": "1"}]  # fmt: skip
+    assert fit_messages(messages, traits, shows_tools=True) == messages
+    text = fit_messages(messages, traits)[1]["content"]
+    assert text == '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'

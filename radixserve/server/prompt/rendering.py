@@ -43,7 +43,12 @@ class RenderedPrompt:
     def with_answer(self, tokenizer: Tokenizer, answer: Sequence[Message]) -> str:
         """The text of the conversation with the messages `answer` at its end. Raises
         InvalidRequest."""
-        messages = fit_messages([*self.messages, *answer], tokenizer.traits(), self.generic_tools)
+        messages = fit_messages(
+            [*self.messages, *answer],
+            tokenizer.traits(),
+            self.generic_tools,
+            shows_tools=self.options.get("tools") is not None,
+        )
         return tokenizer.render_chat(messages, **self.options)
 
 
@@ -79,7 +84,8 @@ def render(
     try:
         for index, message in enumerate(checked):
             _check_role(message["role"], tokenizer, f"messages[{index}].role")
-        fitted = fit_messages(checked, tokenizer.traits(), functions)
+        shows_tools = options.get("tools") is not None
+        fitted = fit_messages(checked, tokenizer.traits(), functions, shows_tools=shows_tools)
         text = render_chat(fitted)
         check_rendered(fitted, text, render_chat)
     except InvalidRequest as error:
