@@ -12,6 +12,7 @@ from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
 from radixserve.text.tool_functions import read_tools
 
+KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 # Arguments of transformers' apply_chat_template that are not variables of a template.
 _RESERVED = frozenset(
     """

@@ -14,10 +14,10 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 
+from radixserve.text.chat_options import KNOWN_ROLES
 from radixserve.text.tainted_str import ASSISTANT, CALLER, tainted
 from radixserve.text.template_environment import TemplateEnvironment
 
-KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field of a message
 _END_OF_MESSAGE = "END_OF_THE_LAST_MESSAGE "  # its space shows whether the template trims
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from radixserve.errors import InvalidRequest
-from radixserve.text.chat_template import KNOWN_ROLES
+from radixserve.text.chat_options import KNOWN_ROLES
 from radixserve.text.content_marks import THINK_TAGS, unmarked
 
 Message = dict[str, Any]

@@ -20,11 +20,9 @@ from typing import Any
 from radixserve.arrays import IntArray
 from radixserve.errors import InvalidRequest
 from radixserve.gguf_file import SUFFIX, GgufFile
-from radixserve.text import chat_template
 from radixserve.text.byte_fallback import ByteFallback, decodes_by_appending
 from radixserve.text.byte_level import ByteLevel, ByteLevelDetokenizer
-from radixserve.text.chat_options import ChatOptions, ToolsIgnored, begun_answer
-from radixserve.text.chat_template import KNOWN_ROLES, named_roles
+from radixserve.text.chat_options import KNOWN_ROLES, ChatOptions, ToolsIgnored, begun_answer
 from radixserve.text.content_marks import (
     MARK,
     ContentMarks,
@@ -222,6 +220,8 @@ class Tokenizer:
     def roles(self) -> tuple[str, ...]:
         """The roles of messages that every template gets, then those that the tokenizer's own
         template names besides."""
+        from radixserve.text.chat_template import named_roles  # imports Jinja
+
         own = named_roles(str(self._tokenizer.chat_template or ""))
         return (*KNOWN_ROLES, *sorted(own.difference(KNOWN_ROLES)))
 
@@ -312,6 +312,8 @@ class Tokenizer:
                 "the model's tokenizer has no chat template: give one, or give text"
             )
         try:
+            from radixserve.text import chat_template  # imports Jinja
+
             text = chat_template.render(
                 source,
                 messages,
