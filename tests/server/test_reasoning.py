@@ -151,9 +151,9 @@ def test_a_thought_that_the_prompt_opens(tmp_path_factory: Any) -> None:
 
 
 GEMMA4_CALL = '"<|tool_call>call:now{}<tool_call|>"'
-FORMS = {  # a thought as a grammar, and a call after it
-    "gemma4-thinking": ('<[0]> "thought\\nLet me  see.\\n" <[3]>', GEMMA4_CALL),
-    "ministral": ('<[0]> "Let me  see." <[3]>', '"[TOOL_CALLS]now[ARGS]{ }"'),
+FORMS = {  # a thought as a grammar, a call after it, and the bias with which a thought ends
+    "gemma4-thinking": ('<[0]> "thought\\nLet me  see.\\n" <[3]>', GEMMA4_CALL, 7),
+    "ministral": ('<[0]> "Let me  see." <[3]>', '"[TOOL_CALLS]now[ARGS]{ }"', 6),
 }
 
 
@@ -161,7 +161,7 @@ FORMS = {  # a thought as a grammar, and a call after it
 def test_thoughts_between_other_marks(tmp_path_factory: Any, family: str) -> None:
     """They go out as reasoning and come back into the prompt; a forced call comes after one."""
     folder = make_model(tmp_path_factory.mktemp(family), family)
-    thought, call = FORMS[family]
+    thought, call, bias = FORMS[family]
     with Runtime(str(folder), num_pages=512) as runtime, LocalServer(runtime) as served:
         form = {"structured_outputs": {"grammar": f"start: {thought} {call}"}}
         answer = ask(served, [USER], **form)
@@ -181,12 +181,12 @@ def test_thoughts_between_other_marks(tmp_path_factory: Any, family: str) -> Non
         assert all(mark in text for mark in marks)
         assert {0, 3} <= set(other["prompt_token_ids"])
         forced = ask(served, [USER], tool_choice="required", parallel_tool_calls=False, seed=1,
-                     logit_bias={"0": 100, "3": 5}, max_tokens=500)  # fmt: skip
+                     logit_bias={"0": 100, "3": bias}, max_tokens=500)  # fmt: skip
         assert said(forced)["tool_calls"][0]["function"]["name"] == "now"
         assert said(forced)["reasoning_content"]
         schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 1}}}
         held = ask(served, [USER], response_format=schema, tools=None, seed=1,
-                   logit_bias={"0": 100, "3": 5}, max_tokens=500)  # fmt: skip
+                   logit_bias={"0": 100, "3": bias}, max_tokens=500)  # fmt: skip
         assert said(held)["content"].strip() == "1"
         assert held["choices"][0]["token_ids"][0] == 0
 
