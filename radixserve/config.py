@@ -435,7 +435,7 @@ def choose_checkpoint_interval(interval: int | None, state_tokens: float) -> int
     return chosen
 
 
-_UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
+_UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30, "TB": 1 << 40}
 
 
 def parse_bytes(size: int | str, name: str = "kv_cache_memory") -> int:
@@ -445,7 +445,7 @@ def parse_bytes(size: int | str, name: str = "kv_cache_memory") -> int:
         return int(size)
     if isinstance(size, str):
         text = size.strip().upper().replace("IB", "B")
-        number = text.rstrip("KMGB ")
+        number = text.rstrip("KMGTB ")
         unit = text[len(number) :].strip()
         try:
             value = int(float(number) * _UNITS[unit])
@@ -454,7 +454,8 @@ def parse_bytes(size: int | str, name: str = "kv_cache_memory") -> int:
         if value > 0:
             return value
     raise InvalidRequest(
-        f'{name} must be a positive number of bytes or a string like "512MB", got {size!r}'
+        f'{name} must be a positive number of bytes or a string like "512MB" (KB, MB, GB, TB), '
+        f"got {shown(size)}"
     )
 
 

@@ -146,6 +146,8 @@ def test_every_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         f"/load {path}x",
         "/save",
         "/bogus",
+        "/stat",
+        "/switch",
         "/help",
     )
     text = "\n".join(shown)
@@ -170,6 +172,8 @@ def test_every_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "No such file",
         "a file is missing: /save FILE",
         "there is no command /bogus",
+        "there is no command /stat; did you mean /stats?; /help lists them",
+        "a name is missing: /switch NAME; there are main, main-2, main-2-2",
         "  /switch NAME   go to another one",
     ):
         assert words in text, words

@@ -224,9 +224,8 @@ class ChatTerminal:
             "help": self._help,
         }
         if name not in commands:
-            raise InvalidRequest(
-                f"there is no command /{name}{suggestion(name, commands)}; /help lists them"
-            )
+            similar = suggestion(f"/{name}", [f"/{known}" for known in commands])
+            raise InvalidRequest(f"there is no command /{name}{similar}; /help lists them")
         commands[name](rest.strip())
 
     def _answer(self, text: str) -> None:
@@ -341,7 +340,8 @@ class ChatTerminal:
 
     def _switch(self, name: str) -> None:
         if name not in self._chats:
-            raise InvalidRequest(f"there is no {name!r}; there are {', '.join(self._chats)}")
+            problem = f"there is no {name!r}" if name else "a name is missing: /switch NAME"
+            raise InvalidRequest(f"{problem}; there are {', '.join(self._chats)}")
         self._name = name
         history = self._chat.history
         last = f", last said: {self._short(history[-1]['content'])}" if history else ""

@@ -24,6 +24,7 @@ import uvicorn
 from radixserve.api.progress import loading_bar
 from radixserve.api.runtime import Runtime
 from radixserve.errors import EngineDead, InvalidRequest, RadixServeError
+from radixserve.sampling_defaults import describe_sampling
 from radixserve.server.app import make_app
 from radixserve.server.config import ServerConfig
 from radixserve.server.gate.http_protocol import ConnectionCounts, bounded_protocol
@@ -169,6 +170,7 @@ class Process:
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         _log.info("tool calls: %s", self.server.parser_configs.choice)
         _log.info("serving %s at http://%s", self.server.model_name, where)
+        _log.info("sampling by default: %s", describe_sampling(runtime.sampling_defaults))
         if (store := self._engine.get("kv_store")) and not self._config.replicas:
             threading.Thread(
                 target=_warm, args=(runtime, store), name="radixserve-warm", daemon=True

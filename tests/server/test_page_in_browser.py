@@ -511,6 +511,17 @@ def test_no_chat_without_a_template_and_the_page_waits_for_the_model(
             expect(page.get_by_label("Message", exact=True)).to_be_disabled()
 
 
+def test_a_model_without_a_tokenizer(browser: Any) -> None:
+    with Runtime("random:tiny-llama", num_pages=64) as runtime, LocalServer(runtime) as served:
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(served.url)
+        page.get_by_role("link", name="Chat").click()
+        expect(page.locator("#turns-empty")).to_contain_text("no chat template")
+        expect(page.locator("#state")).to_have_text("live")
+        context.close()
+
+
 def test_the_page_is_small_while_idle_and_fits_a_phone(browser: Any, served: LocalServer) -> None:
     for width, height, longest in ((1360, 900, 900), (390, 844, 1700)):
         for page in open_page(browser, served, viewport={"width": width, "height": height}):

@@ -80,7 +80,10 @@ async function poll() {
 
 async function readModel() {
   showSampling((await askJson("v1/models")).data[0].sampling_defaults);
-  const { chat_template: template } = await askJson("tokenizer_info");
+  const { chat_template: template } = await askJson("tokenizer_info").catch((error) => {
+    if (error.status === 400) return {}; // a model without a tokenizer
+    throw error;
+  });
   view.hasTemplate = Boolean(template);
   for (const id of ["as-chat", "find-chat"]) Object.assign($(id), { checked: view.hasTemplate, disabled: !template });
   showChats();
