@@ -56,16 +56,22 @@ def tool_call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{body}\n</tool_call>"
 
 
-def make_agent(folder: Path, answers: Sequence[str], *, positions: int = 262_144) -> Path:
+def make_agent(
+    folder: Path,
+    answers: Sequence[str],
+    *,
+    without_tools: str = '{"title": "A short title"}',
+    positions: int = 262_144,
+) -> Path:
     """Write a checkpoint whose answer after n tool results is the n-th; the last one stays.
 
-    A prompt without tools is answered with a title.
+    A prompt without tools is answered with `without_tools`.
     """
     used: set[str] = set()
     marks = [f"<|step{number}|>" for number in range(len(answers) + 8)]
     scripts = [*answers, *[answers[-1]] * 8]
     chains = [[mark, *_pieces(text, used)] for mark, text in zip(marks, scripts, strict=True)]
-    chains.append([_TITLE, *_pieces('{"title": "A short title"}', used)])
+    chains.append([_TITLE, *_pieces(without_tools, used)])
     tokenizer = _tokenizer(sorted(used), [*marks, _TITLE])
     tokenizer.save_pretrained(folder)
     vocab = tokenizer.get_vocab()

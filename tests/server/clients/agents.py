@@ -1,13 +1,13 @@
-"""Claude Code, Codex and opencode, unmodified, against `radixserve serve`: a turn, a loop of tools,
-a resumed session.
+"""Unmodified coding agents against `radixserve serve`: a turn, a loop of tools, a resumed session.
 
-    python tests/server/clients/agents.py FOLDER_WITH_PROGRAMS [claude] [codex] [opencode]
+    python tests/server/clients/agents.py FOLDER_WITH_PROGRAMS [claude] [codex] [opencode] [qwen]
+        [continue] [cline] [aider]
 
-Claude Code and Codex run where none is named. Each reads a file, edits it and runs a command in a
-temporary folder, as the model's script has it, and goes on with the session in a process of its
-own. From the second request of a session on all but what is new and the end of one answer comes
-from the cache. No other address than the server's on loopback is named to them, and what they
-report home is switched off.
+Claude Code, Codex and opencode run where none is named. Each reads a file, edits it and runs a
+command in a temporary folder, as the model's script has it, and goes on with the session in a
+process of its own. From the second request of a session on all but what is new and the end of one
+answer comes from the cache. No other address than the server's on loopback is named to them, and
+what they report home is switched off.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from tests.server.clients.agent_model import make_agent, tool_call  # noqa: E402
 
 ASK, MORE, LAST = "What does note.txt say? Make it green.", "And now?", "The note says green now."
 MODEL = "agent-model"
+TITLE = '{"title": "A short title"}'
+WITHOUT_TOOLS = {"aider": "I change the note.\n\nnote.txt\n```\nThe sky is green.\n```\n"}
 _CONFIG = """\
 model = "{model}"
 model_provider = "local"
@@ -174,6 +176,84 @@ def run_opencode(binaries: Path, home: Path, folder: Path, url: str) -> None:
         assert said[-1] == LAST, lines
 
 
+def qwen_script(note: Path) -> list[str]:
+    edit = {"file_path": str(note), "old_string": "blue", "new_string": "green"}
+    shell = {"command": f"cat {note}", "is_background": False, "description": "Show the note"}
+    return [
+        "Let me read it. " + tool_call("read_file", file_path=str(note)),
+        "Now I edit it. " + tool_call("edit", **edit),
+        "And I look. " + tool_call("run_shell_command", **shell),
+        LAST,
+    ]
+
+
+def run_qwen(binaries: Path, home: Path, folder: Path, url: str) -> None:
+    environment = {"OPENAI_API_KEY": "none", "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_MODEL": MODEL}
+    settings = {"privacy": {"usageStatisticsEnabled": False},
+                "general": {"disableAutoUpdate": True}}  # fmt: skip
+    (home / ".qwen").mkdir()
+    (home / ".qwen" / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
+    command = [str(binaries / "qwen"), "--auth-type", "openai", "--yolo", "--output-format", "json"]
+    for arguments in (["-p", ASK], ["--continue", "-p", MORE]):
+        events = json.loads(_run([*command, *arguments], home, folder, environment))
+        assert events[-1]["result"] == LAST, events[-1]
+
+
+def continue_script(note: Path) -> list[str]:
+    edit = {"file_path": str(note), "old_string": "blue", "new_string": "green"}
+    return [
+        "Let me read it. " + tool_call("Read", filepath=str(note)),
+        "Now I edit it. " + tool_call("Edit", **edit),
+        "And I look. " + tool_call("Bash", command=f"cat {note}"),
+        LAST,
+    ]
+
+
+def run_continue(binaries: Path, home: Path, folder: Path, url: str) -> None:
+    model = {"name": MODEL, "provider": "openai", "model": MODEL, "apiBase": f"{url}/v1",
+             "apiKey": "none", "roles": ["chat"], "capabilities": ["tool_use"],
+             "defaultCompletionOptions": {"contextLength": 200_000}}  # fmt: skip
+    config = {"name": "local", "version": "1.0.0", "schema": "v1", "models": [model]}
+    (home / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
+    environment = {"CONTINUE_TELEMETRY_ENABLED": "0", "CONTINUE_CLI_AUTO_UPDATED": "true"}
+    command = [str(binaries / "cn"), "--config", str(home / "config.yaml"), "--auto"]
+    for arguments in (["-p", ASK], ["--resume", "-p", MORE]):
+        said = _run([*command, *arguments], home, folder, environment)
+        assert said.strip().endswith(LAST), said
+
+
+def cline_script(note: Path) -> list[str]:
+    edit = {"path": str(note), "old_text": "blue", "new_text": "green"}
+    return [
+        "Let me read it. " + tool_call("read_files", files=[{"path": str(note)}]),
+        "Now I edit it. " + tool_call("editor", **edit),
+        "And I look. " + tool_call("run_commands", commands=["pwd", "cat note.txt # to look"]),
+        LAST,
+    ]
+
+
+def run_cline(binaries: Path, home: Path, folder: Path, url: str) -> None:
+    # It resumes a session in its terminal interface only.
+    program, environment = str(binaries / "cline"), {"CLINE_TELEMETRY_DISABLED": "1"}
+    _run([program, "auth", "openai", "-k", "none", "-b", f"{url}/v1", "-m", MODEL],
+         home, folder, environment)  # fmt: skip
+    command = [program, "--json", "--timeout", "300", ASK]
+    lines = _run(command, home, folder, environment).splitlines()
+    events = [json.loads(line) for line in lines if line.startswith("{")]
+    assert (events[-1]["type"], events[-1]["text"]) == ("run_result", LAST), lines
+
+
+def run_aider(binaries: Path, home: Path, folder: Path, url: str) -> None:
+    environment = {"OPENAI_API_KEY": "none", "OPENAI_API_BASE": f"{url}/v1"}
+    environment["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+    command = [str(binaries / "aider"), "--model", f"openai/{MODEL}", "--no-git", "--yes-always",
+               "--no-check-update", "--no-analytics", "--no-show-model-warnings",
+               "--no-show-release-notes"]  # fmt: skip
+    for arguments in (["--message", ASK], ["--restore-chat-history", "--message", MORE]):
+        said = _run([*command, *arguments, "note.txt"], home, folder, environment)
+        assert "Applied edit to note.txt" in said, said
+
+
 def _run(command: Sequence[str], home: Path, folder: Path, environment: dict[str, str]) -> str:
     done = subprocess.run(
         command, cwd=folder, env={"PATH": os.environ["PATH"], "HOME": str(home), **environment},
@@ -183,10 +263,16 @@ def _run(command: Sequence[str], home: Path, folder: Path, environment: dict[str
     return done.stdout
 
 
-def check_cached(usages: Sequence[dict[str, Any]]) -> None:
-    """Four requests of the loop, one of the resumed session."""
-    assert len(usages) == 5, usages
-    for earlier, later in itertools.pairwise(usages):
+def check_cached(name: str, usages: Sequence[dict[str, Any]]) -> None:
+    """Four requests of the loop, one of the resumed session, which Cline has not. aider has no
+    tools, and rewrites what it sent before; Qwen Code has requests beside those of the session."""
+    if name == "aider":
+        assert len(usages) == 2, usages
+        return
+    num_resumed = 0 if name == "cline" else 1
+    assert len(usages) == 4 + num_resumed or (name == "qwen" and len(usages) > 5), usages
+    rest = sorted(usages[4:], key=lambda usage: usage["prompt_tokens_details"]["cached_tokens"])
+    for earlier, later in itertools.pairwise([*usages[:4], *rest[-1:]]):
         cached = later["prompt_tokens_details"]["cached_tokens"]
         known = earlier["prompt_tokens"] + earlier["completion_tokens"]
         assert cached >= known - 1, (cached, known)  # the token that ended the answer
@@ -206,16 +292,16 @@ def check(
             path.mkdir()
         note = folder / "note.txt"
         note.write_text("The sky is blue.\n", encoding="utf-8")
-        make_agent(model, script(note))
+        make_agent(model, script(note), without_tools=WITHOUT_TOOLS.get(name, TITLE))
         with served(model, Path(temporary) / "log") as server:
             run(binaries, home, folder, server.url)
             assert note.read_text(encoding="utf-8") == "The sky is green.\n"
-            check_cached(server.usages())
+            check_cached(name, server.usages())
 
 
 def main() -> None:
     folder, *names = sys.argv[1:]
-    for name in names or ("claude", "codex"):
+    for name in names or ("claude", "codex", "opencode"):
         script, run = AGENTS[name]
         check(name, script, run, Path(folder))
 
@@ -224,6 +310,10 @@ AGENTS = {
     "claude": (claude_script, run_claude),
     "codex": (codex_script, run_codex),
     "opencode": (opencode_script, run_opencode),
+    "qwen": (qwen_script, run_qwen),
+    "continue": (continue_script, run_continue),
+    "cline": (cline_script, run_cline),
+    "aider": (lambda _: [LAST], run_aider),
 }
 
 
