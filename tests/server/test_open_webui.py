@@ -1,4 +1,4 @@
-"""The requests of Open WebUI 0.12.4, as its code makes them.
+"""The requests of Open WebUI 0.12.4, as its code makes them: it is too large to be installed here.
 
 `routers/openai.py` sends the chat's messages with the model's parameters; `utils/misc.py` writes
 what was answered before; `routers/tasks.py` asks for titles, tags and further questions.
