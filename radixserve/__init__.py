@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from radixserve.api.decisions import Decision
     from radixserve.api.runtime import Runtime
     from radixserve.cache import Lookup, RadixCache, RadixSequence
+    from radixserve.cache.diagnosis import Diagnosis
     from radixserve.config import EngineConfig
-    from radixserve.diagnosis import Diagnosis
     from radixserve.errors import (
         EngineDead,
         InvalidRequest,
@@ -74,8 +74,8 @@ _HOMES = {
     "api.decisions": ("Decision",),
     "api.runtime": ("Runtime",),
     "cache": ("RadixSequence", "Lookup", "RadixCache"),
+    "cache.diagnosis": ("Diagnosis",),
     "config": ("EngineConfig",),
-    "diagnosis": ("Diagnosis",),
     "errors": (
         "EngineDead",
         "InvalidRequest",

@@ -9,64 +9,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from radixserve.arrays import IntArray
-from radixserve.diagnosis import Decode, Diagnosis, diagnose
+from radixserve.cache.diagnosis import Decode, Diagnosis, diagnose
+from radixserve.cache.lookup import Lookup
 from radixserve.errors import InvalidRequest
 from radixserve.schedule import SampleOutput
 
 FinishReason = Literal["stop", "length", "abort"]
-MissReason = Literal[
-    "full",
-    "diverged",
-    "evicted",
-    "namespace",
-    "no_checkpoint",
-    "window_evicted",
-    "never_seen",
-]
-
-
-class StoredLookup(NamedTuple):
-    """How much of a prompt is in the kv_store, and what loading it costs. Seconds are estimates by
-    the rates measured since the start."""
-
-    stored_len: int  # leading tokens that are stored, cached or not
-    load_tokens: int  # of these: neither cached nor the prompt's last token
-    load_s: float  # seconds to load `load_tokens`
-    compute_s: float | None  # seconds to compute them; None before any prompt was computed
-    host_len: int = 0  # of stored_len: in runs that lie in host memory
-
-
-class Lookup(NamedTuple):
-    """How much of a prompt is cached, and why not more.
-
-    reason is one of
-      full        all tokens that may be reused are cached
-      diverged    cached sequences continue with another token at `position`
-      evicted     the next tokens were cached and have been evicted
-      namespace   another namespace has more of these tokens cached
-      no_checkpoint  K/V is cached up to `position`, but the deepest recurrent state kept for it is
-                  after cached_len tokens; models with recurrent layers only
-      window_evicted  K/V is cached up to `position`, but its window pages were dropped; models with
-                  sliding-window layers only
-      never_seen  no cached or remembered sequence continues from here
-
-    If no page is free for the copy of a page's first tokens, cached_len is less than position by a
-    part of a page. A bounded number of evictions is remembered, until a reset.
-    """
-
-    cached_len: int  # tokens that acquire() would reuse now
-    reason: MissReason
-    position: int  # first position of the prompt that does not match cached tokens
-    expected: int | None = None  # for diverged: a token cached at that position
-    found: int | None = None  # for diverged: the prompt's token there
-    stored: StoredLookup | None = None  # of an engine with a kv_store
-
-    @property
-    def missing_state_tokens(self) -> int:
-        """Tokens that acquire() would compute again although their K/V is cached, because no
-        recurrent state or window pages to resume from are kept after them."""
-        lacks_state = self.reason in ("no_checkpoint", "window_evicted")
-        return self.position - self.cached_len if lacks_state else 0
 
 
 @dataclass(frozen=True, slots=True)

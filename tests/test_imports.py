@@ -9,18 +9,22 @@ import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
+from tools.count_imports import LIMITS, closure
+
 ROOT = Path(__file__).parent.parent
 
 # From the ground up. A module may import from its own floor and from those below.
 FLOORS = [
-    ["radixserve._version", "radixserve.errors", "radixserve.arrays", "radixserve.int_buffer"],
+    ["radixserve._version", "radixserve.errors", "radixserve.arrays"],
     ["radixserve.checks", "radixserve.gguf_file"],
-    ["radixserve.diagnosis", "radixserve.sampling_defaults"],
+    ["radixserve.cache", "radixserve.sampling_defaults"],
     ["radixserve.config", "radixserve.structured_outputs", "radixserve.logits_digest"],
     ["radixserve.request", "radixserve.hint"],
     ["radixserve.schedule"],
     ["radixserve.output", "radixserve.reports"],
-    ["radixserve.cache", "radixserve_kernels"],
+    ["radixserve.cache_layers", "radixserve_kernels"],
     ["radixserve.attention"],
     ["radixserve.scheduler", "radixserve.models", "radixserve.grammar"],
     ["radixserve.runner", "radixserve.text"],
@@ -34,7 +38,12 @@ FLOORS = [
     ["radixserve.server"],
     ["radixserve.commands", "radixserve.cli", "radixserve.__main__"],
 ]
-CONTROL_PLANE = ("radixserve.cache", "radixserve.scheduler", "radixserve.routing")
+CONTROL_PLANE = (
+    "radixserve.cache",
+    "radixserve.cache_layers",
+    "radixserve.scheduler",
+    "radixserve.routing",
+)
 WORKERS = ("radixserve.runner", "radixserve.models", "radixserve.attention", "radixserve_kernels")
 LIGHT = {"numpy", "sortedcontainers"}  # what the control plane may import from elsewhere
 LAZY = {"xxhash"}  # what it may import inside a function, where somebody asks for it
@@ -236,3 +245,17 @@ def test_files_named_in_the_architecture_page_are_there() -> None:
     homes = (ROOT, ROOT / "radixserve", kernels)
     missing = {name for name in names if not any((home / name).exists() for home in homes)}
     assert not missing
+
+
+@pytest.mark.parametrize("module", LIMITS)
+def test_the_core_loads_few_lines(module: str) -> None:
+    """The tool's own limits: what plugs into the core is not loaded with it."""
+    assert closure(module).num_lines <= LIMITS[module]
+
+
+def test_the_cache_loads_nothing_but_itself_and_the_ground() -> None:
+    allowed = {"radixserve", "_version", "arrays", "cache", "checks", "errors"}
+    loaded = closure("radixserve.cache").modules
+    others = {name for name in loaded if name.split(".")[:2][-1] not in allowed}
+    assert not others
+    assert not any(".hash" in name for name in loaded)

@@ -20,7 +20,9 @@ from textwrap import wrap
 
 ROOT = Path(__file__).parent.parent
 OUTPUT = ROOT / "docs" / "img" / "architecture.svg"
-RECORDS = "records"  # the modules directly under radixserve/, which all packages share
+RECORDS = "records"  # the modules directly under radixserve/, which packages share
+GROUND = "ground"  # those that the cache needs, too
+_GROUND_MODULES = ("arrays", "checks", "errors")
 KERNELS = "radixserve_kernels"
 ORDER = (  # from left to right within a layer
     *(
@@ -34,13 +36,14 @@ ORDER = (  # from left to right within a layer
         "engine",
         "scheduler",
         "cache",
+        "cache_layers",
         "store",
         "text",
     ),
-    *("runner", "models", "grammar", "attention", RECORDS, KERNELS),
+    *("runner", "models", "grammar", "attention", RECORDS, GROUND, KERNELS),
 )
 COLOURS = {
-    **dict.fromkeys(("routing", "scheduler", "cache", "store"), "#dcebd8"),
+    **dict.fromkeys(("routing", "scheduler", "cache", "cache_layers", "store"), "#dcebd8"),
     **dict.fromkeys(("runner", "models", "attention", KERNELS), "#d9e5f6"),
 }
 BOX_WIDTH, BOX_HEIGHT, GAP, LAYER = 270, 64, 36, 112  # pixels
@@ -56,6 +59,8 @@ def package_of(module: str) -> str | None:
     if first != "radixserve" or rest.split(".")[0] in ("", "cli", "__main__"):
         return None
     name = rest.split(".")[0]
+    if name in _GROUND_MODULES:
+        return GROUND
     return name if (ROOT / "radixserve" / name).is_dir() else RECORDS
 
 
@@ -88,7 +93,9 @@ def read_imports() -> dict[str, set[str]]:
 def purpose(package: str) -> str:
     """The first sentence of a package's docstring."""
     if package == RECORDS:
-        return "config, request, schedule, output, errors"
+        return "config, request, schedule, output"
+    if package == GROUND:
+        return "arrays, checks, errors"
     folder = ROOT / "kernels" if package == KERNELS else ROOT / "radixserve"
     text = ast.get_docstring(ast.parse((folder / package / "__init__.py").read_text())) or ""
     return " ".join(text.split("\n\n")[0].split()).split(". ")[0].rstrip(".").replace("`", "")
@@ -108,7 +115,7 @@ def layers(imports: dict[str, set[str]]) -> list[list[str]]:
 
 def needed(imports: dict[str, set[str]]) -> list[tuple[str, str]]:
     """The imports to draw: without those that a longer path implies, and without those of the
-    records."""
+    records and the ground."""
     below: dict[str, set[str]] = {}
     for package in TopologicalSorter(imports).static_order():
         direct = imports.get(package, ())
@@ -116,7 +123,7 @@ def needed(imports: dict[str, set[str]]) -> list[tuple[str, str]]:
     return [
         (package, other)
         for package, others in sorted(imports.items())
-        for other in sorted(others - {RECORDS})
+        for other in sorted(others - {RECORDS, GROUND})
         if not any(other in below[package_between] for package_between in others)
     ]
 

@@ -15,12 +15,13 @@ from typing import Any, Protocol, Self
 from radixserve.arrays import IntArray
 from radixserve.cache.events import EventLog
 from radixserve.cache.garbage import GarbageFreezer
+from radixserve.cache.layers import CacheLayers
+from radixserve.cache.lookup import Lookup
 from radixserve.cache.sequence import (
     CacheSequence,
     PageAllocator,
     PageOwner,
     ReturnEstimate,
-    StateCopy,
     append_next,
 )
 from radixserve.cache.snapshot import SnapshotView
@@ -29,8 +30,6 @@ from radixserve.cache.tokens import TokenIds
 from radixserve.cache.watch import PrefixWatch, WatchRegistry
 from radixserve.checks import check_int, check_str
 from radixserve.errors import InvalidRequest
-from radixserve.output import Lookup
-from radixserve.schedule import WindowUpdates
 
 
 class CacheSession(Protocol):
@@ -58,6 +57,8 @@ class PrefixCache(ABC):
     `acquire` returns a `CacheSequence`, which adds tokens by `extend`, publishes them by `commit`
     and unlocks its pages by `release`.
     """
+
+    layers: CacheLayers | None = None  # beside K/V; the scheduler asks them what a step needs
 
     def __init__(
         self,
@@ -96,27 +97,6 @@ class PrefixCache(ABC):
         return True
 
     @property
-    def num_states(self) -> int:
-        """Number of recurrent states; 0 for models without recurrent layers."""
-        return 0
-
-    def take_state_copies(self) -> list[StateCopy]:
-        """Returns the pending copies of recurrent states as (source, destination) ids, to be made
-        in this order before the next step."""
-        return []
-
-    @property
-    def window_size(self) -> int:
-        """Positions that a layer with a window sees; 0 where such layers have no pages of their
-        own."""
-        return 0
-
-    def take_window_updates(self) -> WindowUpdates | None:
-        """Returns the pending updates of window pages, for the runner to apply before the next
-        step; None for a cache without window pages."""
-        return None
-
-    @property
     def num_free(self) -> int:
         """Pages that are not in use. O(1)."""
         return self._allocator.pool.num_free
@@ -128,7 +108,7 @@ class PrefixCache(ABC):
 
     def num_obtainable(self, wanted: int) -> int:
         """Returns how many of `wanted` pages can be allocated for new tokens now. Bounded by the
-        available pages and, with windows, by the window pages that no live sequence sees."""
+        available pages and by what `layers` have room for."""
         return self._allocator.num_obtainable(wanted)
 
     @abstractmethod
@@ -186,8 +166,7 @@ class PrefixCache(ABC):
 
     def resumable_len(self, watch: PrefixWatch) -> int:
         """Returns the `cached_len` of the sequence that `acquire_watched` would return now. It is
-        shorter than the watch's own `cached_len` where recurrent states or window pages are
-        missing."""
+        shorter than the watch's own `cached_len` where `layers` lack something of the prefix."""
         self._watch_registry.refresh(watch)
         return watch.cached_len
 
@@ -198,7 +177,7 @@ class PrefixCache(ABC):
 
         Raises OutOfPages at the first sequence without a page; those before it are extended.
         """
-        if not self.num_states:
+        if self.layers is None or not self.layers.needs_each_call:
             append_next(sequences, token_ids)
             return
         for index, sequence in enumerate(sequences):

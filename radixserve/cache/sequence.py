@@ -27,15 +27,9 @@ from radixserve.checks import check_int
 from radixserve.errors import InvalidRequest, OutOfPages
 
 PageCopy = tuple[int, int, int]  # (source page, destination page, tokens to copy)
-StateCopy = tuple[int, int]  # (source state, destination state)
 
 _PLACEHOLDER = np.array([-1], np.int32).tobytes()
 _NO_PAGES: IntArray = np.empty(0, np.int32)
-NO_STATE = -1  # instead of a state id
-# Kinds of lengths after which other sequences may continue, see `CacheSequence.want_checkpoint`.
-PROMPT = "prompt"  # of a chat: where the generation prompt begins, or the first message
-MESSAGE = "message"  # at the end of another message
-BRANCH = "branch"  # where another sequence leaves this one's path
 FEW_PAGES = 8  # up to so many at a time come from a reserved run: the sequence grows step by step
 
 
@@ -408,32 +402,6 @@ class CacheSequence(ABC):
             self.fill((token_id,))
         self.commit(start + 1)
 
-    # -- recurrent states: without effect in a cache without states --------------------------------
-
-    @property
-    def state_id(self) -> int:
-        """Id of its recurrent state after `length` tokens; NO_STATE before one was allocated."""
-        return NO_STATE
-
-    def step_states(self, *, is_ahead: bool) -> tuple[int, int]:
-        """Returns the ids of the states that the step of its last tokens reads and writes. To be
-        called once per step, after all `take_checkpoints`. `is_ahead`: the step is scheduled ahead,
-        so the sequence may turn out to end before its last token."""
-        del is_ahead
-        return NO_STATE, NO_STATE
-
-    def want_checkpoint(self, length: int, kind: str = BRANCH) -> None:
-        """Keep a checkpoint after `length` tokens: other sequences may continue there. `kind`:
-        PROMPT, MESSAGE or BRANCH."""
-        del length, kind
-
-    def take_checkpoints(self, start: int) -> tuple[tuple[int, int], ...]:
-        """Returns (length, state id), ascending, of the checkpoints to keep while the tokens
-        [start, self.length) are computed, as far as states are available. `commit` publishes
-        them."""
-        del start
-        return ()
-
     # -- branching and rolling back ---------------------------------------------------------------
 
     @abstractmethod
@@ -489,14 +457,11 @@ class CacheSequence(ABC):
         self._release_shared()
         self._allocator.live_sequences.discard(self)
 
+    def note_branch_point(self, length: int) -> None:  # noqa: B027  (only some layers keep it)
+        """Note that other sequences may continue after the first `length` tokens."""
+
     def shrink_lock(self) -> None:  # noqa: B027  (only some caches can)
         """Unlock published pages after this sequence's tokens. Called when pages are short."""
-
-    def seen_pages(self, window_size: int) -> IntArray:
-        """Returns the page ids [n] int32 that the tokens after the committed ones read through a
-        window of `window_size` positions."""
-        first = max(0, self.committed_len + 1 - window_size) // self._allocator.page_size
-        return np.array(self._pages[first:], np.int32)
 
     # -- for a subclass -----------------------------------------------------------------------
 
@@ -551,7 +516,7 @@ class CacheSequence(ABC):
 
 def append_next(sequences: Sequence[CacheSequence], token_ids: Sequence[int] | None = None) -> None:
     """Extend each sequence by one of `token_ids`, or by a placeholder if that is None. Saves
-    several calls per sequence of a decode step. Not for sequences with a recurrent state.
+    several calls per sequence of a decode step. Not with `CacheLayers.needs_each_call`.
 
     Raises OutOfPages at the first sequence without a page; those before it are extended.
     """

@@ -34,6 +34,7 @@ from radixserve.cache import (
     SnapshotView,
 )
 from radixserve.cache.stats import hit_rate
+from radixserve.cache_layers import RecurrentLayers, WindowedLayers
 from radixserve.config import EngineConfig
 from radixserve.engine.beam_group import BeamGroup, StopCheck
 from radixserve.engine.extension import EngineExtension, Extensions
@@ -473,15 +474,17 @@ def make_cache(
             hash_algorithm=config.hash_algorithm,
             freeze_garbage=True,
         )
+    layers: RecurrentLayers | WindowedLayers | None = None
+    if num_states:
+        layers = RecurrentLayers(num_states, config.checkpoint_interval, state_tokens)
+    elif windows is not None:
+        layers = WindowedLayers(num_pages, config.page_size, windows)
     return RadixCache(
         num_pages,
         config.page_size,
         config.eviction,
         reuse=config.cache != "off",
-        num_states=num_states,
-        checkpoint_interval=config.checkpoint_interval,
-        state_tokens=state_tokens,
-        windows=windows,
+        layers=layers,
         max_lease_share=config.max_lease_share,
         freeze_garbage=True,
     )

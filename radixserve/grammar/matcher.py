@@ -15,10 +15,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from radixserve.arrays import IntArray
+from radixserve.arrays import IntArray, IntBuffer
 from radixserve.grammar.backend import TokenTable
 from radixserve.grammar.bitmask_workers import BitmaskTasks, BitmaskWorkers
-from radixserve.int_buffer import IntBuffer
 
 Bitmask = NDArray[np.int32]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from radixserve.cache import HashBlockCache, PrefixCache, RadixCache
+from radixserve.cache_layers import RecurrentLayers, WindowedLayers
 from radixserve.checks import check_choice, check_float, check_int, shown
 from radixserve.errors import InvalidRequest
 from radixserve.replay.trace import Bools, Ints
@@ -127,27 +128,27 @@ class CacheSpec:
 
     def make(self, clock: Callable[[], float]) -> PrefixCache:
         """A new, empty cache. `clock`: the time in seconds, by which leases end."""
-        states = self.states
         if self.index == "radix":
             return RadixCache(
                 self.num_pages,
                 self.page_size,
                 self.policy,
-                num_states=0 if states is None else states.num_states,
-                checkpoint_interval=None if states is None else states.interval,
-                state_tokens=0.0 if states is None else states.state_tokens,
-                windows=self._window_layers(),
+                layers=self._make_layers(),
                 clock=clock,
             )
         # The hash function changes the time of a replay, not its hits.
         hash_algorithm = "sha256" if find_spec("xxhash") is None else "xxh3"
         return HashBlockCache(self.num_pages, self.page_size, hash_algorithm=hash_algorithm)
 
-    def _window_layers(self) -> WindowLayers | None:
-        if self.windows is None:
+    def _make_layers(self) -> RecurrentLayers | WindowedLayers | None:
+        states, windows = self.states, self.windows
+        if states is not None:
+            return RecurrentLayers(states.num_states, states.interval, states.state_tokens)
+        if windows is None:
             return None
-        num_pages = max(1, int(self.windows.ratio * self.num_pages))
-        return WindowLayers(num_pages, self.windows.window_size)
+        num_pages = max(1, int(windows.ratio * self.num_pages))
+        layers = WindowLayers(num_pages, windows.window_size)
+        return WindowedLayers(self.num_pages, self.page_size, layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

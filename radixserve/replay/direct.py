@@ -15,6 +15,7 @@ import numpy as np
 from radixserve.cache import CacheSession, OutOfPages, PrefixCache
 from radixserve.replay.caches import CacheSpec, ReplayResult, TraceClock
 from radixserve.replay.trace import Trace, TraceRequest
+from radixserve.schedule import ScheduledRows
 
 CHUNK_TOKENS = 512  # computed at a time in a cache with windows, which drops those before a window
 
@@ -67,22 +68,23 @@ def replay_direct(
 
 def serve(cache: PrefixCache, request: TraceRequest, session: CacheSession | None) -> int | None:
     """Serve a request. Returns the number of reused tokens; None if the request does not fit."""
-    prompt, kept = request.prompt, request.kept
+    prompt, kept, layers = request.prompt, request.kept, cache.layers
     if len(kept) > cache.num_pages * cache.page_size:
         return None
     sequence = cache.acquire(prompt, request.namespace, session=session)
     try:
         cached = sequence.cached_len
-        chunk = CHUNK_TOKENS if cache.window_size else len(kept)
+        chunk = CHUNK_TOKENS if layers is not None and layers.pages_at_once else len(kept)
         for tokens in (prompt, kept):
             while (start := sequence.length) < len(tokens):
                 sequence.extend(tokens[start : start + chunk])
-                sequence.take_checkpoints(start)
+                if layers is not None:
+                    rows = ScheduledRows()
+                    rows.starts.append(start)
+                    layers.plan_step([sequence], rows)
                 sequence.commit(sequence.length)
     except OutOfPages:  # copying the beginning of a page needed one page more
         return None
     finally:
-        cache.take_state_copies()
-        cache.take_window_updates()
         sequence.release()
     return cached

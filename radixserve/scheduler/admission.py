@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from radixserve.cache import MESSAGE, PROMPT, CacheSequence, PrefixCache
+from radixserve.cache import PrefixCache
 from radixserve.errors import OutOfPages
 from radixserve.scheduler.batch import Batch
 from radixserve.scheduler.hints import CrossNamespacePrefixes
@@ -41,7 +41,8 @@ class PageBudget:
         self._running = running
         self._waiting = waiting
         self._max_running_requests = max_running_requests
-        self._window_pages = self.pages_for(cache.window_size)  # a request takes no more at once
+        # of layers beside K/V; a request takes no more at once
+        self._layer_pages = 0 if cache.layers is None else cache.layers.pages_at_once
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._cache.page_size)
@@ -70,28 +71,28 @@ class PageBudget:
         wanted = self.pages_for(max(0, count - slack))
         return min(count, slack + cache.num_obtainable(wanted) * cache.page_size)
 
-    def num_window_pages(self) -> int:
-        """Window pages that a request can take now, at most those of a window; 0 without windows.
-        O(window pages) where they are short: once a pass, not once a request."""
-        return self._cache.num_obtainable(self._window_pages)
+    def num_layer_pages(self) -> int:
+        """Pages of layers beside K/V that a request can take now, at most as many as it uses at
+        once. May cost O(those pages): to be called once a pass."""
+        return self._cache.num_obtainable(self._layer_pages)
 
-    def fits(self, state: RequestState, num_pages: int, num_window_pages: int) -> bool:
+    def fits(self, state: RequestState, num_pages: int, num_layer_pages: int) -> bool:
         """Whether `num_pages`, which the running ones do not need, are enough for all tokens of a
-        waiting one, and `num_window_pages` for those that it sees at once."""
+        waiting one, and `num_layer_pages` for those that it sees at once."""
         if not self._running:
             return True  # alone it fits: checked by `Scheduler.add`
         size = self._cache.page_size
         unlocked = state.prefix_watch.cached_len // size - state.prefix_watch.locked_len // size
         need = self._waiting.page_need(state)
-        return need + unlocked <= num_pages and min(need, self._window_pages) <= num_window_pages
+        return need + unlocked <= num_pages and min(need, self._layer_pages) <= num_layer_pages
 
     def may_fit_any(
-        self, num_pages: int, num_window_pages: int, tenant: Tenant | None = None
+        self, num_pages: int, num_layer_pages: int, tenant: Tenant | None = None
     ) -> bool:
         """Whether the smallest queued request, of all or of one tenant, may fit."""
         waiting = self._waiting
         least = waiting.min_page_need if tenant is None else waiting.min_page_need_of(tenant)
-        return least <= num_pages and min(least, self._window_pages) <= num_window_pages
+        return least <= num_pages and min(least, self._layer_pages) <= num_layer_pages
 
     def num_startable(self, state: RequestState, count: int) -> int:
         """Number of the `count` forks of `state` that may run now: limited by slots, pages,
@@ -155,7 +156,7 @@ class InBatchSharing:
                 state.producer, state.awaited_len = producer, agreed
                 producer.waiters.append(state)
                 if producer.sequence is not None:
-                    producer.sequence.want_checkpoint(agreed)
+                    producer.sequence.note_branch_point(agreed)
                 return True
         return False
 
@@ -192,14 +193,6 @@ def _num_agreed(state: RequestState, producer: RequestState, start: int, limit: 
     differs = mine[:size] != theirs[:size]
     first = int(differs.argmax())
     return first if differs[first] else size
-
-
-def want_checkpoints(sequence: CacheSequence, turn_starts: Sequence[int]) -> None:
-    """Keep the states at which a conversation may be divided: before the generation prompt, after
-    system message and tools, and at the ends of other messages."""
-    for start in turn_starts:
-        is_end = start in (turn_starts[0], turn_starts[-1])
-        sequence.want_checkpoint(start, PROMPT if is_end else MESSAGE)
 
 
 class Admission:
@@ -245,11 +238,10 @@ class Admission:
         spare = self._cache.num_available - outstanding
         if self.is_blocked(spare):
             return  # no need to scan the queue
-        window_pages = page_budget.num_window_pages()
-        may_lack_state = self._cache.window_size or self._cache.num_states
+        layer_pages = page_budget.num_layer_pages()
         sharing = InBatchSharing(
             self._running if self._cache.sharing_enabled else (),
-            self._usable_len if may_lack_state else None,
+            None if self._cache.layers is None else self._usable_len,
         )
         pricing, self._held = self._pricing, None
         num_held: Counter[Tenant] = Counter()
@@ -260,7 +252,7 @@ class Admission:
             if self._cache.sharing_enabled and sharing.must_wait(state):
                 waiting.mark_blocked(state)
                 continue
-            fits = page_budget.fits(state, spare, window_pages)
+            fits = page_budget.fits(state, spare, layer_pages)
             if (
                 fits
                 and pricing is not None
@@ -282,11 +274,11 @@ class Admission:
                     return
                 outstanding += page_budget.pages_ahead(state)
                 spare = self._cache.num_available - outstanding
-                window_pages = page_budget.num_window_pages()
-            if self._running and not page_budget.may_fit_any(spare, window_pages):
+                layer_pages = page_budget.num_layer_pages()
+            if self._running and not page_budget.may_fit_any(spare, layer_pages):
                 return  # no later candidate fits either
             if self._shares.are_shared and not page_budget.may_fit_any(
-                spare, window_pages, state.tenant
+                spare, layer_pages, state.tenant
             ):
                 waiting.skip_tenant(state)
 
@@ -333,7 +325,7 @@ class Admission:
             return False
         page_budget = self._page_budget
         spare = self._cache.num_available + num_pages - page_budget.num_outstanding()
-        return page_budget.fits(state, spare, page_budget.num_window_pages())
+        return page_budget.fits(state, spare, page_budget.num_layer_pages())
 
     def has_slots(self, batch: Batch) -> bool:
         num_running = len(self._running) - batch.num_ending_in_flight
@@ -345,8 +337,8 @@ class Admission:
         sequence, lookup = self._cache.acquire_watched(
             state.prefix_watch, session=session, priority=state.request.params.priority
         )
-        if self._cache.num_states:
-            want_checkpoints(sequence, state.request.turn_starts)
+        if self._cache.layers is not None:
+            self._cache.layers.note_turns(sequence, state.request.turn_starts)
         copied = self._cross_namespace.copy_into(sequence, state.match_tokens())
         if state.lookup is None:
             state.cached_on_arrival += copied

@@ -9,10 +9,10 @@ import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, PrefixCache
+from radixserve.cache.layers import CacheLayers
 from radixserve.schedule import (
     PLACEHOLDER,
     LogprobTargets,
-    RowStates,
     SampleSpec,
     ScheduledRows,
     SchedulerOutput,
@@ -49,7 +49,6 @@ class Batch:
         ] = []  # rows sampled on the host
         self._num_decode = self._num_prefill = 0  # tokens
         self._copies: list[tuple[int, int, int]] = []
-        self._state_copies: list[tuple[int, int]] = []
 
     # -- planning -----------------------------------------------------------------------------
 
@@ -138,31 +137,18 @@ class Batch:
                 if sequence.cow_copies:  # of a fork; else a step in flight has made them
                     self._copies += sequence.cow_copies
 
-    def add_states(self, cache: PrefixCache) -> None:
-        """Name the recurrent state of each row and those that are kept of it. After all rows."""
-        rows = self._rows
-        kept = [
-            sequence.take_checkpoints(start)
-            for sequence, start in zip(self.sequences, rows.starts, strict=True)
-        ]
-        # Last of all: no row of this step may read what `take_checkpoints` evicts.
-        futures = rows.future_indices or [-1] * len(kept)
-        for sequence, future_index, checkpoints in zip(self.sequences, futures, kept, strict=True):
-            read, written = sequence.step_states(is_ahead=future_index >= 0)
-            rows.states.append(RowStates(read, checkpoints, written))
-        self._state_copies = cache.take_state_copies()
-
-    def build(self, cache: PrefixCache | None) -> SchedulerOutput:
-        """Set and return `schedule`. `cache`: a cache with windows, whose updates go along."""
-        copies = self._copies
+    def build(self, layers: CacheLayers | None) -> SchedulerOutput:
+        """Set and return `schedule`, with what the cache's `layers` need of the step."""
+        copies, updates = self._copies, {}
+        if layers is not None:
+            updates = layers.plan_step(self.sequences, self._rows)
         self.schedule = SchedulerOutput(
             step=self._step,
             rows=self._rows,
             cow_copies=np.array(copies, np.int32) if copies else _NO_COPIES,
             num_prefill_tokens=self._num_prefill,
             num_decode_tokens=self._num_decode,
-            state_copies=self._state_copies,
-            windows=None if cache is None else cache.take_window_updates(),
+            **updates,
         )
         return self.schedule
 

@@ -14,9 +14,9 @@ from typing import Protocol
 
 import numpy as np
 
+from radixserve.arrays import IntBuffer
 from radixserve.cache import CacheSequence
 from radixserve.errors import OutOfPages
-from radixserve.int_buffer import IntBuffer
 from radixserve.schedule import SampleOutput
 from radixserve.scheduler.admission import wake_waiters
 from radixserve.scheduler.request_state import BeamSearch, RequestState

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from radixserve.arrays import IntArray
+from radixserve.arrays import IntArray, IntBuffer
 from radixserve.cache import CacheSequence, CacheSession, Lookup, PrefixWatch
-from radixserve.int_buffer import IntBuffer
 from radixserve.output import Finish, Metrics, PromptScore, RequestOutput, Usage
 from radixserve.request import Request
 from radixserve.schedule import SampleOutput, SampleSpec

@@ -58,7 +58,6 @@ class Scheduler:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._cache = cache
-        self._has_states, self._has_windows = cache.num_states > 0, cache.window_size > 0
         self._chunked_prefill_size = chunked_prefill_size
         self._clock = clock
         self._requests: dict[str, RequestState] = {}
@@ -284,13 +283,11 @@ class Scheduler:
         return self._dispatch(batch)
 
     def _dispatch(self, batch: Batch) -> SchedulerOutput:
-        if self._has_states:
-            batch.add_states(self._cache)
         self.counts.steps += 1
         self._in_flight.append(batch)
         if self._measures_steps:
             batch.begun_at = self._step_costs.clock()
-        schedule = batch.build(self._cache if self._has_windows else None)
+        schedule = batch.build(self._cache.layers)
         self._charge(batch, schedule)
         return schedule
 
@@ -489,7 +486,7 @@ class Scheduler:
     def _plan_decodes(self, decodes: Sequence[RequestState], batch: Batch) -> int:
         """Plan the decode rows by one call to the cache, up to the first one for which no page is
         free; returns how many."""
-        if not decodes or self._has_states or self._has_windows:
+        if not decodes or self._cache.layers is not None:
             return 0
         sequences = [state.sequence for state in decodes if state.sequence is not None]
         count = len(sequences)

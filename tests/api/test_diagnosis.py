@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from radixserve import Completion, InvalidRequest, Runtime, SamplingParams
-from radixserve.diagnosis import common_length, diagnose, is_time
+from radixserve.cache.diagnosis import common_length, diagnose, is_time
 
 FOUR = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 TEXT = "The urllib module opens addresses, and what else does it do for a program?"

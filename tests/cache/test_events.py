@@ -20,10 +20,10 @@ from radixserve.cache.events import Appended, Removed, Reset, Split, Stored, Tru
 from radixserve.errors import InvalidRequest
 from tests.cache.hash_world import HashWorld
 from tests.cache.mirror import Mirror, contents, ids
-from tests.cache.state_world import StateWorld
 from tests.cache.test_oracle import CacheMachine
-from tests.cache.window_world import WindowWorld
 from tests.cache.world import World, random_step
+from tests.cache_layers.state_world import StateWorld
+from tests.cache_layers.window_world import WindowWorld
 
 
 class Line:

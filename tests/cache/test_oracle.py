@@ -14,9 +14,9 @@ from radixserve.cache import RadixSequence
 from radixserve.cache.radix.sessions import RadixSession
 from radixserve.config import EVICTION_POLICIES
 from tests.cache.hash_world import LateWorld
-from tests.cache.state_world import CrowdedStateWorld, LateStateWorld, StateWorld
-from tests.cache.window_world import CrowdedWindowWorld, LateWindowWorld, WindowWorld
 from tests.cache.world import Prefix, World, random_step
+from tests.cache_layers.state_world import CrowdedStateWorld, LateStateWorld, StateWorld
+from tests.cache_layers.window_world import CrowdedWindowWorld, LateWindowWorld, WindowWorld
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40).map(tuple)
 STATEFUL = (StateWorld, LateStateWorld, CrowdedStateWorld)

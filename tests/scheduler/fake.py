@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from radixserve.cache import HashBlockCache, PrefixCache, RadixCache
+from radixserve.cache_layers import RecurrentLayers, WindowedLayers
 from radixserve.config import EngineConfig
 from radixserve.engine.engine import Engine
 from radixserve.output import Beam, Finish, RequestOutput
@@ -298,6 +299,15 @@ class Driver:
     def make_runner(self) -> FakeRunner:
         return FakeRunner(self.num_pages, self.page_size, self.windows)
 
+    def make_layers(self) -> RecurrentLayers | WindowedLayers | None:
+        """The layers beside K/V of the tests' settings: states with a checkpoint every 9 tokens,
+        or windows."""
+        if self.num_states:
+            return RecurrentLayers(self.num_states, 9)
+        if self.windows is None:
+            return None
+        return WindowedLayers(self.num_pages, self.page_size, self.windows)
+
     def make_cache(self) -> PrefixCache:
         if self.kind == "hash":
             return HashBlockCache(self.num_pages, self.page_size)
@@ -306,9 +316,7 @@ class Driver:
             self.page_size,
             self.eviction,
             reuse=self.reuse,
-            num_states=self.num_states,
-            checkpoint_interval=9,
-            windows=self.windows,
+            layers=self.make_layers(),
             clock=lambda: self.now,
         )
 

@@ -44,7 +44,7 @@ class HintDriver(Driver):
             self.page_size,
             self.eviction,
             reuse=self.reuse,
-            windows=self.windows,
+            layers=self.make_layers(),
             clock=lambda: self.now,
         )
 

@@ -12,7 +12,6 @@ from hashlib import sha256
 from weakref import WeakValueDictionary
 
 from radixserve.checks import check_choice
-from radixserve.config import CHOICES
 from radixserve.errors import InvalidRequest
 
 Digest = Callable[[bytes], bytes]
@@ -24,7 +23,7 @@ def make_digest(hash_algorithm: str) -> Digest:
 
     Raises InvalidRequest for another name and where xxhash is missing.
     """
-    check_choice("hash_algorithm", hash_algorithm, CHOICES["hash_algorithm"])
+    check_choice("hash_algorithm", hash_algorithm, ("sha256", "xxh3"))
     if hash_algorithm == "sha256":
         return _sha256()
     try:

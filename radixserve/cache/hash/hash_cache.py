@@ -23,6 +23,7 @@ from radixserve.cache.hash.block_pool import BlockPool, stored
 from radixserve.cache.hash.sequence import HashSequence
 from radixserve.cache.hash.snapshot import snapshot_blocks
 from radixserve.cache.interface import CacheSession, PrefixCache
+from radixserve.cache.lookup import Lookup, MissReason
 from radixserve.cache.page_pool import PagePool
 from radixserve.cache.sequence import PageAllocator
 from radixserve.cache.snapshot import SnapshotView
@@ -30,7 +31,6 @@ from radixserve.cache.tokens import TOKEN_BYTES, TokenIds, as_token_ids
 from radixserve.cache.watch import PrefixWatch
 from radixserve.checks import check_float, check_int, check_str, shown
 from radixserve.errors import InvalidRequest
-from radixserve.output import Lookup, MissReason
 
 
 class HashPrefixWatch(PrefixWatch):

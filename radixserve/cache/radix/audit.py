@@ -16,16 +16,15 @@ from radixserve.cache.audit import (
     victim,
 )
 from radixserve.cache.radix.child_index import check_index, has_longer
+from radixserve.cache.radix.layers import RadixLayers
 from radixserve.cache.radix.node import Node, path
 from radixserve.cache.radix.radix_tree import RadixTree
 from radixserve.cache.radix.sequence import RadixSequence, node_covering
-from radixserve.cache.radix.states import CheckpointTree, StatefulSequence
-from radixserve.cache.radix.windows import WindowedAllocator
 from radixserve.cache.sequence import PageAllocator
 from radixserve.cache.tokens import TOKEN_BYTES
 
 
-def check_tree(allocator: PageAllocator, tree: RadixTree) -> None:
+def check_tree(allocator: PageAllocator, tree: RadixTree, layers: RadixLayers | None) -> None:
     """Raise AssertionError at the first broken invariant."""
     sequences = _sequences(allocator)
     nodes = _all_nodes(tree, sequences)
@@ -42,32 +41,9 @@ def check_tree(allocator: PageAllocator, tree: RadixTree) -> None:
     for sequence in sequences:
         check_tokens(allocator, sequence)
         _check_sequence(tree, sequence)
-    if isinstance(tree, CheckpointTree):
-        _check_states(tree, nodes, sequences)
-    if isinstance(allocator, WindowedAllocator):
-        _check_windows(allocator, sequences)
+    if layers is not None:
+        layers.check(allocator.pool, nodes, sequences)
     check_watches(tree.watch_registry)
-
-
-def _check_states(tree: CheckpointTree, nodes: list[Node], sequences: list[RadixSequence]) -> None:
-    """Each state is free, of one node, or of one sequence."""
-    states: list[int] = []
-    pinned: list[int] = []
-    for sequence in sequences:
-        assert isinstance(sequence, StatefulSequence)
-        own, source = sequence.owned_states()
-        states += own
-        pinned += source
-    tree.checkpoints.check(nodes, states, pinned)
-
-
-def _check_windows(allocator: WindowedAllocator, sequences: list[RadixSequence]) -> None:
-    """Each window page is free or of one page in use; sequences have those that they see."""
-    windows = allocator.windows
-    windows.check(allocator.pool.free_ids())
-    for sequence in sequences:
-        seen = sequence.pages[windows.first_seen_page(sequence.committed_len) :]
-        assert windows.has_all(seen), f"{sequence!r} lacks a window page that it sees"
 
 
 def _sequences(allocator: PageAllocator) -> list[RadixSequence]:

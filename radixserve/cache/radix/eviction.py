@@ -685,7 +685,7 @@ def join_returns(
     )
 
 
-POLICIES: dict[str, type[EvictionOrder]] = {  # one for each name of config.EVICTION_POLICIES
+POLICIES: dict[str, type[EvictionOrder]] = {  # by the names of `EngineConfig.eviction`
     "lru": LRU,
     "arc": ARC,
     "lfu": LFU,

@@ -11,12 +11,12 @@ from itertools import islice
 import numpy as np
 
 from radixserve.arrays import IntArray
+from radixserve.cache.lookup import Lookup
 from radixserve.cache.radix.child_index import closest_child, common_head
 from radixserve.cache.radix.node import NamespaceTree, Node, path
 from radixserve.cache.radix.radix_tree import RadixTree
 from radixserve.cache.tokens import TOKEN_BYTES, as_view
 from radixserve.cache.watch import PrefixWatch, WatchKey
-from radixserve.output import Lookup
 
 # A plain tuple: as a NamedTuple it would cost each acquired sequence 4 % of its time (case D of
 # benchmarks/bench_cache.py). Every user unpacks it by name.

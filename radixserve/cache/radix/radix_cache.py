@@ -24,6 +24,7 @@ import numpy as np
 from radixserve.arrays import IntArray
 from radixserve.cache.events import EventLog
 from radixserve.cache.interface import CacheSession, PrefixCache
+from radixserve.cache.lookup import Lookup
 from radixserve.cache.page_pool import PagePool
 from radixserve.cache.radix.audit import (
     check_tree,
@@ -32,8 +33,7 @@ from radixserve.cache.radix.audit import (
     preview_tree,
     tree_stats,
 )
-from radixserve.cache.radix.checkpoint_order import CheckpointSpacing
-from radixserve.cache.radix.eviction import make_order
+from radixserve.cache.radix.eviction import POLICIES, make_order
 from radixserve.cache.radix.hinted_nodes import (
     demotable,
     num_demoted,
@@ -41,6 +41,7 @@ from radixserve.cache.radix.hinted_nodes import (
     prefix_of,
     session_nodes,
 )
+from radixserve.cache.radix.layers import RadixLayers
 from radixserve.cache.radix.lookup import (
     NEVER_SEEN,
     Match,
@@ -58,39 +59,18 @@ from radixserve.cache.radix.sequence import (
 )
 from radixserve.cache.radix.sessions import RadixSession, SessionAwareEviction, check_session
 from radixserve.cache.radix.snapshot import snapshot_tree
-from radixserve.cache.radix.states import (
-    LAST,
-    NO_MISSED,
-    TAIL,
-    CheckpointTree,
-    StateCheckpoints,
-    StatefulSequence,
-)
-from radixserve.cache.radix.windows import (
-    WindowedAllocator,
-    WindowedPagePool,
-    WindowedSequence,
-    WindowPool,
-    usable_match,
-)
 from radixserve.cache.sequence import (
-    BRANCH,
     CacheSequence,
     PageAllocator,
     PageCopy,
     ReturnEstimate,
-    StateCopy,
 )
 from radixserve.cache.snapshot import SnapshotView
 from radixserve.cache.tokens import TOKEN_BYTES, TokenIds, as_token_ids, token_view
 from radixserve.cache.watch import PrefixWatch
 from radixserve.checks import check_choice, check_float, check_int, check_str
-from radixserve.config import EVICTION_POLICIES
 from radixserve.errors import InvalidRequest, OutOfPages
-from radixserve.output import Lookup, MissReason
-from radixserve.schedule import WindowLayers, WindowUpdates
 
-TAIL_TOKENS = 8  # a checkpoint is taken so many tokens before a prompt's end, for other endings
 LEAST_BATCH = 3  # fewer sequences are committed faster one by one than in one loop
 LEASE_S = 300.0  # seconds that an open session's pages are preferred after their last use
 
@@ -105,17 +85,11 @@ class RadixCache(PrefixCache):
         seq.commit(seq.length)                       # publish it
         seq.release()
 
-    eviction             the eviction policy, one of config.EVICTION_POLICIES. Sessions take
+    eviction             the eviction policy, one of `eviction.POLICIES`. Sessions take
                          precedence over it, see `open_session`
     reuse                False: sequences share and keep nothing, except that forks share pages
-    num_states           number of recurrent states, for a model with recurrent layers. A sequence
-                         then begins at the deepest checkpoint of its path, see `StatefulSequence`
-    checkpoint_interval  tokens between two checkpoints; None: see `CheckpointSpacing`. Checkpoints
-                         are also taken before a prompt's end, where prompts branch, at the end of
-                         sequences, and where `want_checkpoint` asks for them
-    state_tokens         number of tokens whose K/V takes the memory of one state
-    windows              layers that see a window of positions only and have a memory of their own,
-                         see windows.py. Cannot be combined with num_states
+    layers               layers beside K/V, of this cache alone: `RecurrentLayers` or
+                         `WindowedLayers` of `radixserve.cache_layers`
     max_lease_share      share of the pool that leases of sessions may fill
     clock                returns seconds; leases end by it
     freeze_garbage       keep the nodes of a large tree out of Python's full garbage collections,
@@ -132,47 +106,28 @@ class RadixCache(PrefixCache):
         eviction: str = "lru",
         *,
         reuse: bool = True,
-        num_states: int = 0,
-        checkpoint_interval: int | None = None,
-        state_tokens: float = 0.0,
-        windows: WindowLayers | None = None,
+        layers: RadixLayers | None = None,
         max_lease_share: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
         freeze_garbage: bool = False,
     ) -> None:
         num_pages = check_int("num_pages", num_pages, 1, 2**31 - 1)
         page_size = check_int("page_size", page_size, 1)
-        check_choice("eviction", eviction, EVICTION_POLICIES)
+        check_choice("eviction", eviction, tuple(POLICIES))
         share = check_float("max_lease_share", max_lease_share, 0.0, 1.0)
-        check_int("num_states", num_states, 0, 2**31 - 1)
-        if checkpoint_interval is not None:
-            check_int("checkpoint_interval", checkpoint_interval, 1)
-        check_float("state_tokens", state_tokens, 0.0, math.inf)
-        self._windows: WindowPool | None = None
-        pool = PagePool(num_pages)
-        if windows is not None:
-            self._windows = WindowPool(num_pages, page_size, windows)
-            pool = WindowedPagePool(num_pages, self._windows)
         order = make_order(eviction, num_pages, clock)
-        self._checkpoints: StateCheckpoints | None = None
-        self._tree: RadixTree
-        if num_states:
-            if windows is not None:
-                raise InvalidRequest("a cache has num_states or windows, not both")
-            self._checkpoints = StateCheckpoints(
-                num_states, CheckpointSpacing(checkpoint_interval, state_tokens)
-            )
-            self._tree = CheckpointTree(pool, page_size, order, self._checkpoints)
-        else:
+        allocator: PageAllocator
+        if layers is None:
+            pool = PagePool(num_pages)
             self._tree = RadixTree(pool, page_size, order)
-        tree = self._tree
-        if self._windows is None:
-            allocator = PageAllocator(pool, page_size, tree, clock)
+            allocator = PageAllocator(pool, page_size, self._tree, clock)
         else:
-            allocator = WindowedAllocator(pool, page_size, tree, clock, self._windows)
+            pool = layers.make_pool(num_pages)
+            self._tree = layers.make_tree(pool, page_size, order)
+            allocator = layers.make_allocator(pool, page_size, self._tree, clock)
+        tree = self._tree
         super().__init__(allocator, tree, tree.watch_registry, freeze_garbage=freeze_garbage)
-        # whether the recurrent state or window pages of a cached prefix may be missing
-        self._may_lack_state = self._checkpoints is not None or self._windows is not None
+        self.layers: RadixLayers | None = layers
         self._max_leased = int(num_pages * share)
         self._clock = clock
         self._reuse = reuse
@@ -180,20 +135,6 @@ class RadixCache(PrefixCache):
     @property
     def sharing_enabled(self) -> bool:
         return self._reuse
-
-    @property
-    def num_states(self) -> int:
-        return 0 if self._checkpoints is None else self._checkpoints.pool.num_states
-
-    def take_state_copies(self) -> list[StateCopy]:
-        return [] if self._checkpoints is None else self._checkpoints.pool.take_copies()
-
-    @property
-    def window_size(self) -> int:
-        return 0 if self._windows is None else self._windows.window_size
-
-    def take_window_updates(self) -> WindowUpdates | None:
-        return None if self._windows is None else self._windows.take_updates()
 
     # -- look-up ------------------------------------------------------------------------------
 
@@ -226,10 +167,10 @@ class RadixCache(PrefixCache):
         answer = explain(tree, space, match, data, limit, compare_namespaces)
         match_len, node, _, _ = match
         length = match_len
-        if self._may_lack_state:
-            length, node = self._resumable_prefix(node, match_len)
+        if self.layers is not None:
+            length, node = self.layers.resumable_prefix(node, match_len)
             if length < match_len:
-                answer = self._with_missing_state(answer, length)
+                answer = Lookup(length, self.layers.missing_reason, answer.position)
         length = self._cached_len(length, node)
         return answer if length == answer.cached_len else answer._replace(cached_len=length)
 
@@ -250,12 +191,6 @@ class RadixCache(PrefixCache):
         data = token_view(tokens)
         length, node, _, _ = match_prefix(space, data, len(data), tree.page_size)
         return length, np.array(path_pages(node, -(-length // tree.page_size)), np.int32)
-
-    def _with_missing_state(self, answer: Lookup, length: int) -> Lookup:
-        """Returns the look-up of a match of which a sequence can resume only `length` tokens, since
-        a recurrent state or window pages are missing after them."""
-        reason: MissReason = "no_checkpoint" if self._windows is None else "window_evicted"
-        return Lookup(length, reason, answer.position)
 
     def watch(self, tokens: IntArray, namespace: str = "") -> RadixPrefixWatch:
         check_str("namespace", namespace)
@@ -305,11 +240,11 @@ class RadixCache(PrefixCache):
             match = 0, space.root, space.root, b""
         limit = max(0, len(data) - 1)
         lookup = explain(tree, space, match, data, limit, True)
-        if self._may_lack_state:
+        if self.layers is not None:
             match_len, node, _, _ = match
-            length, _ = self._resumable_prefix(node, match_len)
+            length, _ = self.layers.resumable_prefix(node, match_len)
             if length < match_len:
-                lookup = self._with_missing_state(lookup, length)
+                lookup = Lookup(length, self.layers.missing_reason, lookup.position)
         sequence = self._acquire_match(match, data, limit, radix_session, priority)
         if sequence.cached_len != lookup.cached_len:
             lookup = lookup._replace(cached_len=sequence.cached_len)
@@ -320,8 +255,8 @@ class RadixCache(PrefixCache):
         assert isinstance(watch, RadixPrefixWatch)
         self._tree.watch_registry.refresh(watch)
         length, node, _, _ = watch.match
-        if self._may_lack_state:
-            length, node = self._resumable_prefix(node, length)
+        if self.layers is not None:
+            length, node = self.layers.resumable_prefix(node, length)
         return self._cached_len(length, node)
 
     def _open_namespace(self, name: str) -> NamespaceTree:
@@ -342,23 +277,18 @@ class RadixCache(PrefixCache):
         """Returns a sequence over the part of a prompt's match that it can resume. `data`: the
         whole prompt; `limit`: the tokens that were looked for."""
         tree, allocator = self._tree, self._allocator
-        checkpoints, windows = self._checkpoints, self._windows
+        layers = self.layers
         size, count, copy = tree.page_size, len(data), None
         match_len, node, _, _ = match
         length = match_len
-        if self._may_lack_state:
-            length, node = self._resumable_prefix(node, match_len)
-        missed = NO_MISSED
-        if checkpoints is not None:
-            missed = checkpoints.note_miss(match[1], length, match_len)
+        if layers is not None:
+            length, node = layers.resumable_prefix(node, match_len)
         if self._freezer is not None:
             self._note_growth()
         tree.lock(node)
         shared = path_pages(node, length // size) if length else array("i")
-        if windows is not None:
-            windows.use(
-                shared if not length % size else path_pages(node, length // size + 1), length
-            )
+        if layers is not None:
+            layers.begin_sequence(match, node, length)
         if length % size:
             node, length, copy = self._plan_page_copy(length, node)
             if copy is None:
@@ -375,21 +305,12 @@ class RadixCache(PrefixCache):
             del known[length * TOKEN_BYTES :]
         else:
             known = bytearray(data[:length])
-        if not self._may_lack_state:
+        if layers is None:
             return RadixSequence(
                 allocator, tree, node, known, shared, copy, length, radix_session, priority
             )
         parts = allocator, tree, node, known, shared, copy, length, radix_session, priority
-        if windows is not None:
-            if copy is not None:
-                windows.copy(*copy)
-            windows.end_use()
-            return WindowedSequence(*parts, match_len=match_len)
-        assert checkpoints is not None
-        sequence = StatefulSequence(*parts)
-        wanted = {count - TAIL_TOKENS: TAIL, match_len: BRANCH, limit: LAST}
-        sequence.begin_at(checkpoints.deepest(node, length), wanted, missed)
-        return sequence
+        return layers.make_sequence(*parts, match_len=match_len, limit=limit, num_tokens=count)
 
     def _cached_len(self, length: int, node: Node) -> int:
         """Returns the length of the sequence that `_acquire_match` would make over a resumable
@@ -398,20 +319,10 @@ class RadixCache(PrefixCache):
             return length
         return self._whole_page_prefix(length, node)
 
-    def _resumable_prefix(self, node: Node, length: int, multiple_of: int = 1) -> tuple[int, Node]:
-        """Returns the longest prefix of a match that a sequence can resume, and the node with its
-        last token. It is shorter than the match of `length` tokens, the last of them in `node`, if
-        recurrent states or window pages are missing. A match of whole pages stays one."""
-        if self._checkpoints is not None:
-            usable, _, node = self._checkpoints.deepest(node, length, multiple_of)
-            return usable, node
-        if self._windows is not None and length:
-            return usable_match(self._windows, node, length)
-        return length, node
-
     def commit_next(self, sequences: Sequence[CacheSequence], token_ids: Sequence[int]) -> None:
         """See `PrefixCache.commit_next`."""
-        if self._checkpoints is not None or len(sequences) < LEAST_BATCH:
+        layers = self.layers
+        if len(sequences) < LEAST_BATCH or (layers is not None and layers.needs_each_call):
             super().commit_next(sequences, token_ids)
             return
         mine = cast(Sequence[RadixSequence], sequences)
@@ -433,16 +344,15 @@ class RadixCache(PrefixCache):
 
     def _whole_page_prefix(self, length: int, node: Node) -> int:
         """Returns how many tokens of the prefix can be reused in whole pages."""
-        size = self.page_size
-        return self._resumable_prefix(node, length - length % size, multiple_of=size)[0]
+        length -= length % self.page_size
+        if self.layers is not None:
+            length, _ = self.layers.resumable_prefix(node, length, multiple_of=self.page_size)
+        return length
 
     def _has_page_for_copy(self, length: int, node: Node) -> bool:
         """Whether a page for `_plan_page_copy` is available once the path to `node` is locked."""
-        windows = self._windows
-        if windows is not None:
-            pages = path_pages(node, length // self.page_size + 1)
-            if not windows.num_obtainable(1, pages[windows.first_seen_page(length) :]):
-                return False
+        if self.layers is not None and not self.layers.has_room_for_copy(node, length):
+            return False
         if self._allocator.pool.num_free:
             return True
         kept = 0
@@ -567,10 +477,7 @@ class RadixCache(PrefixCache):
     def stats(self) -> dict[str, Any]:
         """See `PrefixCache.stats`."""
         stats = {**super().stats(), **tree_stats(self._allocator, self._tree)}
-        for extra in (self._checkpoints, self._windows):
-            if extra is not None:
-                stats |= extra.stats()
-        return stats
+        return stats if self.layers is None else stats | self.layers.stats()
 
     def gauges(self) -> dict[str, int]:
         """See `PrefixCache.gauges`. Pages of a namespace that was reset count as free at once."""
@@ -582,7 +489,7 @@ class RadixCache(PrefixCache):
 
     def check(self) -> None:
         """See `PrefixCache.check`."""
-        check_tree(self._allocator, self._tree)
+        check_tree(self._allocator, self._tree, self.layers)
 
     def _count_shared(self) -> int:
         return count_shared(self._allocator)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from radixserve.arrays import IntArray
-from radixserve.diagnosis import Decode, Diagnosis, diagnose
+from radixserve.cache.diagnosis import Decode, Diagnosis, diagnose
 from radixserve.output import Completion
 from radixserve.server.gate.prompt_records import PromptParts, PromptRecord
 

@@ -6,15 +6,22 @@ from typing import Any
 
 import pytest
 
-from radixserve.cache import OutOfPages, RadixCache, WindowLayers
+from radixserve.cache import OutOfPages, RadixCache
+from radixserve.cache_layers import WindowedLayers
 from radixserve.errors import InvalidRequest
+from radixserve.schedule import WindowLayers
 
 PROMPT = list(range(100, 160))
 
 
 def make(num_window_pages: int, window_size: int = 8, page_size: int = 1, **options: Any) -> Any:
     windows = WindowLayers(num_window_pages, window_size)
-    return RadixCache(600 // page_size, page_size, windows=windows, **options)
+    return make_windowed(600 // page_size, page_size, windows, **options)
+
+
+def make_windowed(num_pages: int, page_size: int, windows: WindowLayers, **options: Any) -> Any:
+    layers = WindowedLayers(num_pages, page_size, windows)
+    return RadixCache(num_pages, page_size, layers=layers, **options)
 
 
 def serve(cache: RadixCache, tokens: list[int], chunk: int = 10) -> int:
@@ -23,7 +30,7 @@ def serve(cache: RadixCache, tokens: list[int], chunk: int = 10) -> int:
         reused = seq.cached_len
         while seq.length < len(tokens):
             seq.extend(tokens[seq.length : seq.length + chunk])
-            cache.take_window_updates()
+            cache.layers.windows.take_updates()
             seq.commit(seq.length)
             cache.check()
     cache.check()
@@ -87,7 +94,7 @@ def test_where_prompts_leave_what_is_cached_is_kept_longer(page_size: int) -> No
 def test_a_length_that_others_want_is_kept_longer() -> None:
     cache = make(num_window_pages=40)
     with cache.acquire(PROMPT) as seq:
-        seq.want_checkpoint(20)
+        seq.note_branch_point(20)
         for first in range(0, 60, 10):
             seq.extend(PROMPT[first : first + 10])
             seq.commit(seq.length)
@@ -139,7 +146,7 @@ def test_truncate_keeps_what_it_goes_back_to() -> None:
 
 
 def test_a_match_without_a_page_for_its_end_needs_another_window() -> None:
-    cache = RadixCache(5, 4, windows=WindowLayers(2, 3))
+    cache = make_windowed(5, 4, WindowLayers(2, 3))
     seq = cache.acquire(PROMPT)
     for first in range(0, 16, 4):
         seq.extend(PROMPT[first : first + 4])
@@ -172,11 +179,11 @@ def test_a_copy_into_another_namespace_takes_the_window_pages_that_are_seen() ->
     source = cache.acquire(PROMPT, allow_full=True)
     assert source.length == 60
     before = cache.stats()["evicted_window_pages"]
-    cache.take_window_updates()
+    cache.layers.windows.take_updates()
     seq = cache.acquire([*PROMPT, 7], "other")
     assert seq.copy_from(source) == 60
     assert cache.stats()["evicted_window_pages"] <= before + 2
-    updates = cache.take_window_updates()
+    updates = cache.layers.windows.take_updates()
     table = dict(updates.pages.tolist())
     assert [table[page] for page in seq.pages[13:].tolist()] == [copy[1] for copy in updates.copies]
     assert [count for *_, count in updates.copies] == [4, 4]
@@ -197,7 +204,7 @@ def test_what_a_copy_lacks_in_windows_is_not_found() -> None:
     seq = cache.acquire([*PROMPT, 7], "other")
     assert seq.length == 6
     assert seq.copy_from(source) == 54
-    cache.take_window_updates()
+    cache.layers.windows.take_updates()
     seq.commit(60)
     seq.release()
     assert cache.lookup([*PROMPT, 8], "other").cached_len == 60
@@ -223,7 +230,7 @@ def test_a_copy_without_room_takes_nothing() -> None:
 @pytest.mark.parametrize("tail", [3, 500])
 def test_a_lookup_tells_what_a_sibling_has(tail: int) -> None:
     """Of two pages with the same head one lost its window page; the other's is the last one."""
-    cache = RadixCache(40, 4, windows=WindowLayers(2, 3))
+    cache = make_windowed(40, 4, WindowLayers(2, 3))
     for tokens in (PROMPT[:8], [*PROMPT[:6], 300, 300]):
         serve(cache, tokens, 4)
     other = cache.acquire([7])
@@ -239,10 +246,10 @@ def test_a_fork_copies_both_parts_of_a_page() -> None:
     cache = make(num_window_pages=20, page_size=4)
     seq = cache.acquire(PROMPT)
     seq.extend(PROMPT[:10])
-    cache.take_window_updates()
+    cache.layers.windows.take_updates()
     seq.commit(10)
     fork = seq.fork()
-    updates = cache.take_window_updates()
+    updates = cache.layers.windows.take_updates()
     table = dict(updates.pages.tolist())
     assert updates.copies == [(2, table[int(fork.pages[2])], 2)]
 
@@ -252,22 +259,19 @@ def test_a_runner_learns_of_every_change() -> None:
     seq = cache.acquire(PROMPT)
     seq.extend(PROMPT[:3])
     pages = seq.pages.tolist()
-    assert cache.take_window_updates().pages.tolist() == [[page, page] for page in pages]
-    assert len(cache.take_window_updates().pages) == 0
+    assert cache.layers.windows.take_updates().pages.tolist() == [[page, page] for page in pages]
+    assert len(cache.layers.windows.take_updates().pages) == 0
     seq.release()  # nothing was committed
-    assert cache.take_window_updates().pages.tolist() == [[page, -1] for page in pages]
+    assert cache.layers.windows.take_updates().pages.tolist() == [[page, -1] for page in pages]
 
 
 def test_a_cache_without_windows_tells_nothing() -> None:
     cache = RadixCache(10)
-    assert cache.window_size == 0
-    assert cache.take_window_updates() is None
+    assert cache.layers is None
     assert cache.num_obtainable(20) == 10
 
 
 def test_wrong_windows_are_refused() -> None:
     for windows in (WindowLayers(0, 4), WindowLayers(4, 0)):
         with pytest.raises(InvalidRequest, match="windows"):
-            RadixCache(10, windows=windows)
-    with pytest.raises(InvalidRequest, match="not both"):
-        RadixCache(10, windows=WindowLayers(4, 4), num_states=3)
+            WindowedLayers(10, 1, windows)

@@ -1,4 +1,4 @@
-"""Recurrent states of sequences: the pool of their ids, checkpoints in the tree, the sequence.
+"""`RecurrentLayers`: the pool of recurrent states, checkpoints in the tree, the sequence.
 
 A recurrent layer keeps one state per sequence instead of K/V per token. All such layers of a model
 together have one state of fixed size, named by an id; the cache deals in ids alone.
@@ -16,21 +16,29 @@ room, so that the former state stays available; the step after it writes the fir
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from radixserve.cache.lookup import MissReason
 from radixserve.cache.page_pool import PagePool
-from radixserve.cache.radix.checkpoint_order import CheckpointOrder, CheckpointSpacing
 from radixserve.cache.radix.child_index import child_covering, siblings_with_head
 from radixserve.cache.radix.eviction import EvictionOrder
+from radixserve.cache.radix.layers import RadixLayers
+from radixserve.cache.radix.lookup import Match
 from radixserve.cache.radix.node import Node, path
 from radixserve.cache.radix.radix_tree import RadixTree
 from radixserve.cache.radix.sequence import RadixSequence, node_covering
-from radixserve.cache.sequence import BRANCH, MESSAGE, NO_STATE, PROMPT, CacheSequence, StateCopy
+from radixserve.cache.sequence import CacheSequence
 from radixserve.cache.tokens import TOKEN_BYTES
-from radixserve.checks import check_int
+from radixserve.cache_layers.checkpoint_order import NO_STATE, CheckpointOrder, CheckpointSpacing
+from radixserve.checks import check_float, check_int
 from radixserve.errors import InvalidRequest, OutOfPages
+from radixserve.schedule import RowStates, ScheduledRows
+
+StateCopy = tuple[int, int]  # (source state, destination state)
+TAIL_TOKENS = 8  # a checkpoint is taken so many tokens before a prompt's end, for other endings
 
 
 class StatePool:
@@ -69,6 +77,9 @@ class StatePool:
 
 
 # Kinds of checkpoints: which are used again is counted by kind.
+PROMPT = "prompt"  # of a chat: where the generation prompt begins, or the first message
+MESSAGE = "message"  # at the end of another message
+BRANCH = "branch"  # where another sequence leaves this one's path
 SPACED = "spaced"  # see `CheckpointSpacing`
 END = "end"  # where a sequence ended
 LAST = "last"  # before a prompt's last token
@@ -347,6 +358,89 @@ class StateCheckpoints:
         assert self._without_node <= self._pins.keys(), "a state is kept without a user"
 
 
+class RecurrentLayers(RadixLayers):
+    """`num_states` recurrent states. A sequence begins at the deepest checkpoint of its path.
+
+    checkpoint_interval  tokens between two checkpoints; None: see `CheckpointSpacing`. Checkpoints
+                         are also taken before a prompt's end, where prompts branch, at the end of
+                         sequences and of a conversation's turns
+    state_tokens         number of tokens whose K/V takes the memory of one state
+    """
+
+    missing_reason: MissReason = "no_checkpoint"
+    needs_each_call = True
+
+    def __init__(
+        self,
+        num_states: int,
+        checkpoint_interval: int | None = None,
+        state_tokens: float = 0.0,
+    ) -> None:
+        check_int("num_states", num_states, 1, 2**31 - 1)
+        if checkpoint_interval is not None:
+            check_int("checkpoint_interval", checkpoint_interval, 1)
+        check_float("state_tokens", state_tokens, 0.0, math.inf)
+        spacing = CheckpointSpacing(checkpoint_interval, state_tokens)
+        self.checkpoints = StateCheckpoints(num_states, spacing)
+        self._missed: Mapping[int, tuple[str, int]] = NO_MISSED  # of the sequence that begins
+
+    def make_tree(self, pool: PagePool, page_size: int, order: EvictionOrder) -> RadixTree:
+        return CheckpointTree(pool, page_size, order, self.checkpoints)
+
+    def resumable_prefix(self, node: Node, length: int, multiple_of: int = 1) -> tuple[int, Node]:
+        usable, _, node = self.checkpoints.deepest(node, length, multiple_of)
+        return usable, node
+
+    def begin_sequence(self, match: Match, node: Node, length: int) -> None:
+        del node
+        self._missed = self.checkpoints.note_miss(match[1], length, match[0])
+
+    def make_sequence(
+        self, *parts: Any, match_len: int, limit: int, num_tokens: int
+    ) -> StatefulSequence:
+        sequence = StatefulSequence(*parts)
+        wanted = {num_tokens - TAIL_TOKENS: TAIL, match_len: BRANCH, limit: LAST}
+        checkpoint = self.checkpoints.deepest(sequence.last_node, sequence.length)
+        sequence.begin_at(checkpoint, wanted, self._missed)
+        return sequence
+
+    def note_turns(self, sequence: CacheSequence, turn_starts: Sequence[int]) -> None:
+        """Keep the states before the generation prompt, after system message and tools, and at
+        the ends of other messages."""
+        assert isinstance(sequence, StatefulSequence)
+        for start in turn_starts:
+            is_end = start in (turn_starts[0], turn_starts[-1])
+            sequence.want_checkpoint(start, PROMPT if is_end else MESSAGE)
+
+    def plan_step(self, sequences: Sequence[CacheSequence], rows: ScheduledRows) -> dict[str, Any]:
+        mine = cast(Sequence[StatefulSequence], sequences)
+        kept = [
+            sequence.take_checkpoints(start)
+            for sequence, start in zip(mine, rows.starts, strict=True)
+        ]
+        # Last of all: no row of this step may read what `take_checkpoints` evicts.
+        futures = rows.future_indices or [-1] * len(kept)
+        for sequence, future_index, checkpoints in zip(mine, futures, kept, strict=True):
+            read, written = sequence.step_states(is_ahead=future_index >= 0)
+            rows.states.append(RowStates(read, checkpoints, written))
+        return {"state_copies": self.checkpoints.pool.take_copies()}
+
+    def stats(self) -> dict[str, int]:
+        return self.checkpoints.stats()
+
+    def check(self, pool: PagePool, nodes: list[Node], sequences: list[RadixSequence]) -> None:
+        """Each state is free, of one node, or of one sequence."""
+        del pool
+        states: list[int] = []
+        pinned: list[int] = []
+        for sequence in sequences:
+            assert isinstance(sequence, StatefulSequence)
+            own, source = sequence.owned_states()
+            states += own
+            pinned += source
+        self.checkpoints.check(nodes, states, pinned)
+
+
 class CheckpointTree(RadixTree):
     """A `RadixTree` whose nodes lose their checkpoints with their tokens."""
 
@@ -381,7 +475,7 @@ class CheckpointTree(RadixTree):
 
 
 class StatefulSequence(RadixSequence):
-    """Made by a `RadixCache` with states."""
+    """Made by `RecurrentLayers`."""
 
     __slots__ = (
         "_begin_state",
@@ -431,6 +525,7 @@ class StatefulSequence(RadixSequence):
 
     @property
     def state_id(self) -> int:
+        """Id of its state after `length` tokens; NO_STATE before one was allocated."""
         return self._state
 
     def owned_states(self) -> tuple[list[int], list[int]]:
@@ -440,6 +535,9 @@ class StatefulSequence(RadixSequence):
         return [state_id for state_id in own if state_id != NO_STATE], pinned
 
     def step_states(self, *, is_ahead: bool) -> tuple[int, int]:
+        """Returns the ids of the states that the step of its last tokens reads and writes. To be
+        called once per step, after all `take_checkpoints`. `is_ahead`: the step is scheduled ahead,
+        so the sequence may turn out to end before its last token."""
         read, other, checkpoints = self._state, self._former, self._checkpoints
         if not is_ahead:
             return read, read
@@ -456,7 +554,12 @@ class StatefulSequence(RadixSequence):
     def _lose_former(self) -> None:
         self._former = NO_STATE
 
+    def note_branch_point(self, length: int) -> None:
+        self.want_checkpoint(length)
+
     def want_checkpoint(self, length: int, kind: str = BRANCH) -> None:
+        """Keep a checkpoint after `length` tokens: other sequences may continue there. `kind`:
+        PROMPT, MESSAGE or BRANCH."""
         if kind == PROMPT:  # it is known where the generation prompt begins
             others = self._wanted.items()
             self._wanted = {other_len: other for other_len, other in others if other != TAIL}
@@ -464,6 +567,9 @@ class StatefulSequence(RadixSequence):
             self._wanted[length] = kind
 
     def take_checkpoints(self, start: int) -> tuple[tuple[int, int], ...]:
+        """Returns (length, state id), ascending, of the checkpoints to keep while the tokens
+        [start, self.length) are computed, as far as states are available. `commit` publishes
+        them."""
         if self.is_stale:
             return ()
         checkpoints, end = self._checkpoints, self.length

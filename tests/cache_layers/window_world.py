@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from radixserve.cache import Lookup, OutOfPages, RadixCache, WindowLayers
+from radixserve.cache import Lookup, OutOfPages, RadixCache
+from radixserve.cache_layers import WindowedLayers
+from radixserve.schedule import WindowLayers
 from tests.cache.hash_world import LateWorld
 from tests.cache.world import Prefix, World
 
@@ -21,20 +23,22 @@ class WindowWorld(World):
         self.table: dict[int, int] = {}  # page -> window page
         self.window_cells: dict[tuple[int, int], Prefix] = {}
         self.copies: list[tuple[int, int, int]] = []
+        layers = WindowLayers(self.num_window_pages, self.window_size)
         return RadixCache(
             num_pages,
             page_size,
             options["eviction"],
             reuse=options["reuse"],
-            windows=WindowLayers(self.num_window_pages, self.window_size),
+            layers=WindowedLayers(num_pages, page_size, layers),
             max_lease_share=0.4,
             clock=lambda: self.now,
         )
 
     def update(self) -> None:
         """Note what a runner does before a step."""
-        updates = self.cache.take_window_updates()
-        assert updates is not None
+        layers = self.cache.layers
+        assert isinstance(layers, WindowedLayers)
+        updates = layers.windows.take_updates()
         for page, window in updates.pages.tolist():
             self.table[page] = window
         self.copies += updates.copies

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from radixserve.cache import MESSAGE, OutOfPages, RadixCache
-from radixserve.cache import PROMPT as TURN
-from radixserve.cache.radix.checkpoint_order import CheckpointSpacing
+from radixserve.cache import OutOfPages, RadixCache
+from radixserve.cache_layers import RecurrentLayers
+from radixserve.cache_layers.checkpoint_order import CheckpointSpacing
+from radixserve.cache_layers.recurrent import MESSAGE
+from radixserve.cache_layers.recurrent import PROMPT as TURN
 
 PROMPT = list(range(100, 160))
 
@@ -16,9 +18,8 @@ PROMPT = list(range(100, 160))
 def make(
     num_states: int = 20, interval: int = 16, page_size: int = 1, **options: Any
 ) -> RadixCache:
-    return RadixCache(
-        600, page_size, num_states=num_states, checkpoint_interval=interval, **options
-    )
+    layers = RecurrentLayers(num_states, interval)
+    return RadixCache(600, page_size, layers=layers, **options)
 
 
 def compute(cache: RadixCache, seq: Any, tokens: list[int]) -> list[int]:
@@ -26,7 +27,7 @@ def compute(cache: RadixCache, seq: Any, tokens: list[int]) -> list[int]:
     start = seq.length
     seq.extend(tokens)
     taken = seq.take_checkpoints(start)
-    cache.take_state_copies()
+    cache.layers.checkpoints.pool.take_copies()
     seq.commit(seq.length)
     cache.check()
     return [length for length, _ in taken]
@@ -101,7 +102,7 @@ def test_an_end_that_a_step_ahead_has_passed() -> None:
     assert cache.lookup([*PROMPT, 1, 2, 3]).cached_len == 61
     again = cache.acquire([*PROMPT, 1, 2, 3])
     again.extend([2, 3])
-    assert [source for source, _ in cache.take_state_copies()] == [second]
+    assert [source for source, _ in cache.layers.checkpoints.pool.take_copies()] == [second]
 
 
 def test_the_state_before_a_step_ahead_is_given_up_last() -> None:
@@ -139,12 +140,12 @@ def test_a_sequence_begins_with_a_copy() -> None:
     seq = cache.acquire(PROMPT)
     assert seq.state_id == -1
     seq.extend([PROMPT[-1]])
-    ((source, target),) = cache.take_state_copies()
+    ((source, target),) = cache.layers.checkpoints.pool.take_copies()
     assert target == seq.state_id != source
-    assert cache.take_state_copies() == []
+    assert cache.layers.checkpoints.pool.take_copies() == []
     fork = cache.acquire([7])
     fork.extend([7])
-    assert cache.take_state_copies() == []  # it begins with zeros
+    assert cache.layers.checkpoints.pool.take_copies() == []  # it begins with zeros
 
 
 def test_a_fork_has_a_state_of_its_own() -> None:
@@ -152,7 +153,7 @@ def test_a_fork_has_a_state_of_its_own() -> None:
     seq = cache.acquire(PROMPT)
     compute(cache, seq, PROMPT)
     fork: Any = seq.fork()
-    assert cache.take_state_copies() == [(seq.state_id, fork.state_id)]
+    assert cache.layers.checkpoints.pool.take_copies() == [(seq.state_id, fork.state_id)]
     assert fork.length == 60
     compute(cache, fork, [1])
     cache.check()
@@ -195,7 +196,7 @@ def test_more_conversations_than_states() -> None:
     """Some conversations keep their states. Evicted states count as used when their conversation
     returns: otherwise the ends of all conversations would appear to be useless."""
     num_states, num_conversations, num_turns = 8, 10, 30
-    cache = RadixCache(20_000, num_states=num_states, checkpoint_interval=64)
+    cache = RadixCache(20_000, layers=RecurrentLayers(num_states, 64))
     system = list(range(1000, 1100))
     history = [[*system, 2000 + number] for number in range(num_conversations)]
     ideal = reused = 0
@@ -275,7 +276,7 @@ def test_running_sequences_may_use_every_state() -> None:
     again = cache.acquire([0, *PROMPT, 5])
     assert again.cached_len == 61
     compute(cache, again, [5])  # takes the checkpoint itself
-    assert cache.take_state_copies() == []
+    assert cache.layers.checkpoints.pool.take_copies() == []
     cache.check()
 
 
@@ -291,12 +292,3 @@ def test_nothing_is_kept_without_reuse_or_after_a_reset() -> None:
     seq.release()
     assert cache.stats()["states_free"] == 20
     cache.check()
-
-
-def test_a_cache_without_states_has_none() -> None:
-    cache = RadixCache(100)
-    with cache.acquire(PROMPT) as seq:
-        seq.extend(PROMPT)
-        assert (seq.state_id, seq.take_checkpoints(0)) == (-1, ())
-    assert (cache.num_states, cache.take_state_copies()) == (0, [])
-    assert "states_total" not in cache.stats()

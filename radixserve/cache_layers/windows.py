@@ -1,4 +1,4 @@
-"""Window pages: the K and V of layers that see a window of positions only, in a pool of their own.
+"""`WindowedLayers`: window pages, the K and V of layers that see a window of positions only.
 
 Such layers (sliding windows, attention chunks) keep their K and V in a memory of their own. A page
 of the cache has the K and V of all other layers. Each page gets a window page when it is allocated
@@ -23,14 +23,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from radixserve.arrays import IntArray
+from radixserve.cache.lookup import MissReason
 from radixserve.cache.page_pool import PagePool
 from radixserve.cache.radix.child_index import siblings_with_head
-from radixserve.cache.radix.node import Node, path
+from radixserve.cache.radix.layers import RadixLayers
+from radixserve.cache.radix.lookup import Match
+from radixserve.cache.radix.node import Node, path, path_pages
+from radixserve.cache.radix.radix_tree import RadixTree
 from radixserve.cache.radix.sequence import RadixSequence, node_covering
-from radixserve.cache.sequence import BRANCH, CacheSequence, PageAllocator, PageOwner
+from radixserve.cache.sequence import CacheSequence, PageAllocator, PageOwner
 from radixserve.checks import check_int
 from radixserve.errors import OutOfPages
-from radixserve.schedule import WindowLayers, WindowUpdates
+from radixserve.schedule import ScheduledRows, WindowLayers, WindowUpdates
 
 _NO_PAGES: IntArray = np.empty(0, np.int32)
 NO_PAGE = -1  # in place of a window page's id
@@ -185,11 +189,15 @@ class WindowPool:
         """Returns the window pages that no live sequence can see, without those of the pages
         `excluded`."""
         is_kept = self._owners < 0  # free window pages cannot be dropped
-        seen = [sequence.seen_pages(self.window_size) for sequence in self.live_sequences]
+        seen = [self._seen_pages(sequence) for sequence in self.live_sequences]
         for pages in (*seen, self._protected, np.array(excluded, np.int32)):
             windows = self._table[pages]
             is_kept[windows[windows >= 0]] = True
         return np.flatnonzero(~is_kept).astype(np.int32)
+
+    def _seen_pages(self, sequence: CacheSequence) -> IntArray:
+        """Returns the pages that the tokens after the committed ones read."""
+        return sequence.pages[self.first_seen_page(sequence.committed_len) :]
 
     def _drop_oldest(self, missing: int) -> None:
         droppable, count = self._droppable(), max(missing, self.num_pages // RECLAIM_SHARE)
@@ -286,7 +294,7 @@ class WindowedAllocator(PageAllocator):
 
 
 class WindowedSequence(RadixSequence):
-    """Made by a `RadixCache` with windows."""
+    """Made by `WindowedLayers`."""
 
     __slots__ = ("_wanted",)
 
@@ -348,10 +356,9 @@ class WindowedSequence(RadixSequence):
         if extra and self._pages[whole] != last:
             self._windows.copy(last, self._pages[whole], extra)
 
-    def want_checkpoint(self, length: int, kind: str = BRANCH) -> None:
-        """See `CacheSequence.want_checkpoint`. Once the first `length` tokens are computed, the
+    def note_branch_point(self, length: int) -> None:
+        """See `CacheSequence.note_branch_point`. Once the first `length` tokens are computed, the
         window pages before that position count as used, like those where a sequence ends."""
-        del kind
         self._wanted.add(length)
 
     def _publish(self) -> None:
@@ -377,17 +384,68 @@ class WindowedSequence(RadixSequence):
         super().release()
 
 
-def usable_match(windows: WindowPool, node: Node, length: int) -> tuple[int, Node]:
-    """Returns the longest prefix of a match that a sequence can resume, and the node with its last
-    token. The match has `length` tokens, the last of them in `node`."""
-    if node.parent is None:
-        return length, node
-    candidates = []
-    for sibling in siblings_with_head(node, length):  # one of them may have what another has lost
-        runs = ((ancestor.start // windows.page_size, ancestor.pages) for ancestor in path(sibling))
-        usable = windows.usable_length(runs, length)
-        if usable == length:
-            return length, sibling
-        candidates.append((usable, sibling))
-    usable, node = max(candidates, key=lambda sibling: sibling[0])
-    return usable, node_covering(node, usable)
+class WindowedLayers(RadixLayers):
+    """Layers that see a window of positions only. `num_pages`, `page_size`: of the cache."""
+
+    missing_reason: MissReason = "window_evicted"
+
+    def __init__(self, num_pages: int, page_size: int, layers: WindowLayers) -> None:
+        self.windows = WindowPool(num_pages, page_size, layers)
+        self.pages_at_once = -(-layers.window_size // page_size)
+
+    def make_pool(self, num_pages: int) -> PagePool:
+        return WindowedPagePool(num_pages, self.windows)
+
+    def make_allocator(
+        self, pool: PagePool, page_size: int, tree: RadixTree, clock: Callable[[], float]
+    ) -> PageAllocator:
+        return WindowedAllocator(pool, page_size, tree, clock, self.windows)
+
+    def resumable_prefix(self, node: Node, length: int, multiple_of: int = 1) -> tuple[int, Node]:
+        del multiple_of  # window pages are missing as whole pages
+        if node.parent is None:
+            return length, node
+        windows, candidates = self.windows, []
+        for sibling in siblings_with_head(node, length):  # one may have what another has lost
+            runs = ((one.start // windows.page_size, one.pages) for one in path(sibling))
+            usable = windows.usable_length(runs, length)
+            if usable == length:
+                return length, sibling
+            candidates.append((usable, sibling))
+        usable, node = max(candidates, key=lambda sibling: sibling[0])
+        return usable, node_covering(node, usable)
+
+    def has_room_for_copy(self, node: Node, length: int) -> bool:
+        windows = self.windows
+        pages = path_pages(node, length // windows.page_size + 1)
+        return windows.num_obtainable(1, pages[windows.first_seen_page(length) :]) > 0
+
+    def begin_sequence(self, match: Match, node: Node, length: int) -> None:
+        del match
+        self.windows.use(path_pages(node, -(-length // self.windows.page_size)), length)
+
+    def make_sequence(
+        self, *parts: Any, match_len: int, limit: int, num_tokens: int
+    ) -> WindowedSequence:
+        del limit, num_tokens
+        sequence = WindowedSequence(*parts, match_len=match_len)
+        for copy in sequence.cow_copies:
+            self.windows.copy(*copy)
+        self.windows.end_use()
+        return sequence
+
+    def plan_step(self, sequences: Sequence[CacheSequence], rows: ScheduledRows) -> dict[str, Any]:
+        del sequences, rows
+        return {"windows": self.windows.take_updates()}
+
+    def stats(self) -> dict[str, int]:
+        return self.windows.stats()
+
+    def check(self, pool: PagePool, nodes: list[Node], sequences: list[RadixSequence]) -> None:
+        """Each window page is free or of one page in use; sequences have those that they see."""
+        del nodes
+        windows = self.windows
+        windows.check(pool.free_ids())
+        for sequence in sequences:
+            seen = sequence.pages[windows.first_seen_page(sequence.committed_len) :]
+            assert windows.has_all(seen), f"{sequence!r} lacks a window page that it sees"

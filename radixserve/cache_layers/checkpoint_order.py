@@ -14,9 +14,9 @@ from collections.abc import Callable, Container
 
 from radixserve.cache.radix.child_index import siblings_with_head
 from radixserve.cache.radix.node import Node, path
-from radixserve.cache.sequence import NO_STATE
 from radixserve.config import LEAST_CHECKPOINT_INTERVAL, choose_checkpoint_interval
 
+NO_STATE = -1  # instead of a state id
 LEAST_APART = 16  # tokens: a message that ends nearer to the checkpoint before gets none
 _PER_OCTAVE = 4  # checkpoints while the prefix doubles, below the interval
 _PER_PREFIX = 64  # steps of a longer prefix, rounded down to a power of two

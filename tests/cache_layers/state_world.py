@@ -12,7 +12,8 @@ import pytest
 
 from radixserve.cache import Lookup, RadixCache
 from radixserve.cache.radix.node import path
-from radixserve.cache.radix.states import StateCheckpoints
+from radixserve.cache_layers import RecurrentLayers
+from radixserve.cache_layers.recurrent import StateCheckpoints
 from radixserve.errors import InvalidRequest, OutOfPages
 from tests.cache.hash_world import LateWorld
 from tests.cache.world import Prefix, World
@@ -30,17 +31,16 @@ class StateWorld(World):
             page_size,
             options["eviction"],
             reuse=options["reuse"],
-            num_states=self.num_states,
-            checkpoint_interval=self.interval,
+            layers=RecurrentLayers(self.num_states, self.interval),
             max_lease_share=0.4,
             clock=lambda: self.now,
         )
 
     @property
     def checkpoints(self) -> StateCheckpoints:
-        checkpoints = self.cache._checkpoints  # type: ignore[attr-defined]
-        assert isinstance(checkpoints, StateCheckpoints)
-        return checkpoints
+        layers = self.cache.layers
+        assert isinstance(layers, RecurrentLayers)
+        return layers.checkpoints
 
     def acquire(self, tokens: Prefix, namespace: str = "", **options: Any) -> None:
         super().acquire(tokens, namespace, **options)
@@ -84,7 +84,7 @@ class StateWorld(World):
 
     def states_now(self) -> dict[int, Prefix]:
         """What the states hold when the copies have been made."""
-        self.copies += self.cache.take_state_copies()
+        self.copies += self.checkpoints.pool.take_copies()
         states = dict(self.states)
         for source, target in self.copies:
             states[target] = states[source]

@@ -1,0 +1,83 @@
+"""Prints what the core's packages load: modules and lines by import, and words of features.
+
+`python tools/count_imports.py` prints a row for each of `LIMITS`: the modules and lines of ours
+that a fresh Python loads with it, and the lines that it may load. `--words` prints each line of the
+core's files that names a feature which should plug in from outside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+
+LIMITS = {  # lines that may be loaded; tests/test_imports.py checks them
+    "radixserve.cache": 6_400,
+    "radixserve.scheduler": 11_400,
+    "radixserve.engine.engine": 17_900,
+}
+CORE = ("cache/*.py", "cache/radix/*.py", "scheduler/*.py", "engine/engine.py", "schedule.py")
+WORDS = ("beam", "tenant", "pric", "hint", "lease", "window", "checkpoint", "connector", "store")
+_LOADED = """
+import importlib, sys
+importlib.import_module(sys.argv[1])
+for name, module in sorted(sys.modules.items()):
+    is_ours = name.split(".")[0] in ("radixserve", "radixserve_kernels")
+    if is_ours and getattr(module, "__file__", None):
+        print(name, module.__file__)
+"""
+
+
+class Closure(NamedTuple):
+    """What importing a module loads of this repository."""
+
+    modules: dict[str, Path]
+
+    @property
+    def num_lines(self) -> int:
+        return sum(len(path.read_text().splitlines()) for path in self.modules.values())
+
+
+def closure(module: str) -> Closure:
+    """Import a module in a new process and read what was loaded."""
+    command = [sys.executable, "-c", _LOADED, module]
+    printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    rows = (line.split(" ", 1) for line in printed.splitlines())
+    return Closure({name: Path(path) for name, path in rows})
+
+
+def lines_with_words() -> list[str]:
+    """Returns "file:line: text" for each line of the core that has one of `WORDS`."""
+    pattern = re.compile("|".join(rf"(?<![a-z]){word}" for word in WORDS), re.IGNORECASE)
+    found = []
+    for path in sorted(one for glob in CORE for one in (ROOT / "radixserve").glob(glob)):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if pattern.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--words", action="store_true", help="print lines that name features")
+    parser.add_argument("--list", action="store_true", help="print the modules that are loaded")
+    args = parser.parse_args()
+    for module, limit in LIMITS.items():
+        loaded = closure(module)
+        print(
+            f"{module:28} {len(loaded.modules):4} modules {loaded.num_lines:7,} lines <= {limit:,}"
+        )
+        if args.list:
+            for name, path in loaded.modules.items():
+                print(f"  {name:50} {len(path.read_text().splitlines()):6,}")
+    if args.words:
+        print(*lines_with_words(), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
