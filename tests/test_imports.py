@@ -27,7 +27,7 @@ FLOORS = [
     ["radixserve.cache_layers", "radixserve_kernels"],
     ["radixserve.attention"],
     ["radixserve.scheduler", "radixserve.models", "radixserve.grammar"],
-    ["radixserve.runner", "radixserve.text"],
+    ["radixserve.admission_policies", "radixserve.runner", "radixserve.text"],
     ["radixserve.engine"],
     ["radixserve.kv_events", "radixserve.store"],
     ["radixserve.routing"],
@@ -39,6 +39,7 @@ FLOORS = [
     ["radixserve.commands", "radixserve.cli", "radixserve.__main__"],
 ]
 CONTROL_PLANE = (
+    "radixserve.admission_policies",
     "radixserve.cache",
     "radixserve.cache_layers",
     "radixserve.scheduler",

@@ -34,6 +34,7 @@ ORDER = (  # from left to right within a layer
         "routing",
         "kv_events",
         "engine",
+        "admission_policies",
         "scheduler",
         "cache",
         "cache_layers",
@@ -42,8 +43,11 @@ ORDER = (  # from left to right within a layer
     ),
     *("runner", "models", "grammar", "attention", RECORDS, GROUND, KERNELS),
 )
+_CONTROL_PLANE = (
+    *("routing", "admission_policies", "scheduler", "cache", "cache_layers", "store"),
+)
 COLOURS = {
-    **dict.fromkeys(("routing", "scheduler", "cache", "cache_layers", "store"), "#dcebd8"),
+    **dict.fromkeys(_CONTROL_PLANE, "#dcebd8"),
     **dict.fromkeys(("runner", "models", "attention", KERNELS), "#d9e5f6"),
 }
 BOX_WIDTH, BOX_HEIGHT, GAP, LAYER = 270, 64, 36, 112  # pixels

@@ -20,6 +20,7 @@ from cache.cases import Bench
 from cache.contenders import Contender, PagedTree
 from cache.timing import Figure, Samples, figures, micros
 
+from radixserve.admission_policies import make_admission
 from radixserve.arrays import IntArray
 from radixserve.cache import RadixCache
 from radixserve.request import Request, SamplingParams
@@ -170,7 +171,7 @@ class _Loop:
             chunked_prefill_size=2_048,
             max_running_requests=32,
             max_overtake=4_096,
-            admission=admission,
+            admission=make_admission(admission),
             clock=self._clock,
         )
         self._texts = texts

@@ -22,6 +22,7 @@ import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from radixserve.admission_policies import make_admission
 from radixserve.arrays import IntArray
 from radixserve.cache import (
     EventBatch,
@@ -80,7 +81,7 @@ class Engine:
             max_running_requests=config.max_running_requests,
             max_overtake=config.max_overtake,
             max_wait_s=config.max_wait_s,
-            admission=config.admission,
+            admission=make_admission(config.admission),
             tenant_weights=config.tenant_weights,
             hint_limits=HintLimits(
                 config.hint_seconds, config.max_hint_seconds, config.max_hint_share

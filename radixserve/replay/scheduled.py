@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sortedcontainers import SortedList
 
+from radixserve.admission_policies import make_admission
 from radixserve.arrays import IntArray
 from radixserve.cache import PrefixCache
 from radixserve.checks import check_choice, check_float, check_int
@@ -93,7 +94,7 @@ class Serving:
             chunked_prefill_size=self.chunked_prefill_size,
             max_running_requests=self.max_running_requests,
             max_overtake=self.max_overtake,
-            admission=self.admission,
+            admission=make_admission(self.admission),
             clock=clock,
         )
 

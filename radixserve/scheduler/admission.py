@@ -14,14 +14,12 @@ from radixserve.cache import PrefixCache
 from radixserve.errors import OutOfPages
 from radixserve.scheduler.batch import Batch
 from radixserve.scheduler.hints import CrossNamespacePrefixes
-from radixserve.scheduler.pricing import PricedAdmission
+from radixserve.scheduler.policy import AdmissionPolicy
 from radixserve.scheduler.request_state import RequestState
 from radixserve.scheduler.running_requests import RunningRequests
 from radixserve.scheduler.tenants import Tenant, TenantShares
 from radixserve.scheduler.waiting_queue import WaitingQueue
 
-_MAX_HELD = 4  # held requests of a tenant after which a pass skips it: later ones match less
-_MAX_HELD_UNMATCHED = 64  # with policies that do not order by match
 _HELD_STEPS = 8  # after which held requests are looked at again
 _PATIENCE = 16  # steps that a tenant without a running request waits before others are preempted
 _LOOKAHEAD = 8  # tokens reserved for each running request when another is admitted
@@ -208,12 +206,13 @@ class Admission:
         max_running_requests: int,
         clock: Callable[[], float],
         shares: TenantShares,
-        pricing: PricedAdmission | None = None,
+        policy: AdmissionPolicy,
+        max_held: int,
     ) -> None:
-        """`pricing`: also decides whether a request is worth the K/V that it evicts."""
+        """`max_held`: held requests of a tenant after which a pass skips it."""
         self._cache = cache
-        self._pricing = pricing
-        self._max_held = _MAX_HELD if waiting.is_by_match else _MAX_HELD_UNMATCHED
+        self._policy = policy
+        self._max_held = max_held
         self._held: tuple[int, int] | None = None  # of the last pass that held a request
         self._num_skipped = 0  # passes since
         self._waiting = waiting
@@ -231,7 +230,7 @@ class Admission:
         waiting, page_budget = self._waiting, self._page_budget
         if batch.is_out_of_pages or not waiting or not self.has_slots(batch):
             return
-        if self._pricing is not None and self._is_held():
+        if self._policy.holds_requests and self._is_held():
             return
         waiting.refresh()
         outstanding = page_budget.num_outstanding()
@@ -243,32 +242,25 @@ class Admission:
             self._running if self._cache.sharing_enabled else (),
             None if self._cache.layers is None else self._usable_len,
         )
-        pricing, self._held = self._pricing, None
+        policy, self._held = self._policy, None
         num_held: Counter[Tenant] = Counter()
-        if pricing is not None:
-            pricing.begin_pass()
+        if policy.holds_requests:
+            policy.begin_pass()
             waiting.begin_pass()
         for state in waiting.candidates(self._running):
             if self._cache.sharing_enabled and sharing.must_wait(state):
                 waiting.mark_blocked(state)
                 continue
             fits = page_budget.fits(state, spare, layer_pages)
-            if (
-                fits
-                and pricing is not None
-                and self._running
-                and not waiting.must_start(state)
-                and not pricing.is_worth(state, is_oldest=waiting.is_oldest(state))
-            ):
+            if fits and policy.holds_requests and not self._may_start(state):
                 num_held[state.tenant] += 1
-                waiting.note_held(state)
+                waiting.order_of(state).note_held()
                 self._held = waiting.num_changes, len(self._running)
                 if num_held[state.tenant] == self._max_held and not waiting.skip_tenant(state):
                     return
                 continue
             if fits and self._start(state, batch):
-                if pricing is not None:
-                    pricing.note_started(state)
+                policy.note_started(state)
                 sharing.add(state)
                 if not self.has_slots(batch):
                     return
@@ -281,6 +273,13 @@ class Admission:
                 spare, layer_pages, state.tenant
             ):
                 waiting.skip_tenant(state)
+
+    def _may_start(self, state: RequestState) -> bool:
+        """Whether the policy lets a request start that fits. It is not asked about one that runs
+        alone, or has reached its bound on waiting."""
+        if not self._running or self._waiting.must_start(state):
+            return True
+        return self._policy.may_start(state, self._waiting.order_of(state))
 
     def _is_held(self) -> bool:
         """Whether the last pass held requests and nothing has changed since but time, which is

@@ -7,6 +7,7 @@ bound both. If a request cannot run otherwise, the oldest pin is unlocked and be
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,15 +19,17 @@ from radixserve.cache import CacheSequence, CacheSession, PrefixCache
 from radixserve.checks import check_str
 from radixserve.errors import InvalidRequest, OutOfPages
 from radixserve.hint import Hint, HintAnswer, HintLimits, join_answers
-from radixserve.scheduler.returns import ReturnTimes
 
 
 class Sessions:
     """The open sessions by name. A closed session's name can be opened again."""
 
-    def __init__(self, cache: PrefixCache, returns: ReturnTimes | None = None) -> None:
+    def __init__(
+        self, cache: PrefixCache, on_close: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """on_close(name) is called when a session is closed."""
         self._cache = cache
-        self._returns = returns
+        self._on_close = on_close
         self._open: dict[str, CacheSession] = {}
         self._claimed: dict[str, IntArray] = {}  # a read-only array that a session claimed whole
 
@@ -80,8 +83,7 @@ class Sessions:
         session = self._open.pop(name, None)
         if session is not None:
             session.close()
-            if self._returns is not None:
-                self._returns.note_closed(name)
+            self._on_close(name)
 
 
 MAX_SHARED = 256

@@ -27,7 +27,7 @@ from radixserve.scheduler.admission import Admission, PageBudget, wake_waiters
 from radixserve.scheduler.batch import Batch, plan_ahead
 from radixserve.scheduler.beam_searches import BeamSearches, Child
 from radixserve.scheduler.hints import Hints, Sessions
-from radixserve.scheduler.pricing import PricedAdmission
+from radixserve.scheduler.policy import AdmissionPolicy, SchedulerView
 from radixserve.scheduler.request_state import BeamSearch, RequestState
 from radixserve.scheduler.running_requests import RunningRequests, in_turn
 from radixserve.scheduler.stats import (
@@ -38,6 +38,9 @@ from radixserve.scheduler.stats import (
 from radixserve.scheduler.step_costs import StepCosts
 from radixserve.scheduler.tenants import TenantShares
 from radixserve.scheduler.waiting_queue import WaitingQueue
+
+_MAX_HELD = 4  # held requests of a tenant after which a pass skips it: later ones match less
+_MAX_HELD_UNMATCHED = 64  # with policies that do not order by match
 
 
 class Scheduler:
@@ -52,7 +55,7 @@ class Scheduler:
         max_running_requests: int = 64,
         max_overtake: int = 64,
         max_wait_s: float | None = None,
-        admission: str = "greedy",
+        admission: AdmissionPolicy | None = None,
         tenant_weights: Mapping[str, float] | None = None,
         hint_limits: HintLimits | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -62,19 +65,18 @@ class Scheduler:
         self._clock = clock
         self._requests: dict[str, RequestState] = {}
         self._shares = TenantShares(tenant_weights)
-        self._waiting = WaitingQueue(cache, policy, max_overtake, max_wait_s, clock, self._shares)
+        self.policy = AdmissionPolicy() if admission is None else admission
+        self._waiting = WaitingQueue(
+            cache, policy, max_overtake, max_wait_s, clock, self._shares, self.policy
+        )
         self._running = RunningRequests(max_running_requests)
         self._page_budget = PageBudget(cache, self._running, self._waiting, max_running_requests)
         self._step_costs = StepCosts(clock)
-        self._measures_steps = False  # where prices or tenants need it
-        self._pricing: PricedAdmission | None = None  # "greedy": none
-        if admission == "priced" and cache.tracks_returns:
-            self._pricing = PricedAdmission(
-                cache, self._running, self._waiting, self._step_costs, clock
-            )
-            self._waiting.backlog_bound = self._pricing.max_wait_s
-            self._waiting.is_priced = True
-        self.sessions = Sessions(cache, None if self._pricing is None else self._pricing.returns)
+        self.policy.attach(
+            SchedulerView(cache, self._running, self._waiting.__len__, self._step_costs)
+        )
+        self._measures_steps = False  # where the policy or tenants need it
+        self.sessions = Sessions(cache, self.policy.note_session_closed)
         self.hints = Hints(cache, self.sessions, hint_limits or HintLimits())
         self._admission = Admission(
             cache,
@@ -85,7 +87,8 @@ class Scheduler:
             max_running_requests,
             clock,
             self._shares,
-            self._pricing,
+            self.policy,
+            _MAX_HELD if policy == "lpm" else _MAX_HELD_UNMATCHED,
         )
         self._beams = BeamSearches(
             self._requests,
@@ -151,8 +154,7 @@ class Scheduler:
         state.num_loaded = num_loaded
         self._num_arrived += 1 if request.beams is None else request.beams.width
         self._requests[request.request_id] = state
-        if self._pricing is not None:
-            self._pricing.note_arrival(state)
+        self.policy.note_arrival(state)
         if request.beams is not None:
             self._beams.begin(state)
         self._waiting.add(state, is_returning=False)
@@ -203,8 +205,8 @@ class Scheduler:
 
     @property
     def num_held(self) -> int:
-        """Decisions of priced admission to let a request wait, since the start."""
-        return 0 if self._pricing is None else self._pricing.num_held
+        """Decisions of the admission policy to let a request wait, since the start."""
+        return self.policy.num_held
 
     def queue_depths(self) -> dict[str, int]:
         """The numbers of running and waiting requests, and the tokens of the latter:
@@ -304,7 +306,7 @@ class Scheduler:
         """Prefill tokens that a step may compute. With requests of several tenants, their chunks
         take no longer than the decode rows: no tenant's prompts hold up another's tokens. Decides
         whether this step is measured."""
-        self._measures_steps = self._pricing is not None
+        self._measures_steps = self.policy.measures_steps
         if not self._shares.are_shared:
             return self._chunked_prefill_size
         self._measures_steps = True
@@ -548,8 +550,7 @@ class Scheduler:
         """Requeue a running request; its computed K/V stays cached until evicted."""
         assert state.sequence is not None
         assert not self._in_flight, "a row in flight would be lost"
-        if self._pricing is not None:
-            self._pricing.note_preempted(state)
+        self.policy.note_preempted(state)
         state.sequence.release()
         state.sequence = None
         self._running.remove(state)
@@ -590,8 +591,7 @@ class Scheduler:
         self, state: RequestState, reason: str, error: BaseException | None = None
     ) -> Finish:
         """Take a request out of every queue, free its private pages, and add up its numbers."""
-        if self._pricing is not None:
-            self._pricing.note_end(state, reason)
+        self.policy.note_ended(state, reason)
         # After an error pages may hold less than was committed: a copied head that no step made.
         if self._finish_hook is not None and state.sequence is not None and reason != "error":
             self._finish_hook(state.sequence, state.num_prompt, state.num_reused)

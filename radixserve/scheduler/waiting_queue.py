@@ -1,19 +1,7 @@
-"""`WaitingQueue`: waiting requests in policy order and by arrival, with the overtake bound.
+"""`WaitingQueue`: waiting requests in a `QueueOrder` and by arrival, with the overtake bound.
 
 A pass costs what changed since the last one: matches are looked up again only where the tree has
 changed, and the queue is scanned again only when a change may let a request start.
-
-Policies:
-
-    lpm         longest cached prefix first
-    fcfs        first come, first served
-    dfs-weight  along the tree, depth first, the branch with most waiting requests first
-
-A higher priority comes before all of these. The overtake bound holds under each policy.
-
-With priced admission and lpm, the shortest job comes first while the waiting requests do not fit
-into the free pages: see `_work_key`. And while requests are held, that of the oldest waiting
-session comes before all.
 
 Tenants have a queue each, with an order and an overtake bound of its own. Between them the one that
 has been served least comes first: see `TenantShares`.
@@ -26,189 +14,24 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
 
-from sortedcontainers import SortedDict, SortedKeyList, SortedList
+from sortedcontainers import SortedDict, SortedList
 
 from radixserve.cache import PrefixCache, PrefixWatch
 from radixserve.request import LEAST_PRIORITY
+from radixserve.scheduler.policy import AdmissionPolicy
+from radixserve.scheduler.queue_order import QueueOrder
 from radixserve.scheduler.request_state import RequestState
 from radixserve.scheduler.tenants import Tenant, TenantShares
-
-_HELD_BY_WORK = 3  # held requests after which a pass goes on in the policy's order
-
-OrderKey = tuple[int, ...]
-
-
-class PolicyQueue(Protocol):
-    """The waiting requests in the order of a policy. Writes their `order_key` and nothing else."""
-
-    def add(self, state: RequestState) -> None:
-        """O(log n)."""
-
-    def remove(self, state: RequestState) -> None:
-        """O(log n)."""
-
-    def update(self, state: RequestState) -> None:
-        """The request's match has changed: update its position. O(log n)."""
-
-    def scan(self) -> Iterator[RequestState]:
-        """The requests in order. The one just given may be removed; nothing else may change."""
-
-    def __len__(self) -> int: ...
-
-
-class SortedQueue:
-    """In the order of a key, which is kept as it was when a request was added or updated."""
-
-    def __init__(self, key: Callable[[RequestState], OrderKey]) -> None:
-        self._key = key
-        self._keys: dict[int, OrderKey] = {}  # by arrival
-        self._requests: SortedKeyList = SortedKeyList(key=lambda state: self._keys[state.arrival])
-
-    def add(self, state: RequestState) -> None:
-        self._keys[state.arrival] = self._key(state)
-        self._requests.add(state)
-
-    def remove(self, state: RequestState) -> None:
-        self._requests.remove(state)
-        del self._keys[state.arrival]
-
-    def update(self, state: RequestState) -> None:
-        if self._keys[state.arrival] != self._key(state):
-            self.remove(state)
-            self.add(state)
-
-    def scan(self) -> Iterator[RequestState]:
-        index = 0
-        while index < len(self._requests):
-            state = self._requests[index]
-            yield state
-            if index < len(self._requests) and self._requests[index] is state:
-                index += 1
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-
-class TreeQueue:
-    """dfs-weight: the paths of the waiting requests' matches as a tree of counts.
-
-    A path is the one of the request's last refresh: a node split above it since then is not in it.
-    """
-
-    def __init__(self) -> None:
-        self._roots: SortedDict = SortedDict()  # priority, high ones first -> _Branch
-        self._size = 0
-
-    def add(self, state: RequestState) -> None:
-        state.order_key = state.prefix_watch.path()
-        self._size += 1
-        branch = self._roots.setdefault(state.priority_key[0], _Branch(0))
-        for node_id in state.order_key:
-            branch = branch.grow(node_id)
-        branch.states[state.arrival] = state
-
-    def remove(self, state: RequestState) -> None:
-        self._size -= 1
-        branch = self._roots[state.priority_key[0]]
-        for node_id in state.order_key:
-            branch = branch.shrink(node_id)
-        del branch.states[state.arrival]
-
-    def update(self, state: RequestState) -> None:
-        if state.order_key != state.prefix_watch.path():
-            self.remove(state)
-            self.add(state)
-
-    def scan(self) -> Iterator[RequestState]:
-        stack = list(reversed(self._roots.values()))
-        while stack:
-            branch = stack.pop()
-            stack.extend(reversed(branch.order))  # as it was when the branch was reached
-            yield from list(branch.states.values())
-
-    def __len__(self) -> int:
-        return self._size
-
-
-class _Branch:
-    """A node of the tree of paths: the requests that end here, and the branches below by weight."""
-
-    __slots__ = ("below", "count", "node_id", "order", "states")
-
-    def __init__(self, node_id: int) -> None:
-        self.node_id = node_id
-        self.count = 0  # requests here and below
-        self.states: SortedDict = SortedDict()  # by arrival
-        self.below: dict[int, _Branch] = {}
-        # heaviest first
-        self.order = SortedKeyList(key=lambda branch: (-branch.count, branch.node_id))
-
-    def grow(self, node_id: int) -> _Branch:
-        """Count one more request in the branch `node_id` and return it."""
-        branch = self.below.get(node_id)
-        if branch is None:
-            branch = self.below[node_id] = _Branch(node_id)
-        else:
-            self.order.remove(branch)
-        branch.count += 1
-        self.order.add(branch)
-        return branch
-
-    def shrink(self, node_id: int) -> _Branch:
-        """Count one request less in the branch `node_id` and return it."""
-        branch = self.below[node_id]
-        self.order.remove(branch)
-        branch.count -= 1
-        if branch.count:
-            self.order.add(branch)
-        else:
-            del self.below[node_id]
-        return branch
-
-
-def make_queue(policy: str) -> PolicyQueue:
-    """The queue for `schedule_policy`, a name that the config has checked."""
-    if policy == "dfs-weight":
-        return TreeQueue()
-    return SortedQueue(_match_key if policy == "lpm" else _arrival_key)
-
-
-def _match_key(state: RequestState) -> OrderKey:
-    priority, arrival = state.priority_key
-    return priority, -state.prefix_watch.cached_len, arrival
-
-
-def _arrival_key(state: RequestState) -> OrderKey:
-    return state.priority_key
-
-
-def _work_key(state: RequestState) -> OrderKey:
-    """By the tokens to compute, in powers of four; of about equal ones the oldest session first."""
-    priority, arrival = state.priority_key
-    num_tokens = state.tokens.size - state.prefix_watch.cached_len
-    return priority, num_tokens.bit_length() // 2, state.session_arrival, arrival
 
 
 class _TenantQueue:
     """The waiting requests of a tenant: their order and their overtake bound."""
 
-    def __init__(
-        self, tenant: Tenant, policy: str, max_overtake: int, *, is_priced: bool = False
-    ) -> None:
-        """`is_priced`: for priced admission."""
+    def __init__(self, tenant: Tenant, order: QueueOrder, max_overtake: int) -> None:
         self.tenant = tenant  # whose requests it has, or had last
         self._max_overtake = max_overtake
-        # With priced admission: by priority and age of the session, and by work.
-        self._by_age: SortedDict | None = SortedDict() if is_priced else None
-        self._by_work: SortedQueue | None = None
-        if is_priced and policy == "lpm":
-            self._by_work = SortedQueue(_work_key)
-        self.was_held = False  # whether the last pass held a request
-        self.num_held = 0  # requests that this pass has held
-        self.oldest: RequestState | None = None  # given first by `candidates`, out of the order
-        self._queue = make_queue(policy)
+        self.order = order
         self._by_arrival: SortedDict = SortedDict()
         self._returned: SortedDict = SortedDict()  # of these, the preempted ones
         self._admitted: SortedList = SortedList()  # arrivals later than the oldest queued one
@@ -220,7 +43,7 @@ class _TenantQueue:
     def serve(self, tenant: Tenant) -> None:
         """The queue is empty, and gets the requests of this tenant."""
         if self.tenant is not tenant:
-            self.was_held, self.num_held = False, 0
+            self.order.restart()
         self.tenant, self.num_passed = tenant, 0
 
     def __len__(self) -> int:
@@ -234,36 +57,26 @@ class _TenantQueue:
         self._by_arrival[state.arrival] = state
         if is_returning:
             self._returned[state.arrival] = state
-        if self._by_age is not None:
-            self._by_age[_age_key(state)] = state
-        if self._by_work is not None:
-            self._by_work.add(state)
         self._priorities.add(state.request.params.priority)
         state.admitted_before_enqueue = self._num_later(state)
-        self._queue.add(state)
+        self.order.add(state)
 
     def remove(self, state: RequestState) -> None:
         """O(log n)."""
         state.overtaken = self.overtaken(state)
         del self._by_arrival[state.arrival]
         self._returned.pop(state.arrival, None)
-        if self._by_age is not None:
-            del self._by_age[_age_key(state)]
-        if self._by_work is not None:
-            self._by_work.remove(state)
         self._priorities.remove(state.request.params.priority)
-        self._queue.remove(state)
+        self.order.remove(state)
 
     def update(self, state: RequestState) -> None:
         """Its match has changed. O(log n)."""
-        self._queue.update(state)
-        if self._by_work is not None:
-            self._by_work.update(state)
+        self.order.update(state)
 
     def check(self) -> None:
-        """Audit: each order has all requests. AssertionError otherwise."""
-        for order in (self._queue, self._by_age, self._by_work, self._priorities):
-            assert order is None or len(order) == len(self), "a waiting request is not in an order"
+        """Audit: the order has all requests. AssertionError otherwise."""
+        self.order.check(len(self))
+        assert len(self._priorities) == len(self), "a waiting request has no priority"
 
     @property
     def highest_priority(self) -> float:
@@ -277,8 +90,7 @@ class _TenantQueue:
     def note_admitted(self, state: RequestState) -> None:
         """`state`, just removed, overtakes all that arrived before it. O(log n) amortised."""
         self.num_passed = 0
-        if state is self.oldest:
-            self.oldest = None
+        self.order.note_admitted(state)
         self._admitted.add(state.arrival)
         if not self._by_arrival:
             self._admitted.clear()
@@ -307,17 +119,14 @@ class _TenantQueue:
         return min(limited, default=math.inf)
 
     def candidates(
-        self, get_since: Callable[[], float], *, by_work: bool
+        self, get_since: Callable[[], float], *, is_short: bool
     ) -> Iterator[RequestState]:
         """Each request once that may start now, in order; the one just given may be removed.
 
-        With an admission limit: only requests up to it, by arrival. Else the policy's order; before
-        that, `by_work`, the shortest jobs until _HELD_BY_WORK are held: a cached prefix must not
-        wait for small requests that are not worth their price. If the last pass held a request,
-        that of the oldest session comes first, and once it has started that of the next oldest.
+        With an admission limit: only requests up to it, by arrival. `is_short`: see
+        `QueueOrder.scan`.
         """
         seen: set[int] = set()
-        self.oldest = None
         while True:
             limit = self.admission_limit(get_since())
             if limit < math.inf:
@@ -330,14 +139,7 @@ class _TenantQueue:
                 seen.add(state.arrival)
                 yield state
                 continue
-            if self.was_held and self.oldest is None and self._by_age:
-                self.oldest = oldest = self._by_age.peekitem(0)[1]
-                if oldest.arrival not in seen:
-                    seen.add(oldest.arrival)
-                    yield oldest
-                    continue
-            shortest = self._by_work if by_work and self.num_held < _HELD_BY_WORK else None
-            for state in (self._queue if shortest is None else shortest).scan():
+            for state in self.order.scan(is_short=is_short):
                 if state.arrival in seen:
                     continue
                 seen.add(state.arrival)
@@ -345,17 +147,11 @@ class _TenantQueue:
                 was_admitted = state.arrival not in self._by_arrival
                 if was_admitted and self.admission_limit(get_since()) < math.inf:
                     break
-                if shortest is not None and self.num_held >= _HELD_BY_WORK:
-                    break
             else:
                 return
 
     def _num_later(self, state: RequestState) -> int:
         return len(self._admitted) - int(self._admitted.bisect_right(state.arrival))
-
-
-def _age_key(state: RequestState) -> tuple[int, int, int]:
-    return state.priority_key[0], state.session_arrival, state.arrival
 
 
 class WaitingQueue:
@@ -369,11 +165,12 @@ class WaitingQueue:
         max_wait_s: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
         shares: TenantShares | None = None,
+        admission: AdmissionPolicy | None = None,
     ) -> None:
         """`max_wait_s`: None for no bound in seconds; on `clock`."""
         self._cache = cache
         self._policy, self._max_overtake = policy, max_overtake
-        self.is_by_match = policy == "lpm"
+        self._admission = AdmissionPolicy() if admission is None else admission
         self._max_wait_s, self._clock = max_wait_s, clock
         self._shares = TenantShares() if shares is None else shares
         self._queues: dict[Tenant, _TenantQueue] = {}  # of tenants with waiting requests
@@ -382,8 +179,6 @@ class WaitingQueue:
         self.num_tokens = 0  # of all of them
         self.num_changes = 0  # requests added, removed or unblocked since the start
         self._num_needed = 0  # pages: the page needs of all together
-        self.backlog_bound: Callable[[int], float] | None = None  # seconds, by tokens to compute
-        self.is_priced = False  # for priced admission: set before requests are added
 
     def __len__(self) -> int:
         return len(self._by_watch)
@@ -400,12 +195,8 @@ class WaitingQueue:
             self._shares.begin_waiting(state.tenant, self._queues)
             queue = self._spare
             if queue is None:
-                queue = _TenantQueue(
-                    state.tenant,
-                    self._policy,
-                    self._max_overtake,
-                    is_priced=self.is_priced,
-                )
+                order = self._admission.make_order(self._policy)
+                queue = _TenantQueue(state.tenant, order, self._max_overtake)
             queue.serve(state.tenant)
             self._spare = None
             self._queues[state.tenant] = queue
@@ -523,18 +314,14 @@ class WaitingQueue:
         """
         return self._is_limited(self._queues[state.tenant])
 
-    def is_oldest(self, state: RequestState) -> bool:
-        """Whether `candidates` has given it for the age of its session."""
-        return state is self._queues[state.tenant].oldest
+    def order_of(self, state: RequestState) -> QueueOrder:
+        """The order in which `candidates` gives the request."""
+        return self._queues[state.tenant].order
 
     def begin_pass(self) -> None:
-        """With priced admission: a pass begins that may hold requests. O(tenants that wait)."""
+        """A pass begins that may hold requests. O(tenants that wait)."""
         for queue in self._queues.values():
-            queue.was_held, queue.num_held = queue.num_held > 0, 0
-
-    def note_held(self, state: RequestState) -> None:
-        """A request that fits was not started, because of its price."""
-        self._queues[state.tenant].num_held += 1
+            queue.order.begin_pass()
 
     def is_first(self, arrival: int, tenant: Tenant, priority: int) -> bool:
         """Whether no waiting request of its tenant comes before a request like this."""
@@ -583,7 +370,7 @@ class WaitingQueue:
         return next(unblocked, None)
 
     def _candidates_of(self, queue: _TenantQueue) -> Iterator[RequestState]:
-        return queue.candidates(self._since, by_work=self._num_needed > self._cache.num_free)
+        return queue.candidates(self._since, is_short=self._num_needed > self._cache.num_free)
 
     def _shared_candidates(self, running: Iterable[RequestState]) -> Iterator[RequestState]:
         ahead = _to_compute(running)
@@ -621,10 +408,10 @@ class WaitingQueue:
 
     def _since(self) -> float:
         """When a request was queued that has reached its bound in seconds."""
-        max_wait_s = math.inf if self._max_wait_s is None else self._max_wait_s
-        if self.backlog_bound is not None:
-            num_tokens = self._num_needed * self._cache.page_size
-            max_wait_s = min(max_wait_s, self.backlog_bound(num_tokens))
+        num_tokens = self._num_needed * self._cache.page_size
+        max_wait_s = self._admission.max_wait_s(num_tokens)
+        if self._max_wait_s is not None:
+            max_wait_s = min(max_wait_s, self._max_wait_s)
         return self._clock() - max_wait_s
 
 

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, RadixCache
+from radixserve.cache.lookup import Lookup, StoredLookup
 from radixserve.config import EngineConfig, KVStoreWrite, parse_bytes
 from radixserve.engine import messages
 from radixserve.engine.extension import EngineExtension
 from radixserve.errors import InvalidRequest
-from radixserve.output import Lookup, StoredLookup
 from radixserve.request import Request
 from radixserve.store.buffers import BufferPool
 from radixserve.store.counts import StoreCounts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections import Counter
@@ -20,14 +21,13 @@ from tests.scheduler.test_scheduler import prompt
 def priced(pages: int, page_size: int = 1, **settings: object) -> Driver:
     """Steps are measured on the driver's clock, so a run depends on nothing else."""
     driver = Driver(pages, page_size, admission="priced", **settings)  # type: ignore[arg-type]
-    scheduler, pricing = driver.scheduler, driver.scheduler._pricing
-    assert pricing is not None
+    scheduler = driver.scheduler
 
     def clock() -> float:
         driver.now += 0.001  # between the beginning and the end of a step, too
         return driver.now
 
-    scheduler._clock = pricing._clock = scheduler._step_costs.clock = clock
+    scheduler._clock = scheduler._step_costs.clock = clock
     scheduler._waiting._clock = lambda: driver.now
     return driver
 
@@ -67,7 +67,7 @@ class HotSessions:
 def test_a_cold_session_is_held_and_never_starves() -> None:
     """The bound in requests: later ones that are hot overtake it no more often."""
     driver = priced(130, max_running_requests=4, max_overtake=30, chunked_prefill_size=64)
-    driver.scheduler._waiting.backlog_bound = None
+    driver.scheduler.policy.max_wait_s = lambda _: math.inf
     hot = HotSessions(driver, 3, 30)
     for _ in range(60):
         hot.step()
@@ -85,7 +85,7 @@ def test_a_cold_session_waits_no_longer_than_max_wait_s() -> None:
     driver = priced(
         130, max_running_requests=4, max_overtake=10_000, chunked_prefill_size=64, max_wait_s=0.5
     )
-    driver.scheduler._waiting.backlog_bound = None
+    driver.scheduler.policy.max_wait_s = lambda _: math.inf
     hot = HotSessions(driver, 3, 30)
     for _ in range(60):
         hot.step()
@@ -123,15 +123,14 @@ def fix_costs(driver: Driver, *, prefill_share: float) -> None:
 
 def test_the_oldest_session_starts_at_a_price_that_holds_others() -> None:
     driver = priced(130, max_running_requests=4, max_overtake=10_000, chunked_prefill_size=64)
-    driver.scheduler._waiting.backlog_bound = None
+    driver.scheduler.policy.max_wait_s = lambda _: math.inf
     hot = HotSessions(driver, 3, 30)
     for _ in range(60):
         hot.step()
     while driver.step() is not None:
         driver.now += 0.001
     driver.add("cold", prompt(50, 60), max_tokens=2, ignore_eos=True, session="cold")
-    pricing = driver.scheduler._pricing
-    assert pricing is not None
+    pricing = driver.scheduler.policy
     state = driver.scheduler._requests["cold"]
     seen = set()
     for exponent in range(41):
@@ -144,7 +143,7 @@ def test_the_oldest_session_starts_at_a_price_that_holds_others() -> None:
 def test_while_requests_are_held_the_oldest_session_comes_first() -> None:
     driver = priced(130, max_running_requests=4, max_overtake=10_000, chunked_prefill_size=64)
     waiting = driver.scheduler._waiting
-    waiting.backlog_bound = None
+    driver.scheduler.policy.max_wait_s = lambda _: math.inf
     driver.add("old-1", prompt(50, 2), max_tokens=2, ignore_eos=True, session="old")
     hot = HotSessions(driver, 3, 30)
     for _ in range(60):
@@ -184,7 +183,7 @@ def test_the_shortest_job_comes_first_where_waiting_requests_do_not_fit(
 def test_small_requests_that_are_held_do_not_keep_a_returning_session_waiting() -> None:
     """They come before it as shorter jobs, but it loses its cached prefix if it waits."""
     driver = priced(160, max_running_requests=4, max_overtake=10_000, chunked_prefill_size=64)
-    driver.scheduler._waiting.backlog_bound = None
+    driver.scheduler.policy.max_wait_s = lambda _: math.inf
     driver.add("cold-1", prompt(9, 2), max_tokens=1, session="cold0")  # the oldest session
     driver.run()
     driver.add("warm-1", prompt(1, 90), max_tokens=1, session="warm")
@@ -206,7 +205,7 @@ def test_room_is_worth_nothing_while_the_machine_prefills_all_the_time() -> None
     held = []
     for share in (0.0, 1.0):
         driver = priced(130, max_running_requests=4, max_overtake=10_000, chunked_prefill_size=64)
-        driver.scheduler._waiting.backlog_bound = None
+        driver.scheduler.policy.max_wait_s = lambda _: math.inf
         hot = HotSessions(driver, 3, 30)
         for _ in range(60):
             hot.step()

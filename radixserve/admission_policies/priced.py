@@ -1,0 +1,248 @@
+"""`PricedAdmission`: holds a request while starting it costs more than it gains.
+
+The price is the time to compute the K/V again that the request would evict; the gain is the time
+that its room would otherwise stay unused. Both are in seconds. See docs/scheduling.md for the
+derivation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from sortedcontainers import SortedDict
+
+from radixserve.admission_policies.returns import ReturnTimes, waiting_return
+from radixserve.cache import ReturnEstimate
+from radixserve.scheduler.policy import AdmissionPolicy, SchedulerView
+from radixserve.scheduler.queue_order import OrderKey, QueueOrder, SortedOrder, make_order
+from radixserve.scheduler.request_state import RequestState
+
+_MAX_BACKLOGS = 16.0  # that a request waits: the time that all waiting requests take to compute
+_HELD_BY_WORK = 3  # held requests after which a pass goes on in the plain order
+_MARGIN = 1.4  # by which a gain exceeds the price, and by which it may fall short for the oldest
+
+
+class HeldOrder(QueueOrder):
+    """A plain order, changed while waiting requests do not fit.
+
+    - If the last pass held a request, that of the oldest session comes first, and once it has
+      started that of the next oldest.
+    - With lpm, while the waiting requests do not fit into the free pages, the shortest job comes
+      first, see `_work_key`, until three are held: a cached prefix must not wait for small requests
+      that are not worth their price.
+    """
+
+    def __init__(self, schedule_policy: str) -> None:
+        self._order = make_order(schedule_policy)
+        self._by_age: SortedDict = SortedDict()  # priority and age of the session -> request
+        self._by_work = SortedOrder(_work_key) if schedule_policy == "lpm" else None
+        self._was_held = False  # whether the last pass held a request
+        self._num_held = 0  # requests that this pass has held
+        self.oldest: RequestState | None = None  # given for the age of its session, in this scan
+
+    def add(self, state: RequestState) -> None:
+        self._order.add(state)
+        self._by_age[_age_key(state)] = state
+        if self._by_work is not None:
+            self._by_work.add(state)
+
+    def remove(self, state: RequestState) -> None:
+        self._order.remove(state)
+        del self._by_age[_age_key(state)]
+        if self._by_work is not None:
+            self._by_work.remove(state)
+
+    def update(self, state: RequestState) -> None:
+        self._order.update(state)
+        if self._by_work is not None:
+            self._by_work.update(state)
+
+    def scan(self, *, is_short: bool) -> Iterator[RequestState]:
+        self.oldest = None
+        while self._was_held and self.oldest is None and self._by_age:
+            self.oldest = oldest = self._by_age.peekitem(0)[1]
+            yield oldest  # `note_admitted` clears it
+        if is_short and self._by_work is not None:
+            for state in self._by_work.scan():
+                if self._num_held >= _HELD_BY_WORK:
+                    break
+                yield state
+            else:
+                return
+        yield from self._order.scan(is_short=is_short)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def begin_pass(self) -> None:
+        self._was_held, self._num_held = self._num_held > 0, 0
+
+    def note_held(self) -> None:
+        self._num_held += 1
+
+    def note_admitted(self, state: RequestState) -> None:
+        if state is self.oldest:
+            self.oldest = None
+
+    def restart(self) -> None:
+        self._was_held, self._num_held = False, 0
+
+    def check(self, num_requests: int) -> None:
+        for order in (self._order, self._by_age, self._by_work):
+            assert order is None or len(order) == num_requests, "a waiting request is not in order"
+
+
+def _work_key(state: RequestState) -> OrderKey:
+    """By the tokens to compute, in powers of four; of about equal ones the oldest session first."""
+    priority, arrival = state.priority_key
+    num_tokens = state.tokens.size - state.prefix_watch.cached_len
+    return priority, num_tokens.bit_length() // 2, state.session_arrival, arrival
+
+
+def _age_key(state: RequestState) -> OrderKey:
+    return state.priority_key[0], state.session_arrival, state.arrival
+
+
+class PricedAdmission(AdmissionPolicy):
+    """Whether a waiting request is worth what it would push out, and what the cache should expect.
+
+    Holds nothing over a cache that does not order evictions by expected returns.
+    Within a scheduling pass the victims are read once: `begin_pass`, then `may_start`.
+    """
+
+    def __init__(self) -> None:
+        self.returns = ReturnTimes()
+        self._has_adopted = False  # the cache knows what is expected of what was released before
+        self._victims: Iterator[tuple[int, ReturnEstimate | None]] | None = None
+        self._known: list[tuple[int, ReturnEstimate | None]] = []  # the first victims, once read
+        self._growth: int | None = None  # tokens that running requests will add, once counted
+        self._now = 0.0  # on the cache's clock
+
+    def attach(self, view: SchedulerView) -> None:
+        self._cache, self._running, self._num_waiting, self.costs = view
+        self.holds_requests = self.measures_steps = view.cache.tracks_returns
+
+    def make_order(self, schedule_policy: str) -> QueueOrder:
+        return HeldOrder(schedule_policy) if self.holds_requests else make_order(schedule_policy)
+
+    # -- what happens -------------------------------------------------------------------------
+
+    def note_arrival(self, state: RequestState) -> None:
+        """Its prefix goes last, and its session has come back."""
+        if not self.holds_requests:
+            return
+        now, returns = self._cache.time(), self.returns
+        returns.note_arrival(state, now)
+        if not self._has_adopted and (typical := returns.typical(now)) is not None:
+            self._has_adopted = True
+            self._cache.adopt_returns(typical)
+        watch = state.prefix_watch
+        self._cache.expect_return(watch, waiting_return(now, watch.cached_len))
+
+    def note_ended(self, state: RequestState, reason: str) -> None:
+        """Its sequence carries when its session comes back."""
+        if not self.holds_requests:
+            return
+        is_finished = reason in ("stop", "length")
+        expected = self.returns.note_end(state, self._cache.time(), is_finished=is_finished)
+        if state.sequence is not None:
+            state.sequence.expected_return = expected
+
+    def note_preempted(self, state: RequestState) -> None:
+        if self.holds_requests and state.sequence is not None:
+            length = state.sequence.committed_len
+            state.sequence.expected_return = waiting_return(self._cache.time(), length)
+
+    # -- the decision -------------------------------------------------------------------------
+
+    def max_wait_s(self, num_tokens: int) -> float:
+        """As long as computing all waiting tokens sixteen times takes; inf until costs are known.
+        So requests start before long, however large they and their prices are."""
+        if not self.holds_requests:
+            return math.inf
+        seconds = _MAX_BACKLOGS * num_tokens * self.costs.prefill_token_s
+        return seconds or math.inf
+
+    def begin_pass(self) -> None:
+        self._victims, self._known = None, []
+        self._growth = None
+        self._now = self._cache.time()
+
+    def note_started(self, state: RequestState) -> None:
+        self._victims, self._known = None, []
+        if self._growth is not None:
+            self._growth += self._left_to_add(state)
+
+    def note_session_closed(self, name: str) -> None:
+        self.returns.note_closed(name)
+
+    def may_start(self, state: RequestState, order: QueueOrder) -> bool:
+        """O(victims), and once a pass O(running requests)."""
+        is_oldest = isinstance(order, HeldOrder) and order.oldest is state
+        is_worth = self.is_worth(state, is_oldest=is_oldest)
+        self.num_held += not is_worth
+        return is_worth
+
+    def is_worth(self, state: RequestState, *, is_oldest: bool = False) -> bool:
+        """Whether the gain exceeds the price. `is_oldest`: the request is that of the oldest
+        waiting session."""
+        if self._growth is None:
+            self._growth = sum(map(self._left_to_add, self._running))
+        size, cached_len = self._cache.page_size, state.prefix_watch.cached_len
+        wanted = -(-(state.tokens.size - cached_len + self.returns.expected_output(state)) // size)
+        growth, num_free = self.returns.growth_share, self._cache.num_free
+        # Room for what runs, and for what the sessions that are kept will still add.
+        reserved = -(-self._growth // size) + growth * (self._cache.num_pages - num_free + wanted)
+        if num_free >= reserved + wanted:
+            return True
+        have, lost, seconds, dear = float(num_free), 0.0, 0.0, 0.0
+        for num_pages, expected in self._read_victims():
+            if have >= reserved + wanted:
+                break
+            if expected is None or expected.late_at <= self._now:
+                have += num_pages * (1.0 + growth)  # it does not grow
+                continue
+            # The part of it that is taken for this request, not for those that run.
+            taken = min(have + num_pages, reserved + wanted) - max(have, reserved)
+            have += num_pages
+            if taken > 0:
+                dear += num_pages
+                lost += taken * expected.probability
+                seconds += num_pages * expected.seconds_left(self._now)
+        own_len = cached_len
+        if lost:  # others lose K/V now: the request loses what is not locked, if it waits
+            own_len -= state.prefix_watch.locked_len
+        missing = min(wanted, reserved + wanted - have)
+        if missing > 0:  # the room that others will need: they return as the population does
+            typical = self.returns.typical(self._now)
+            lost += missing * (1.0 if typical is None else typical.probability)
+            dear += missing
+            if typical is not None:
+                seconds += missing * typical.wait_s
+        if lost * size <= own_len:
+            return True  # what it would lose by waiting is more
+        costs, num_running, num_waiting = self.costs, len(self._running), self._num_waiting()
+        price = lost * size * costs.prefill_token_s * (1 + num_running + num_waiting)
+        # A session more among those that fit: all that wait are served so much sooner.
+        num_locked = self._cache.num_pages - self._cache.num_available
+        num_fitting = max(1.0, num_running * self._cache.num_pages / max(num_locked, 1))
+        gain = seconds / dear * (1.0 + num_waiting / num_fitting)
+        # While the machine prefills, computing again delays others; while not, room saves time.
+        share = costs.prefill_share
+        margin = _MARGIN if is_oldest else 1.0 / _MARGIN
+        return price * share <= margin * gain * (1.0 - share)
+
+    def _left_to_add(self, state: RequestState) -> int:
+        """Tokens that a running request will still take room for."""
+        sequence = state.sequence
+        length = 0 if sequence is None else sequence.length
+        return state.tokens.size - length + self.returns.expected_output(state)
+
+    def _read_victims(self) -> Iterator[tuple[int, ReturnEstimate | None]]:
+        yield from self._known
+        if self._victims is None:
+            self._victims = self._cache.victims()
+        for victim in self._victims:
+            self._known.append(victim)
+            yield victim
