@@ -9,7 +9,7 @@ from typing import NotRequired, TypedDict
 
 
 class Lease(TypedDict):
-    """A session's lease on a node, see cache/radix/sessions.py."""
+    """A session's lease on a node, see retention/sessions.py."""
 
     session: str
     tokens: int  # from the root to the node's end

@@ -24,7 +24,7 @@ FLOORS = [
     ["radixserve.request", "radixserve.hint"],
     ["radixserve.schedule"],
     ["radixserve.output", "radixserve.reports"],
-    ["radixserve.cache_layers", "radixserve_kernels"],
+    ["radixserve.cache_layers", "radixserve.retention", "radixserve_kernels"],
     ["radixserve.attention"],
     ["radixserve.scheduler", "radixserve.models", "radixserve.grammar"],
     ["radixserve.admission_policies", "radixserve.runner", "radixserve.text"],
@@ -42,6 +42,7 @@ CONTROL_PLANE = (
     "radixserve.admission_policies",
     "radixserve.cache",
     "radixserve.cache_layers",
+    "radixserve.retention",
     "radixserve.scheduler",
     "radixserve.routing",
 )

@@ -38,13 +38,14 @@ ORDER = (  # from left to right within a layer
         "scheduler",
         "cache",
         "cache_layers",
+        "retention",
         "store",
         "text",
     ),
     *("runner", "models", "grammar", "attention", RECORDS, GROUND, KERNELS),
 )
 _CONTROL_PLANE = (
-    *("routing", "admission_policies", "scheduler", "cache", "cache_layers", "store"),
+    *("routing", "admission_policies", "scheduler", "cache", "cache_layers", "retention", "store"),
 )
 COLOURS = {
     **dict.fromkeys(_CONTROL_PLANE, "#dcebd8"),

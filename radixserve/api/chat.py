@@ -21,8 +21,8 @@ from radixserve.api.branch import Branch
 from radixserve.api.client import EngineClient
 from radixserve.api.request_builder import check_params
 from radixserve.arrays import IntArray
-from radixserve.checks import check_int, check_str, shown
 from radixserve.cache.diagnosis import is_time, text_at
+from radixserve.checks import check_int, check_str, shown
 from radixserve.errors import EngineDead, InvalidRequest
 from radixserve.output import Chunk, Completion
 from radixserve.request import SamplingParams

@@ -26,8 +26,7 @@ from radixserve.cache.page_pool import PagePool
 from radixserve.cache.radix.child_index import child_covering, siblings_with_head
 from radixserve.cache.radix.eviction import EvictionOrder
 from radixserve.cache.radix.layers import RadixLayers
-from radixserve.cache.radix.lookup import Match
-from radixserve.cache.radix.node import Node, path
+from radixserve.cache.radix.node import Match, Node, path
 from radixserve.cache.radix.radix_tree import RadixTree
 from radixserve.cache.radix.sequence import RadixSequence, node_covering
 from radixserve.cache.sequence import CacheSequence

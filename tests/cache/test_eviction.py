@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from radixserve.cache import RadixCache, ReturnEstimate
-from radixserve.cache.radix.eviction import ARC, POLICIES, EvictionOrder
+from radixserve.cache.radix.eviction import ARC, POLICIES, EvictionOrder, policy_class
 from radixserve.cache.radix.node import Node
 from radixserve.config import EVICTION_POLICIES
 from radixserve.errors import InvalidRequest, OutOfPages
@@ -45,8 +45,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[EvictionOrder]:
     def recorded(make: Callable[[int], EvictionOrder]) -> Callable[[int], EvictionOrder]:
         return lambda num_pages: orders.append(make(num_pages)) or orders[-1]
 
-    for name, make in POLICIES.items():
-        monkeypatch.setitem(POLICIES, name, recorded(make))
+    for name in POLICIES:
+        monkeypatch.setitem(POLICIES, name, recorded(policy_class(name)))
     return orders
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from radixserve.cache import RadixSequence
-from radixserve.cache.radix.sessions import RadixSession
 from radixserve.config import EVICTION_POLICIES
+from radixserve.retention.sessions import RadixSession
 from tests.cache.hash_world import LateWorld
 from tests.cache.world import Prefix, World, random_step
 from tests.cache_layers.state_world import CrowdedStateWorld, LateStateWorld, StateWorld

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from radixserve.cache import RadixCache, SnapshotView
-from radixserve.cache.radix.sessions import RadixSession, SessionAwareEviction
 from radixserve.config import EVICTION_POLICIES
 from radixserve.errors import InvalidRequest
+from radixserve.retention.sessions import RadixSession, SessionRetention
 
 
 class Clock:
@@ -302,7 +302,7 @@ class TestBorders:
     ) -> None:
         cache = make(clock)
         serve(cache, block(1), cache.open_session("chat", lease_s=1e9))
-        monkeypatch.setattr(SessionAwareEviction, "on_reset", lambda *_: None)
+        monkeypatch.setattr(SessionRetention, "on_reset", lambda *_: None)
         cache.reset()
         with pytest.raises(AssertionError, match="still reached or leased"):
             cache.check()

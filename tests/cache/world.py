@@ -18,7 +18,7 @@ from radixserve.cache import (
     RadixCache,
     RadixSequence,
 )
-from radixserve.cache.radix.sessions import RadixSession as CacheSession
+from radixserve.retention.sessions import RadixSession as CacheSession
 
 Prefix = tuple[int, ...]
 

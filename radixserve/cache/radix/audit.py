@@ -37,7 +37,10 @@ def check_tree(allocator: PageAllocator, tree: RadixTree, layers: RadixLayers | 
         _check_node(tree, node)
     _check_counts(tree, nodes)
     _check_order(tree, nodes)
-    _check_session_refs(tree, nodes)
+    if tree.retention is not None:
+        tree.retention.check_nodes(nodes)
+    else:
+        assert all(node.retention is None for node in nodes), "retention without a policy"
     for sequence in sequences:
         check_tokens(allocator, sequence)
         _check_sequence(tree, sequence)
@@ -132,51 +135,6 @@ def _check_order(tree: RadixTree, nodes: list[Node]) -> None:
     tree.order.check()
 
 
-def _check_session_refs(tree: RadixTree, nodes: list[Node]) -> None:
-    """Session refs follow from the sessions' end nodes and leases, and rise towards the root."""
-    sessions = tree.session_eviction
-    if sessions is None:
-        assert not any(node.session_refs for node in nodes), "session refs without sessions"
-        return
-    num_retained = sessions.num_retained_pages  # ends leases whose time is over
-    all_refs = [(node, node.session_refs) for node in nodes if node.session_refs is not None]
-    leased = [node for node, refs in all_refs if refs.num_leased]
-    assert sessions.num_leased_pages == _num_pages(leased), "leased pages miscounted"
-    retained = [node for node, refs in all_refs if refs.num_retained]
-    assert num_retained == _num_pages(retained), "retained pages miscounted"
-    for node in nodes:
-        name, refs = f"node {node.node_id}", node.session_refs
-        if node.namespace.is_dead:
-            is_kept = refs is not None and (refs.num_open or refs.num_leased or refs.num_retained)
-            assert not is_kept, f"{name} of a namespace that was reset is still reached or leased"
-            continue
-        below = [child.session_refs for child in node.children.values()]
-        ends = [session for session in sessions.open_sessions if node in session.end_nodes]
-        kept = [
-            session.retain_until is not None
-            for session in ends
-            if session.end_nodes[node] is not None
-        ]
-        num_open = len(ends) + sum(1 for child in below if child and child.num_open)
-        num_leased = kept.count(False) + sum(1 for child in below if child and child.num_leased)
-        num_retained = kept.count(True)
-        num_retained += sum(1 for child in below if child and child.num_retained)
-        has_used_without_session = any(
-            child is None or child.used_without_session for child in below
-        )
-        if refs is None:
-            assert not num_open, f"{name} is reached by sessions and does not know it"
-            continue
-        assert refs.num_open == num_open, f"{name}: {refs.num_open} session refs, not {num_open}"
-        assert refs.num_leased == num_leased, f"{name}: wrong number of leases"
-        assert refs.num_retained == num_retained, f"{name}: wrong number of retaining sessions"
-        num_kept = max(refs.num_leased, refs.num_retained)
-        assert num_kept <= refs.num_open, f"{name} is leased and reached by no session"
-        assert refs.used_without_session or not has_used_without_session or node.lock_ref, (
-            f"{name} has children that were used without a session"
-        )
-
-
 def _check_sequence(tree: RadixTree, sequence: RadixSequence) -> None:
     size, name = tree.page_size, repr(sequence)
     published, committed = sequence._published, sequence.committed_len
@@ -233,17 +191,7 @@ def tree_stats(allocator: PageAllocator, tree: RadixTree) -> dict[str, Any]:
         "sessions": 0,
         "pages_pinned": count_pinned(allocator),
     }
-    sessions = tree.session_eviction
-    if sessions is not None:
-        stats |= {
-            "pages_retained": sessions.num_retained_pages,
-            "retained_evicted_pages": sessions.num_retained_evicted,
-            "sessions": len(sessions.open_sessions),
-            "leases": sessions.leases(),
-            "pages_leased": sessions.num_leased_pages,
-            "pages_closed": sessions.num_closed_pages,
-        }
-    return stats
+    return stats if tree.retention is None else stats | tree.retention.stats()
 
 
 def preview_tree(tree: RadixTree, count: int) -> list[dict[str, Any]]:
@@ -263,9 +211,9 @@ def dump_tree(
     allocator: PageAllocator, tree: RadixTree, max_nodes: int, only: str | None
 ) -> dict[str, Any]:
     """See `PrefixCache.dump`."""
-    sequences, sessions = _sequences(allocator), tree.session_eviction
-    if sessions is not None:
-        sessions.end_leases()
+    sequences, retention = _sequences(allocator), tree.retention
+    if retention is not None:
+        retention.refresh()
     users: Counter[int] = Counter()
     for sequence in sequences:
         if sequence.is_pin:
@@ -278,7 +226,7 @@ def dump_tree(
     def describe(node: Node) -> NodeDump:
         state, last_use = usage_state(users[id(node)]) if users[id(node)] else "pinned", None
         if not node.lock_ref:
-            state = "cached" if sessions is None else sessions.state(node)
+            state = "cached" if retention is None else retention.state(node)
             last_use = node.last_use
         return NodeDump(
             node.tokens, node.pages.tolist(), node.lock_ref, users[id(node)], state, last_use

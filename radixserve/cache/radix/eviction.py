@@ -1,18 +1,18 @@
-"""Eviction policies: `EvictionOrder`, LRU, LFU, priority, FIFO, SLRU, ARC and expected return.
+"""Eviction policies: `EvictionOrder`, LRU, LFU, priority, FIFO, SLRU and ARC.
 
 A policy orders the unlocked nodes; a node with `lock_ref` > 0 is in no order, see
 `RadixTree.lock`. The policy sets a node's `policy_key`: a tick, a count, a priority, a stamp or a
 segment. Along a path keys never rise towards the leaves, so every victim is a leaf.
-`EvictedHistory` remembers where tokens were evicted. sessions.py wraps any policy: it evicts pages
-of closed sessions before the policy's victims, leased and retained pages after them.
+`EvictedHistory` remembers where tokens were evicted. A `RetentionPolicy` (retention.py) wraps any
+policy.
 """
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
 from typing import NamedTuple
 
 from sortedcontainers import SortedDict
@@ -77,7 +77,8 @@ class EvictionOrder(ABC):
     initial_key = 0  # of a new node
     tracks_use = False  # whether `on_path_used` is called
     tracks_evictions = False  # whether `on_evicted` is called
-    tracks_returns = False  # whether it is an `ExpectedReturn`, which takes forecasts
+    tracks_returns = False  # whether it uses `ReturnEstimate`s
+    clock: Callable[[], float]  # the cache's, in seconds
 
     def __init__(self, num_pages: int) -> None:
         """`num_pages`: of the whole pool."""
@@ -120,15 +121,16 @@ class EvictionOrder(ABC):
         """Called before the path ending in `node` is unlocked by a sequence."""
 
     def note_release(self, node: Node, expected: ReturnEstimate | None) -> None:  # noqa: B027
-        """See `ExpectedReturn`."""
+        """With `tracks_returns`: the locked path to `node` is about to be released. `expected`:
+        when it is used again; None: unknown."""
 
     def expect(self, node: Node, expected: ReturnEstimate) -> None:  # noqa: B027
-        """See `ExpectedReturn`."""
+        """Note when the path to `node` is used again."""
 
     def adopt(  # noqa: B027
         self, wait_s: float, late_s: float, probability: float, is_regular: bool
     ) -> None:
-        """See `ExpectedReturn`."""
+        """Set this estimate for all paths without one."""
 
     def on_resized(self, node: Node) -> None:  # noqa: B027
         """Note that an unlocked node has fewer tokens now, after an eviction or a split."""
@@ -539,166 +541,30 @@ class _EvictedPoints:
         assert set(self._tails.values()) <= set(self._pages), "a tail that is not remembered"
 
 
-class ExpectedReturn(EvictionOrder):
-    """LRU, except that paths of sessions with regular think times are ordered by their next use.
-    The scheduler estimates when a released path is used again. Two queues, evicted in this order:
-
-        recency   least recently used first: paths without an expected return, and those whose
-                  think times vary so much that recency tells more; also paths whose regular return
-                  is overdue, as if used when they became so
-        regular   the one that returns last first: sessions that come round in turn do not push
-                  each other out, as they do under LRU
-
-    A node's estimate joins those of all nodes below it: their earliest `return_at` and their latest
-    `late_at`. So no node is evicted before one below it. A node with an expected return costs
-    O(log nodes), when the order is next read.
-    """
-
-    tracks_returns = True
-
-    def __init__(self, num_pages: int) -> None:
-        super().__init__(num_pages)
-        self.clock: Callable[[], float] = time.monotonic  # that of the returns
-        self._recency = LRU(num_pages)
-        self._regular: SortedDict = SortedDict()  # (-return time, tick) -> node
-        self._by_late_at: SortedDict = SortedDict()  # (late time, tick) -> node, the same nodes
-        self._keys: dict[Node, tuple[float, float, int]] = {}  # return time, late time, tick
-        self._unsorted: dict[Node, None] = {}  # of these, the ones not yet in the two above
-        self._tick = 0
-
-    def add(self, node: Node) -> None:
-        expected = node.expected
-        if expected is None or not expected.is_regular:
-            self._recency.add(node)
-            return
-        self._tick = tick = self._tick + 1
-        self._keys[node] = (expected.return_at, expected.late_at, tick)
-        self._unsorted[node] = None  # most are used again before an order is asked for
-
-    def discard(self, node: Node) -> None:
-        self._recency.discard(node)
-        if node in self._keys:
-            self._drop_key(node)
-
-    def victim(self) -> Node | None:
-        victim = self._recency.victim()
-        if victim is not None:
-            return victim
-        self._move_late()
-        victim = self._recency.victim()
-        if victim is not None:
-            return victim
-        regular: Node | None = self._regular.peekitem(0)[1] if self._regular else None
-        return regular
-
-    def pop(self, num_pages: int) -> Node | None:
-        if not self._keys:
-            return self._recency.pop(num_pages)
-        return super().pop(num_pages)
-
-    def preview(self) -> Iterator[tuple[Node, str]]:
-        self._move_late()
-        yield from self._recency.preview()
-        for node in self._regular.values():
-            yield node, "expected back after all others"
-
-    def queues(self) -> list[Iterable[Node]]:
-        self._move_late()
-        return [*self._recency.queues(), self._regular.values()]
-
-    def check(self) -> None:
-        self._sort()
-        assert set(self._keys) == set(self._regular.values()), "regular nodes and keys disagree"
-        assert set(self._keys) == set(self._by_late_at.values()), "late times and keys disagree"
-
-    # -- returns ------------------------------------------------------------------------------
-
-    def note_release(self, node: Node, expected: ReturnEstimate | None) -> None:
-        """Set the estimates of the locked path to `node`, which is about to be released.
-        `expected`: when it is used again; None: unknown. O(depth)."""
-        below, child = expected, None
-        for ancestor in path(node):
-            num_others = len(ancestor.children) - (child is not None)
-            if num_others or ancestor.lock_ref > 1:
-                below = join_returns(ancestor.expected, below)
-            ancestor.expected = below
-            child = ancestor
-
-    def expect(self, node: Node, expected: ReturnEstimate) -> None:
-        """Join `expected` into the estimates of the path to `node`. It changes the order of a
-        locked node once that is released. O(depth)."""
-        for ancestor in path(node):
-            is_here = ancestor in self._keys or self._recency.has(ancestor)
-            if is_here:
-                self.discard(ancestor)
-            ancestor.expected = join_returns(ancestor.expected, expected)
-            if is_here:
-                self.add(ancestor)
-
-    def adopt(self, wait_s: float, late_s: float, probability: float, is_regular: bool) -> None:
-        """Set this estimate for all paths without one. O(nodes): to be called once."""
-        for node in list(self._recency.queues()[0]):  # children before their parents
-            if node.expected is None:
-                return_at, late_at = node.last_use + wait_s, node.last_use + late_s
-                self.expect(
-                    node, ReturnEstimate(return_at, wait_s, late_at, probability, is_regular)
-                )
-
-    def _move_late(self) -> None:
-        """Move nodes whose return is overdue to the recency queue. O(log nodes) each."""
-        self._sort()
-        if not self._by_late_at:
-            return
-        now = self.clock()
-        while self._by_late_at and self._by_late_at.keys()[0][0] < now:
-            node = self._by_late_at.peekitem(0)[1]
-            self._drop_key(node)
-            self._recency.add(node)
-
-    def _sort(self) -> None:
-        """Sort the nodes added since the last call into the regular queue. O(log nodes) each."""
-        for node in self._unsorted:
-            return_at, late_at, tick = self._keys[node]
-            self._regular[-return_at, tick] = self._by_late_at[late_at, tick] = node
-        self._unsorted.clear()
-
-    def _drop_key(self, node: Node) -> None:
-        return_at, late_at, tick = self._keys.pop(node)
-        if node in self._unsorted:
-            del self._unsorted[node]
-            return
-        del self._regular[-return_at, tick], self._by_late_at[late_at, tick]
-
-
-def join_returns(
-    first: ReturnEstimate | None, second: ReturnEstimate | None
-) -> ReturnEstimate | None:
-    """Returns the estimate of a node that sequences with both estimates use."""
-    if first is None or second is None:
-        return first or second
-    return ReturnEstimate(
-        min(first.return_at, second.return_at),
-        min(first.wait_s, second.wait_s),
-        max(first.late_at, second.late_at),
-        max(first.probability, second.probability),
-        first.is_regular or second.is_regular,
-    )
-
-
-POLICIES: dict[str, type[EvictionOrder]] = {  # by the names of `EngineConfig.eviction`
+POLICIES: dict[str, type[EvictionOrder] | str] = {  # by the names of `EngineConfig.eviction`
     "lru": LRU,
     "arc": ARC,
     "lfu": LFU,
     "fifo": FIFO,
     "slru": SLRU,
     "priority": Priority,
-    "expected-return": ExpectedReturn,
+    # "module:class", loaded when it is used
+    "expected-return": "radixserve.retention.expected_return:ExpectedReturn",
 }
 
 
 def make_order(policy: str, num_pages: int, clock: Callable[[], float]) -> EvictionOrder:
     """Returns the eviction order of that policy. `clock`: the cache's, in seconds."""
-    order = POLICIES[policy](num_pages)
-    if isinstance(order, ExpectedReturn):
-        order.clock = clock
+    order = policy_class(policy)(num_pages)
+    order.clock = clock
     return order
+
+
+def policy_class(policy: str) -> type[EvictionOrder]:
+    """Returns the class of that policy."""
+    home = POLICIES[policy]
+    if not isinstance(home, str):
+        return home
+    module, _, name = home.partition(":")
+    loaded: type[EvictionOrder] = getattr(import_module(module), name)
+    return loaded

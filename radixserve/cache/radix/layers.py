@@ -15,8 +15,7 @@ from radixserve.cache.layers import CacheLayers
 from radixserve.cache.lookup import MissReason
 from radixserve.cache.page_pool import PagePool
 from radixserve.cache.radix.eviction import EvictionOrder
-from radixserve.cache.radix.lookup import Match
-from radixserve.cache.radix.node import Node
+from radixserve.cache.radix.node import Match, Node
 from radixserve.cache.radix.radix_tree import RadixTree
 from radixserve.cache.radix.sequence import RadixSequence
 from radixserve.cache.sequence import PageAllocator

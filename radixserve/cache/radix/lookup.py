@@ -13,21 +13,10 @@ import numpy as np
 from radixserve.arrays import IntArray
 from radixserve.cache.lookup import Lookup
 from radixserve.cache.radix.child_index import closest_child, common_head
-from radixserve.cache.radix.node import NamespaceTree, Node, path
+from radixserve.cache.radix.node import Match, NamespaceTree, Node, path
 from radixserve.cache.radix.radix_tree import RadixTree
 from radixserve.cache.tokens import TOKEN_BYTES, as_view
 from radixserve.cache.watch import PrefixWatch, WatchKey
-
-# A plain tuple: as a NamedTuple it would cost each acquired sequence 4 % of its time (case D of
-# benchmarks/bench_cache.py). Every user unpacks it by name.
-Match = tuple[int, Node, Node, bytes]
-"""(length, node, resume, page): where the walk along a prompt stopped.
-
-`length` tokens agree, the last of them in `node`. `resume` is the deepest node whose tokens agree
-from its start on whole pages; it differs from `node` when only a prefix of a child's first page
-agrees. `page` is the first page looked for below `resume` that is not a child's; b"" where the walk
-stopped for another reason.
-"""
 
 
 def match_prefix(

@@ -4,30 +4,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from radixserve.arrays import IntArray
 from radixserve.cache.sequence import Namespace, ReturnEstimate
 from radixserve.cache.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from sortedcontainers import SortedList
-
-
-class SessionRefs:
-    """The sessions that reach a node. `Node.session_refs` is None if only sequences without a
-    session used the node."""
-
-    __slots__ = ("num_leased", "num_open", "num_retained", "sessions", "used_without_session")
-
-    def __init__(self, *, used_without_session: bool) -> None:
-        # a sequence without a session reached it, and it has not been demoted since
-        self.used_without_session = used_without_session
-        self.num_open = 0  # open sessions that end here + children that open sessions reach
-        self.num_leased = 0  # of both, the leased ones
-        self.num_retained = 0  # of both, those that a retaining session reaches
-        self.sessions: set[object] = set()  # open ones that end in this node
 
 
 NO_CHILDREN: dict[bytes, Node] = {}  # shared by all leaves; stays empty
@@ -60,7 +46,7 @@ class Node:
         "pages",
         "parent",
         "policy_key",
-        "session_refs",
+        "retention",
         "start",
         "tokens",
     )
@@ -85,7 +71,7 @@ class Node:
         self.lock_ref = 0  # sequences that end in this node + locked children
         self.policy_key = 0  # set by the eviction policy
         self.last_use = 0.0  # the tree's `now` when its last lock was released
-        self.session_refs: SessionRefs | None = None
+        self.retention: Any = None  # of the `RetentionPolicy`, if it knows the node
         self.expected: ReturnEstimate | None = None  # its next use; see `ExpectedReturn`
         self.children = NO_CHILDREN
         # see child_index; None while a scan of all children is faster
@@ -129,3 +115,21 @@ def path_pages(node: Node, count: int) -> array[int]:
         pages += piece
     del pages[count:]
     return pages
+
+
+def prefix_of(node: Node) -> tuple[str, IntArray]:
+    """Returns the namespace of a node, and the tokens from the root to its end."""
+    edges = [bytes(ancestor.tokens) for ancestor in path(node)]
+    return node.namespace.name, np.frombuffer(b"".join(edges[::-1]), np.int32)
+
+
+# A plain tuple: as a NamedTuple it would cost each acquired sequence 4 % of its time (case D of
+# benchmarks/bench_cache.py). Every user unpacks it by name.
+Match = tuple[int, Node, Node, bytes]
+"""(length, node, resume, page): where the walk along a prompt stopped.
+
+`length` tokens agree, the last of them in `node`. `resume` is the deepest node whose tokens agree
+from its start on whole pages; it differs from `node` when only a prefix of a child's first page
+agrees. `page` is the first page looked for below `resume` that is not a child's; b"" where the walk
+stopped for another reason.
+"""

@@ -34,31 +34,22 @@ from radixserve.cache.radix.audit import (
     tree_stats,
 )
 from radixserve.cache.radix.eviction import POLICIES, make_order
-from radixserve.cache.radix.hinted_nodes import (
-    demotable,
-    num_demoted,
-    paths_of,
-    prefix_of,
-    session_nodes,
-)
 from radixserve.cache.radix.layers import RadixLayers
 from radixserve.cache.radix.lookup import (
     NEVER_SEEN,
-    Match,
     RadixPrefixWatch,
     explain,
     match_prefix,
     never_saw,
 )
-from radixserve.cache.radix.node import NamespaceTree, Node, path_pages
+from radixserve.cache.radix.node import Match, NamespaceTree, Node, path_pages, prefix_of
 from radixserve.cache.radix.radix_tree import RadixTree
+from radixserve.cache.radix.retention import MakeRetention, RetentionPolicy, default_retention
 from radixserve.cache.radix.sequence import (
     RadixSequence,
     append_to_leaves,
     node_covering,
 )
-from radixserve.cache.radix.sessions import RadixSession, SessionAwareEviction, check_session
-from radixserve.cache.radix.snapshot import snapshot_tree
 from radixserve.cache.sequence import (
     CacheSequence,
     PageAllocator,
@@ -72,7 +63,6 @@ from radixserve.checks import check_choice, check_float, check_int, check_str
 from radixserve.errors import InvalidRequest, OutOfPages
 
 LEAST_BATCH = 3  # fewer sequences are committed faster one by one than in one loop
-LEASE_S = 300.0  # seconds that an open session's pages are preferred after their last use
 
 
 class RadixCache(PrefixCache):
@@ -90,6 +80,8 @@ class RadixCache(PrefixCache):
     reuse                False: sequences share and keep nothing, except that forks share pages
     layers               layers beside K/V, of this cache alone: `RecurrentLayers` or
                          `WindowedLayers` of `radixserve.cache_layers`
+    retention            makes the `RetentionPolicy` around the eviction policy when a session is
+                         first opened; None: sessions, of `radixserve.retention`
     max_lease_share      share of the pool that leases of sessions may fill
     clock                returns seconds; leases end by it
     freeze_garbage       keep the nodes of a large tree out of Python's full garbage collections,
@@ -107,6 +99,7 @@ class RadixCache(PrefixCache):
         *,
         reuse: bool = True,
         layers: RadixLayers | None = None,
+        retention: MakeRetention | None = None,
         max_lease_share: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
         freeze_garbage: bool = False,
@@ -128,6 +121,7 @@ class RadixCache(PrefixCache):
         tree = self._tree
         super().__init__(allocator, tree, tree.watch_registry, freeze_garbage=freeze_garbage)
         self.layers: RadixLayers | None = layers
+        self._make_retention = retention
         self._max_leased = int(num_pages * share)
         self._clock = clock
         self._reuse = reuse
@@ -216,13 +210,14 @@ class RadixCache(PrefixCache):
         """
         data, tree = token_view(tokens), self._tree
         count = len(data)
-        radix_session = None if session is None else check_session(session, tree.session_eviction)
+        if session is not None:
+            session = self._check_session(session)
         if priority != 0:
             priority = check_int("priority", priority, -(2**31), 2**31 - 1)
         space = tree.namespaces.get(namespace) or self._open_namespace(namespace)
         limit = count - 1 if count and not allow_full else count
         match = match_prefix(space, data, limit, tree.page_size)
-        return self._acquire_match(match, data, limit, radix_session, priority)
+        return self._acquire_match(match, data, limit, session, priority)
 
     def acquire_watched(
         self, watch: PrefixWatch, *, session: CacheSession | None = None, priority: int = 0
@@ -230,7 +225,8 @@ class RadixCache(PrefixCache):
         """See `PrefixCache.acquire_watched`."""
         tree = self._tree
         assert isinstance(watch, RadixPrefixWatch)
-        radix_session = None if session is None else check_session(session, tree.session_eviction)
+        if session is not None:
+            session = self._check_session(session)
         if priority != 0:
             priority = check_int("priority", priority, -(2**31), 2**31 - 1)
         tree.watch_registry.refresh(watch)
@@ -245,7 +241,7 @@ class RadixCache(PrefixCache):
             length, _ = self.layers.resumable_prefix(node, match_len)
             if length < match_len:
                 lookup = Lookup(length, self.layers.missing_reason, lookup.position)
-        sequence = self._acquire_match(match, data, limit, radix_session, priority)
+        sequence = self._acquire_match(match, data, limit, session, priority)
         if sequence.cached_len != lookup.cached_len:
             lookup = lookup._replace(cached_len=sequence.cached_len)
         return sequence, lookup
@@ -271,7 +267,7 @@ class RadixCache(PrefixCache):
         match: Match,
         data: memoryview,
         limit: int,
-        radix_session: RadixSession | None,
+        session: CacheSession | None,
         priority: int,
     ) -> RadixSequence:
         """Returns a sequence over the part of a prompt's match that it can resume. `data`: the
@@ -307,9 +303,9 @@ class RadixCache(PrefixCache):
             known = bytearray(data[:length])
         if layers is None:
             return RadixSequence(
-                allocator, tree, node, known, shared, copy, length, radix_session, priority
+                allocator, tree, node, known, shared, copy, length, session, priority
             )
-        parts = allocator, tree, node, known, shared, copy, length, radix_session, priority
+        parts = allocator, tree, node, known, shared, copy, length, session, priority
         return layers.make_sequence(*parts, match_len=match_len, limit=limit, num_tokens=count)
 
     def _cached_len(self, length: int, node: Node) -> int:
@@ -369,7 +365,7 @@ class RadixCache(PrefixCache):
 
     def open_session(
         self, name: str, *, lease_s: float | None = None, retain_until: float | None = None
-    ) -> RadixSession:
+    ) -> CacheSession:
         """Open a session; close it when it will not be continued: a chat, a branch, a tenant.
 
         Pages that only closed sessions reached are evicted first. The path to each place where a
@@ -380,21 +376,22 @@ class RadixCache(PrefixCache):
         exists.
         """
         check_str("name", name)
-        lease = LEASE_S if lease_s is None else check_float("lease_s", lease_s, 0.0, math.inf)
-        if self._tree.order.tracks_returns:
-            lease = 0.0  # what is expected of its sequences says more than a fixed time
+        if lease_s is not None:
+            lease_s = check_float("lease_s", lease_s, 0.0, math.inf)
         if retain_until is not None:
             retain_until = check_float("retain_until", retain_until, 0.0, math.inf)
-        return self._session_eviction().open(name, lease, retain_until)
+        return self._retention().open(name, lease_s, retain_until)
 
-    def _session_eviction(self) -> SessionAwareEviction:
+    def _retention(self) -> RetentionPolicy:
         tree = self._tree
-        if tree.session_eviction is None:
-            tree.set_session_eviction(
-                SessionAwareEviction(tree.order, self._max_leased, self._clock)
-            )
-        assert tree.session_eviction is not None
-        return tree.session_eviction
+        if tree.retention is None:
+            make = self._make_retention or default_retention()
+            tree.set_retention(make(tree.order, self._max_leased, self._clock))
+        assert tree.retention is not None
+        return tree.retention
+
+    def _check_session(self, session: object) -> CacheSession:
+        return self._retention().check_session(session)
 
     # -- expected returns ---------------------------------------------------------------------
 
@@ -417,7 +414,7 @@ class RadixCache(PrefixCache):
     def victims(self) -> Iterator[tuple[int, ReturnEstimate | None]]:
         """See `PrefixCache.victims`."""
         tree = self._tree
-        closed = () if tree.session_eviction is None else tree.session_eviction.closed_nodes
+        closed = () if tree.retention is None else tree.retention.closed_nodes
         for node, _ in tree.order.preview():
             if not node.namespace.is_dead:
                 yield len(node.pages), None if node in closed else node.expected
@@ -426,34 +423,29 @@ class RadixCache(PrefixCache):
 
     @property
     def num_retained(self) -> int:
-        sessions = self._tree.session_eviction
-        return 0 if sessions is None else sessions.num_retained_pages
+        retention = self._tree.retention
+        return 0 if retention is None else retention.num_retained_pages
 
     def demote(self, tokens: TokenIds, namespace: str = "") -> int:
         """See `PrefixCache.demote`. O(tokens + nodes below them)."""
         data, space = token_view(tokens), self._tree.namespaces.get(namespace)
         if space is None or not len(data):
             return 0
-        nodes = demotable(match_prefix(space, data, len(data), self.page_size), len(data))
-        if nodes:
-            self._session_eviction().demote(nodes)
-        return num_demoted(nodes)
+        match = match_prefix(space, data, len(data), self.page_size)
+        return self._retention().demote(match, len(data))
 
     def demote_session(self, session: CacheSession) -> int:
         """See `PrefixCache.demote_session`. O(nodes that it reaches)."""
-        nodes = session_nodes([check_session(session, self._tree.session_eviction)])
-        session.close()
-        return num_demoted(nodes)
+        return self._retention().demote_session(session)
 
     def held_tokens(self, sessions: Iterable[CacheSession]) -> int:
         """See `PrefixCache.held_tokens`. O(nodes that they reach)."""
-        order = self._tree.session_eviction
-        nodes = session_nodes(check_session(session, order) for session in sessions)
-        return sum(len(node.pages) for node in nodes) * self.page_size
+        return self._retention().held_tokens(sessions, self.page_size)
 
     def session_prefixes(self, session: CacheSession) -> list[tuple[str, IntArray]]:
         """See `PrefixCache.session_prefixes`. O(tokens)."""
-        return paths_of(check_session(session, self._tree.session_eviction))
+        ends = self._retention().session_ends(session)
+        return [prefix_of(end) for end in ends if not end.namespace.is_dead]
 
     def prefixes(self, namespace: str | None = None) -> list[tuple[str, IntArray]]:
         """See `PrefixCache.prefixes`. O(tokens of all of them)."""
@@ -501,4 +493,6 @@ class RadixCache(PrefixCache):
         return dump_tree(self._allocator, self._tree, max_nodes, namespace)
 
     def _snapshot(self, view: SnapshotView) -> dict[str, Any]:
+        from radixserve.cache.radix.snapshot import snapshot_tree  # loaded when it is used
+
         return snapshot_tree(self._allocator, self._tree, view)

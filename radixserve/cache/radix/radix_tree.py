@@ -31,11 +31,12 @@ from radixserve.cache.events import (
     Stored,
     Truncated,
 )
+from radixserve.cache.interface import CacheSession
 from radixserve.cache.page_pool import PagePool
 from radixserve.cache.radix.child_index import add_key, closest_child, has_longer, remove_key
 from radixserve.cache.radix.eviction import EvictedHistory, EvictionOrder
-from radixserve.cache.radix.node import NO_CHILDREN, NamespaceTree, Node, SessionRefs
-from radixserve.cache.radix.sessions import SessionAwareEviction
+from radixserve.cache.radix.node import NO_CHILDREN, NamespaceTree, Node
+from radixserve.cache.radix.retention import RetentionPolicy
 from radixserve.cache.tokens import TOKEN_BYTES
 from radixserve.cache.watch import WatchKey, WatchRegistry
 
@@ -49,7 +50,7 @@ class RadixTree:
         self.page_size = page_size
         self.namespaces: dict[str, NamespaceTree] = {}
         self.order = order  # eviction order of the unlocked nodes
-        self.session_eviction: SessionAwareEviction | None = None  # `order`, once sessions are used
+        self.retention: RetentionPolicy | None = None  # `order`, once sessions are used
         self.evicted_history = EvictedHistory()
         self.watch_registry = WatchRegistry()
         self._watched = self.watch_registry.watched
@@ -66,9 +67,9 @@ class RadixTree:
         self._key_bytes = page_size * TOKEN_BYTES
         self.num_created = 0  # nodes since the start; the number of one is its id
 
-    def set_session_eviction(self, session_eviction: SessionAwareEviction) -> None:
-        """Enable sessions: `session_eviction` replaces the order."""
-        self.order = self.session_eviction = session_eviction
+    def set_retention(self, retention: RetentionPolicy) -> None:
+        """Replace the order by a policy that was made around it."""
+        self.order = self.retention = retention
 
     # -- look-up ------------------------------------------------------------------------------
 
@@ -151,18 +152,16 @@ class RadixTree:
         tokens: bytearray,
         pages: array[int],
         locked: Node,
-        used_without_session: bool,
+        session: CacheSession | None,
     ) -> Node:
         """Add a leaf that takes over `tokens`, whose first page is `key`, and `pages`. Returns the
         leaf. The caller's lock on `locked`, which is `parent` or on its path, moves to the leaf.
-        `used_without_session`: the caller has no session."""
+        `session`: the caller's."""
         namespace, size = parent.namespace, len(pages)
         self.num_created = node_id = self.num_created + 1
         self.num_nodes += 1
         leaf = Node(namespace, parent, start, key, tokens, pages, node_id)
         leaf.policy_key = self.order.initial_key
-        if not used_without_session:
-            leaf.session_refs = SessionRefs(used_without_session=False)
         self.num_pages += size
         namespace.num_pages += size
         self._link(parent, leaf)
@@ -176,8 +175,8 @@ class RadixTree:
             if namespace.is_dead:
                 self.num_dead += size
             self.move_lock(locked, leaf)
-        if used_without_session and self.session_eviction is not None:
-            self.session_eviction.mark_used_without_session(parent)
+        if self.retention is not None:
+            self.retention.on_attached(leaf, session)
         if self.events is not None and not namespace.is_dead:
             self.events.add(_stored(leaf))
         return leaf
@@ -186,8 +185,8 @@ class RadixTree:
         """Split `node` after its first `num_tokens`, which are whole pages. Returns the new upper
         part.
 
-        `node` becomes the lower part and keeps its sessions and its place in the order. An unlocked
-        upper part is in no order yet: the caller locks it before any other call.
+        `node` becomes the lower part and keeps its place in the order. An unlocked upper part is
+        in no order yet: the caller locks it before any other call.
         """
         parent, cut, pages = node.parent, num_tokens * TOKEN_BYTES, num_tokens // self.page_size
         assert parent is not None
@@ -206,8 +205,8 @@ class RadixTree:
         self._link(upper, node)
         upper.policy_key, upper.last_use = node.policy_key, node.last_use
         upper.expected = node.expected
-        if node.session_refs is not None and self.session_eviction is not None:
-            self.session_eviction.on_split(upper, node)
+        if node.retention is not None and self.retention is not None:
+            self.retention.on_split(upper, node)
         if node.lock_ref:
             upper.lock_ref = 1
         else:
@@ -254,10 +253,10 @@ class RadixTree:
             namespace = leaf.namespace
             namespace.num_pages += 1
             namespace.num_locked += 1
-        if self.session_eviction is not None:
+        if self.retention is not None:
             for leaf in leaves:
-                if leaf.session_refs is not None:
-                    self.session_eviction.count_pages(leaf, 1)
+                if leaf.retention is not None:
+                    self.retention.count_pages(leaf, 1)
 
     def cut(self, leaf: Node, keep: int) -> array[int]:
         """Cut a leaf, locked or not, after its first `keep` >= 1 pages. Returns the pages after
@@ -310,9 +309,9 @@ class RadixTree:
         if self._watched:
             self.watch_registry.notify(node.node_id)
         node.pages = _NO_PAGES
-        if node.session_refs is not None and self.session_eviction is not None:
-            self.session_eviction.count_pages(node, -size)
-            self.session_eviction.on_removed(node)
+        if node.retention is not None and self.retention is not None:
+            self.retention.count_pages(node, -size)
+            self.retention.on_removed(node)
         if node.children:
             for child in node.children.values():
                 child.parent = namespace.root  # to be freed, unreachable from above
@@ -338,8 +337,8 @@ class RadixTree:
             namespace.num_locked += pages
         elif namespace.is_dead:
             self.num_dead += pages
-        if node.session_refs is not None and self.session_eviction is not None:
-            self.session_eviction.count_pages(node, pages)
+        if node.retention is not None and self.retention is not None:
+            self.retention.count_pages(node, pages)
 
     # -- eviction -----------------------------------------------------------------------------
 
@@ -405,15 +404,15 @@ class RadixTree:
 
     def reset(self, name: str | None) -> None:
         """Drop a namespace, or all if None. Its pages count as free at once; its nodes are removed
-        when their pages are needed. O(1) per namespace, plus the history of evictions and the end
-        nodes of open sessions."""
+        when their pages are needed. O(1) per namespace, plus the history of evictions and what
+        the retention policy keeps."""
         for gone in list(self.namespaces) if name is None else [name]:
             self.evicted_history.forget(gone)
             namespace = self.namespaces.pop(gone, None)
             if namespace is None:
                 continue
-            if self.session_eviction is not None:
-                self.session_eviction.on_reset(namespace)
+            if self.retention is not None:
+                self.retention.on_reset(namespace)
             namespace.is_dead = True
             self.num_dead += namespace.num_pages - namespace.num_locked
             self.watch_registry.notify(*self.watch_key(gone))

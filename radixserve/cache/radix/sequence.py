@@ -13,12 +13,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from radixserve.cache.interface import CacheSession
 from radixserve.cache.radix.child_index import child_covering, covered_children
 from radixserve.cache.radix.eviction import PathUse
 from radixserve.cache.radix.lookup import common_tokens
 from radixserve.cache.radix.node import Node
 from radixserve.cache.radix.radix_tree import RadixTree
-from radixserve.cache.radix.sessions import RadixSession
+from radixserve.cache.radix.retention import RetentionPolicy
 from radixserve.cache.sequence import CacheSequence, PageAllocator, PageCopy
 from radixserve.cache.tokens import TOKEN_BYTES
 
@@ -46,7 +47,7 @@ class RadixSequence(CacheSequence):
         shared: array[int],
         copy: PageCopy | None,
         reused: int,
-        session: RadixSession | None,
+        session: CacheSession | None,
         priority: int,
     ) -> None:
         """`node` covers all of `tokens` (int32 bytes) and is locked for this sequence. `reused`:
@@ -214,11 +215,11 @@ class RadixSequence(CacheSequence):
             self._attach(node, pos, key)
 
     def _may_grow(self, leaf: Node) -> bool:
-        """Whether what we append to `leaf` is reached by the same sessions as the leaf."""
-        refs, used_without_session = leaf.session_refs, self._session is None
-        if refs is None:
-            return used_without_session
-        return refs.used_without_session == used_without_session and not refs.sessions
+        """Whether what we append to `leaf` is kept as the leaf is."""
+        retention = self._tree.retention
+        if retention is None or leaf.retention is None:
+            return self._session is None
+        return retention.may_extend(leaf, self._session)
 
     def _drop_prefixes(self, node: Node, key: bytes) -> None:
         """Remove leaves that no other sequence uses and whose tokens are a proper prefix of `key`:
@@ -244,9 +245,9 @@ class RadixSequence(CacheSequence):
         our path."""
         size, end = self._tree.page_size, self.committed_len
         last, tokens = -(-end // size), self._tokens[pos * TOKEN_BYTES : end * TOKEN_BYTES]
-        pages, used_without_session = self._pages[pos // size : last], self._session is None
+        pages = self._pages[pos // size : last]
         self._last_node = self._tree.attach(
-            parent, pos, key, tokens, pages, self._last_node, used_without_session
+            parent, pos, key, tokens, pages, self._last_node, self._session
         )
         self._num_shared, self._published, self._has_published = last, end, True
 
@@ -288,35 +289,27 @@ class RadixSequence(CacheSequence):
         if self._source is not None:
             self._source.release()
             self._source = None
-        tree, sessions = self._tree, self._tree.session_eviction
-        if sessions is not None:
-            self._split_at_end()
+        tree, retention = self._tree, self._tree.retention
+        if retention is not None:
+            self._split_at_end(retention)
         node = self._last_node
         if tree.order.tracks_use and not node.namespace.is_dead:
             reused = self._reused - self._reused % tree.page_size
             tree.order.on_path_used(node, PathUse(reused, self._has_published, self._priority))
         if tree.order.tracks_returns and not node.namespace.is_dead:
             tree.order.note_release(node, self.expected_return)
-        if sessions is not None:
-            if self._session is not None:
-                sessions.add_end(self._session, node)
-            else:
-                sessions.mark_used_without_session(node)
+        if retention is not None:
+            retention.on_released(node, self._session)
         tree.unlock(node)
 
-    def _split_at_end(self) -> None:
-        """Split `_last_node` at this sequence's end if it extends further, so that only the used
-        part gets the refs of this sequence's session, or counts as used without a session."""
-        size, node, refs = self._tree.page_size, self._last_node, self._last_node.session_refs
+    def _split_at_end(self, retention: RetentionPolicy) -> None:
+        """Split `_last_node` at this sequence's end if it extends further and only the used part
+        is kept for this sequence."""
+        size, node = self._tree.page_size, self._last_node
         end = -(-self._published // size) * size
         if node.end <= end or end <= node.start or node.namespace.is_dead:
             return
-        if self._session is None:
-            is_ours = refs is None or refs.used_without_session
-        else:
-            is_open = self._session.is_open
-            is_ours = not is_open or self._session in (refs.sessions if refs else ())
-        if not is_ours:
+        if retention.must_split(node, self._session):
             upper = self._tree.split(node, end - node.start)
             self._last_node = self._tree.move_lock(node, upper)
 
@@ -367,7 +360,7 @@ def append_to_leaves(
     for index, sequence in enumerate(sequences):
         start, leaf, offset = sequence.committed_len, sequence._last_node, index * TOKEN_BYTES
         num_known, in_page = sequence.length - sequence.num_placeholders, start % size
-        tokens, refs = leaf.tokens, leaf.session_refs
+        tokens = leaf.tokens
         if (
             leaf.lock_ref != 1
             or leaf.children
@@ -378,7 +371,10 @@ def append_to_leaves(
             or sequence.cow_copies
             or not sequence._is_open
             or (in_page and sequence._num_shared * size <= start)
-            or ((refs or sequence._session) and not sequence._may_grow(leaf))
+            or (
+                (leaf.retention is not None or sequence._session is not None)
+                and not sequence._may_grow(leaf)
+            )
         ):
             others.append((sequence, token_ids[index]))
             continue

@@ -11,8 +11,8 @@ from radixserve.cache.audit import usage_state
 from radixserve.cache.radix.lookup import match_prefix
 from radixserve.cache.radix.node import Node, path
 from radixserve.cache.radix.radix_tree import RadixTree
+from radixserve.cache.radix.retention import RetentionPolicy
 from radixserve.cache.radix.sequence import RadixSequence
-from radixserve.cache.radix.sessions import SessionAwareEviction
 from radixserve.cache.sequence import PageAllocator
 from radixserve.cache.snapshot import (
     FREE,
@@ -134,11 +134,11 @@ class _TreeSnapshot:
     # -- the report ---------------------------------------------------------------------------
 
     def report(self) -> dict[str, Any]:
-        tree, view, sessions = self._tree, self._view, self._tree.session_eviction
-        if sessions is not None:
-            sessions.end_leases()
-        nodes = [self._node_record(node, sessions) for node in self._shown.values()]
-        self._mark_pages(sessions)
+        tree, view, retention = self._tree, self._view, self._tree.retention
+        if retention is not None:
+            retention.refresh()
+        nodes = [self._node_record(node, retention) for node in self._shown.values()]
+        self._mark_pages(retention)
         private = sum(seq.num_private for seq in self._sequences)
         sizes = [(len(node.pages), node.num_tokens) for node in self._shown.values()]
         sizes += [private_size(seq, tree.page_size) for seq in self._sequences]
@@ -159,17 +159,17 @@ class _TreeSnapshot:
             "victims": [] if view.within is not None else [*self._victims()],
         }
 
-    def _node_record(self, node: Node, sessions: SessionAwareEviction | None) -> dict[str, Any]:
-        parent, refs = node.parent, node.session_refs
+    def _node_record(self, node: Node, retention: RetentionPolicy | None) -> dict[str, Any]:
+        parent = node.parent
         assert parent is not None
         users, state, idle_s = self._users.get(id(node), 0), "cached", None
         if node.lock_ref:
             state = usage_state(users) if users else "pinned"
         else:
             idle_s = max(0.0, self._tree.now - node.last_use)
-            if sessions is not None:
-                state = sessions.state(node)
-        names = [] if refs is None else [*islice(refs.sessions, _MAX_SESSIONS)]
+            if retention is not None:
+                state = retention.state(node)
+        names, num_sessions = ([], 0) if retention is None else retention.names(node, _MAX_SESSIONS)
         return {
             "id": node.node_id,
             "parent": None if parent.parent is None else parent.node_id,
@@ -182,12 +182,12 @@ class _TreeSnapshot:
             "sequences": users,
             "state": state,
             "idle_s": idle_s,
-            "sessions": [getattr(session, "name", "") for session in names],
-            "num_sessions": 0 if refs is None else refs.num_open,
+            "sessions": names,
+            "num_sessions": num_sessions,
             "num_children": len(node.children),
         }
 
-    def _mark_pages(self, sessions: SessionAwareEviction | None) -> None:
+    def _mark_pages(self, retention: RetentionPolicy | None) -> None:
         pages = self._pages
         if self._view.within is not None:  # else every page is marked TREE already
             for node in self._shown.values():
@@ -195,8 +195,9 @@ class _TreeSnapshot:
         else:
             for node in islice(self._dead(), _MAX_MARKED):
                 pages.mark(node.pages, FREE)
-        if sessions is not None:
-            for node in islice(self._leased(sessions), _MAX_MARKED):
+        if retention is not None:
+            shown = (n for n in retention.kept_nodes() if self._view.shows(n.namespace.name))
+            for node in islice(shown, _MAX_MARKED):
                 pages.mark(node.pages, LEASED)
         for node in self._locked:
             pages.mark(node.pages, LOCKED)
@@ -210,18 +211,6 @@ class _TreeSnapshot:
             node = stack.pop()
             stack.extend(islice(node.children.values(), _MAX_MARKED))
             yield node
-
-    def _leased(self, sessions: SessionAwareEviction) -> Iterator[Node]:
-        seen: set[int] = set()
-        for session in sessions.open_sessions:
-            for end, deadline in session.end_nodes.items():
-                if deadline is None or not self._view.shows(end.namespace.name):
-                    continue
-                for node in path(end):
-                    if id(node) in seen:
-                        break
-                    seen.add(id(node))
-                    yield node
 
     def _victims(self) -> Iterator[dict[str, Any]]:
         tree = self._tree

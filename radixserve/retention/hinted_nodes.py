@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
-
-from radixserve.arrays import IntArray
-from radixserve.cache.radix.lookup import Match
-from radixserve.cache.radix.node import Node, path
-from radixserve.cache.radix.sessions import RadixSession
+from radixserve.cache.radix.node import Match, Node, path
 
 
-def session_nodes(sessions: Iterable[RadixSession]) -> set[Node]:
-    """Returns the nodes on the paths from the root to the end nodes of these sessions."""
+def nodes_above(ends: Iterable[Node]) -> set[Node]:
+    """Returns the nodes on the paths from the root to these nodes, themselves included."""
     reached: set[Node] = set()
-    for session in sessions:
-        for end in session.end_nodes:
-            for node in path(end):
-                if node in reached:
-                    break
-                reached.add(node)
+    for end in ends:
+        for node in path(end):
+            if node in reached:
+                break
+            reached.add(node)
     return reached
 
 
@@ -29,24 +23,10 @@ def num_demoted(nodes: Iterable[Node]) -> int:
     return sum(
         node.num_tokens
         for node in nodes
-        if node.session_refs is not None
-        and not node.session_refs.used_without_session
-        and not node.session_refs.num_open
+        if node.retention is not None
+        and not node.retention.used_without_session
+        and not node.retention.num_open
     )
-
-
-def paths_of(session: RadixSession) -> list[tuple[str, IntArray]]:
-    """Returns the namespace and the tokens of each of the session's end nodes, from the root."""
-    return [prefix_of(end) for end in session.end_nodes if not end.namespace.is_dead]
-
-
-def prefix_of(node: Node) -> tuple[str, IntArray]:
-    """Returns the namespace of a node, and the tokens from the root to its end."""
-    return node.namespace.name, np.frombuffer(b"".join([*_edges(node)][::-1]), np.int32)
-
-
-def _edges(node: Node) -> Iterable[bytes]:
-    return (bytes(ancestor.tokens) for ancestor in path(node))
 
 
 def demotable(match: Match, num_tokens: int) -> list[Node]:
@@ -73,5 +53,5 @@ def _others(parent: Node, child: Node) -> Iterable[Node]:
 
 
 def _is_demoted(node: Node) -> bool:
-    refs = node.session_refs
+    refs = node.retention
     return refs is not None and not refs.used_without_session

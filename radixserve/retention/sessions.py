@@ -21,17 +21,37 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Self
 
 from sortedcontainers import SortedDict
 
+from radixserve.cache.interface import CacheSession
 from radixserve.cache.radix.eviction import EvictionOrder, EvictionPoint, PathUse
-from radixserve.cache.radix.node import NamespaceTree, Node, SessionRefs, path
+from radixserve.cache.radix.node import Match, NamespaceTree, Node, path
+from radixserve.cache.radix.retention import RetentionPolicy
 from radixserve.cache.sequence import ReturnEstimate
 from radixserve.errors import InvalidRequest
+from radixserve.retention.hinted_nodes import demotable, nodes_above, num_demoted
+
+LEASE_S = 300.0  # seconds that an open session's pages are preferred after their last use
 
 Deadline = tuple[float, int]  # a lease's end on the cache's clock; a number that makes it unique
+
+
+class SessionRefs:
+    """The sessions that reach a node. `Node.retention` is None if only sequences without a session
+    used the node."""
+
+    __slots__ = ("num_leased", "num_open", "num_retained", "sessions", "used_without_session")
+
+    def __init__(self, *, used_without_session: bool) -> None:
+        # a sequence without a session reached it, and it has not been demoted since
+        self.used_without_session = used_without_session
+        self.num_open = 0  # open sessions that end here + children that open sessions reach
+        self.num_leased = 0  # of both, the leased ones
+        self.num_retained = 0  # of both, those that a retaining session reaches
+        self.sessions: set[RadixSession] = set()  # open ones that end in this node
 
 
 class RadixSession:
@@ -40,7 +60,7 @@ class RadixSession:
     __slots__ = ("_order", "end_nodes", "is_open", "lease_s", "name", "retain_until")
 
     def __init__(
-        self, order: SessionAwareEviction, name: str, lease_s: float, retain_until: float | None
+        self, order: SessionRetention, name: str, lease_s: float, retain_until: float | None
     ) -> None:
         self._order = order
         self.name = name
@@ -67,22 +87,15 @@ class RadixSession:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def belongs_to(self, order: SessionAwareEviction | None) -> bool:
+    def belongs_to(self, order: SessionRetention | None) -> bool:
         return self._order is order
-
-
-def check_session(session: object, order: SessionAwareEviction | None) -> RadixSession:
-    """`session` if that cache made it; else InvalidRequest."""
-    if not isinstance(session, RadixSession) or not session.belongs_to(order):
-        raise InvalidRequest("session must come from this cache's open_session")
-    return session
 
 
 SessionEnd = tuple[RadixSession, Node]  # a session and one of its end nodes
 
 
 class Leases:
-    """Leases of one kind. `SessionAwareEviction` keeps the nodes' references in step with it."""
+    """Leases of one kind. `SessionRetention` keeps the nodes' references in step with it."""
 
     __slots__ = ("_begun", "by_deadline", "chosen", "num_pages")
 
@@ -137,7 +150,7 @@ class Leases:
         assert set(leases) == set(self._begun), "leases and their order of beginning disagree"
 
 
-class SessionAwareEviction(EvictionOrder):
+class SessionRetention(RetentionPolicy):
     """Wraps an eviction policy so that sessions take precedence over it. Owns every `SessionRefs`;
     a cache without sessions has none."""
 
@@ -160,7 +173,7 @@ class SessionAwareEviction(EvictionOrder):
     # -- EvictionOrder ------------------------------------------------------------------------
 
     def add(self, node: Node) -> None:
-        refs = node.session_refs
+        refs = node.retention
         if refs is None or refs.used_without_session or refs.num_open:
             self._policy.add(node)
         else:
@@ -169,7 +182,7 @@ class SessionAwareEviction(EvictionOrder):
     def discard(self, node: Node) -> None:
         self._policy.discard(node)
         self._expired.pop(node, None)
-        if node.session_refs is not None:
+        if node.retention is not None:
             self._closed.pop(node, None)
             self._leased.chosen.pop(node, None)
             self._retained.chosen.pop(node, None)
@@ -181,7 +194,7 @@ class SessionAwareEviction(EvictionOrder):
         for node in self._expired:
             return node
         while (victim := self._policy.victim()) is not None:
-            refs = victim.session_refs
+            refs = victim.retention
             if refs is None or not (refs.num_leased or refs.num_retained):
                 return victim
             self._policy.discard(victim)
@@ -193,7 +206,7 @@ class SessionAwareEviction(EvictionOrder):
     def pop(self, num_pages: int) -> Node | None:
         node = self.victim()
         if node is not None:
-            size, refs = len(node.pages), node.session_refs
+            size, refs = len(node.pages), node.retention
             if refs is not None and refs.num_retained:
                 self.num_retained_evicted += min(num_pages, size)
             if size <= num_pages:
@@ -208,7 +221,7 @@ class SessionAwareEviction(EvictionOrder):
             yield node, "kept by a lease that has ended"
         leased, retained = [*self._leased.chosen], [*self._retained.chosen]
         for node, reason in self._policy.preview():
-            refs = node.session_refs
+            refs = node.retention
             if refs is not None and refs.num_retained:
                 retained.append(node)
             elif refs is not None and refs.num_leased:
@@ -256,10 +269,43 @@ class SessionAwareEviction(EvictionOrder):
         self.end_leases()
         return self._retained.num_pages
 
-    def open(self, name: str, lease_s: float, retain_until: float | None) -> RadixSession:
-        session = RadixSession(self, name, lease_s, retain_until)
+    def open(self, name: str, lease_s: float | None, retain_until: float | None) -> RadixSession:
+        lease = LEASE_S if lease_s is None else lease_s
+        if self.tracks_returns:
+            lease = 0.0  # what is expected of its sequences says more than a fixed time
+        session = RadixSession(self, name, lease, retain_until)
         self.open_sessions.add(session)
         return session
+
+    def check_session(self, session: object) -> RadixSession:
+        if not isinstance(session, RadixSession) or not session.belongs_to(self):
+            raise InvalidRequest("session must come from this cache's open_session")
+        return session
+
+    def on_attached(self, leaf: Node, session: CacheSession | None) -> None:
+        if session is not None:
+            leaf.retention = SessionRefs(used_without_session=False)
+        elif leaf.parent is not None:
+            self.mark_used_without_session(leaf.parent)
+
+    def may_extend(self, leaf: Node, session: CacheSession | None) -> bool:
+        refs = leaf.retention
+        if refs is None:
+            return session is None
+        return refs.used_without_session == (session is None) and not refs.sessions
+
+    def must_split(self, node: Node, session: CacheSession | None) -> bool:
+        """Only the used part gets the refs of a session, or counts as used without one."""
+        refs = node.retention
+        if session is None:
+            return refs is not None and not refs.used_without_session
+        return session.is_open and session not in (refs.sessions if refs else ())
+
+    def on_released(self, node: Node, session: CacheSession | None) -> None:
+        if session is None:
+            self.mark_used_without_session(node)
+        else:
+            self.add_end(self.check_session(session), node)
 
     def add_end(self, session: RadixSession, node: Node) -> None:
         """Make `node` an end node of `session`: a sequence of it that ends there is about to be
@@ -291,25 +337,41 @@ class SessionAwareEviction(EvictionOrder):
         """Note that a sequence without a session used the path to `node`, which is locked. O(nodes
         that only sessions used before)."""
         for ancestor in path(node):
-            refs = ancestor.session_refs
+            refs = ancestor.retention
             if refs is None or refs.used_without_session:
                 return
             refs.used_without_session = True
             self._reclassify(ancestor)
 
-    def demote(self, nodes: Iterable[Node]) -> None:
-        """Evict `nodes` before all others until a sequence without a session uses them. Nodes that
-        open sessions reach keep their place. `nodes` has each node before its parent, and all of a
-        node's descendants."""
+    def demote(self, match: Match, num_tokens: int) -> int:
+        """Until a sequence without a session uses them. Nodes that open sessions reach keep their
+        place. O(nodes below the match)."""
+        nodes = demotable(match, num_tokens)  # each before its parent
         for node in nodes:
             _refs(node).used_without_session = False
             self._reclassify(node)
+        return num_demoted(nodes)
+
+    def demote_session(self, session: CacheSession) -> int:
+        """O(nodes that it reaches)."""
+        nodes = nodes_above(self.check_session(session).end_nodes)
+        session.close()
+        return num_demoted(nodes)
+
+    def held_tokens(self, sessions: Iterable[CacheSession], page_size: int) -> int:
+        """O(nodes that they reach)."""
+        mine = [self.check_session(session) for session in sessions]
+        nodes = nodes_above(chain.from_iterable(session.end_nodes for session in mine))
+        return sum(len(node.pages) for node in nodes) * page_size
+
+    def session_ends(self, session: CacheSession) -> list[Node]:
+        return list(self.check_session(session).end_nodes)
 
     def on_split(self, upper: Node, lower: Node) -> None:
         """Give `upper`, the new upper part of `lower`, the session refs that follow from those of
         `lower`."""
         below = _refs(lower)
-        above = upper.session_refs = SessionRefs(used_without_session=below.used_without_session)
+        above = upper.retention = SessionRefs(used_without_session=below.used_without_session)
         above.num_open = int(below.num_open > 0)
         above.num_leased = int(below.num_leased > 0)
         above.num_retained = int(below.num_retained > 0)
@@ -322,14 +384,13 @@ class SessionAwareEviction(EvictionOrder):
         refs, parent = _refs(node), node.parent
         assert parent is not None
         for session in list(refs.sessions):
-            assert isinstance(session, RadixSession)
             self._move_end_up(session, node, parent)
         assert not refs.num_open, "children that sessions reach are left"
         self._closed.pop(node, None)
         self._expired.pop(node, None)
         self._leased.chosen.pop(node, None)
         self._retained.chosen.pop(node, None)
-        node.session_refs = None
+        node.retention = None
 
     def on_reset(self, namespace: NamespaceTree) -> None:
         """Remove the end nodes and leases in `namespace`, which is about to be dropped. O(end nodes
@@ -360,10 +421,41 @@ class SessionAwareEviction(EvictionOrder):
         """Returns the state of an unlocked node: "closed", "retained", "leased" or "cached"."""
         if node in self._closed:
             return "closed"
-        refs = node.session_refs
+        refs = node.retention
         if refs is None or not (refs.num_leased or refs.num_retained):
             return "cached"
         return "retained" if refs.num_retained else "leased"
+
+    def refresh(self) -> None:
+        self.end_leases()
+
+    def names(self, node: Node, limit: int) -> tuple[list[str], int]:
+        refs = node.retention
+        if refs is None:
+            return [], 0
+        return [session.name for session in islice(refs.sessions, limit)], refs.num_open
+
+    def kept_nodes(self) -> Iterator[Node]:
+        seen: set[int] = set()
+        for session in self.open_sessions:
+            for end, deadline in session.end_nodes.items():
+                if deadline is None:
+                    continue
+                for node in path(end):
+                    if id(node) in seen:
+                        break
+                    seen.add(id(node))
+                    yield node
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "pages_retained": self.num_retained_pages,
+            "retained_evicted_pages": self.num_retained_evicted,
+            "sessions": len(self.open_sessions),
+            "leases": self.leases(),
+            "pages_leased": self.num_leased_pages,
+            "pages_closed": self.num_closed_pages,
+        }
 
     @property
     def closed_nodes(self) -> Collection[Node]:
@@ -391,10 +483,13 @@ class SessionAwareEviction(EvictionOrder):
         assert all(_refs(node).num_leased for node in self._leased.chosen), "not leased"
         assert all(_refs(node).num_retained for node in self._retained.chosen), "not retained"
         for node in self._closed:
-            refs, name = node.session_refs, f"node {node.node_id}"
+            refs, name = node.retention, f"node {node.node_id}"
             used_without_session = refs is None or refs.used_without_session
             assert not used_without_session, f"{name} is used without session and closed"
             assert not refs or not refs.num_open, f"{name} is reached and counts as closed"
+
+    def check_nodes(self, nodes: list[Node]) -> None:
+        _check_refs(self, nodes)
 
     # -- references ---------------------------------------------------------------------------
 
@@ -422,7 +517,7 @@ class SessionAwareEviction(EvictionOrder):
     def _add_refs(self, node: Node, is_open: bool, is_leased: bool, is_retained: bool) -> None:
         """Count a reference in `node` and, where it is the first of its kind there, above it."""
         for ancestor in path(node):
-            refs = ancestor.session_refs or _refs(ancestor)
+            refs = ancestor.retention or _refs(ancestor)
             if is_open:
                 refs.num_open += 1
                 is_open = refs.num_open == 1
@@ -442,7 +537,7 @@ class SessionAwareEviction(EvictionOrder):
     def _drop_refs(self, node: Node, is_open: bool, is_leased: bool, is_retained: bool) -> None:
         """Undo one `_add_refs`; nodes whose class changes are moved, deepest first."""
         for ancestor in path(node):
-            refs = ancestor.session_refs or _refs(ancestor)
+            refs = ancestor.retention or _refs(ancestor)
             if is_leased:
                 refs.num_leased -= 1
                 is_leased = not refs.num_leased
@@ -472,7 +567,7 @@ class SessionAwareEviction(EvictionOrder):
         if refs.num_open:
             return
         if refs.used_without_session:
-            node.session_refs = None
+            node.retention = None
         elif not node.lock_ref and not node.namespace.is_dead and node not in self._closed:
             self._policy.discard(node)
             self._expired.pop(node, None)
@@ -526,6 +621,52 @@ def _kind(session: RadixSession) -> tuple[bool, bool]:
 
 def _refs(node: Node) -> SessionRefs:
     """Returns the node's refs; creates them as used without a session if it has none."""
-    if node.session_refs is None:
-        node.session_refs = SessionRefs(used_without_session=True)
-    return node.session_refs
+    refs: SessionRefs | None = node.retention
+    if refs is None:
+        refs = node.retention = SessionRefs(used_without_session=True)
+    return refs
+
+
+def _check_refs(retention: SessionRetention, nodes: list[Node]) -> None:
+    """Refs follow from the sessions' end nodes and leases, and rise towards the root."""
+
+    def count(some: list[Node]) -> int:
+        return sum(len(node.pages) for node in some)
+
+    num_retained = retention.num_retained_pages  # ends leases whose time is over
+    all_refs = [(node, node.retention) for node in nodes if node.retention is not None]
+    leased = [node for node, refs in all_refs if refs.num_leased]
+    assert retention.num_leased_pages == count(leased), "leased pages miscounted"
+    retained = [node for node, refs in all_refs if refs.num_retained]
+    assert num_retained == count(retained), "retained pages miscounted"
+    for node in nodes:
+        name, refs = f"node {node.node_id}", node.retention
+        if node.namespace.is_dead:
+            is_kept = refs is not None and (refs.num_open or refs.num_leased or refs.num_retained)
+            assert not is_kept, f"{name} of a namespace that was reset is still reached or leased"
+            continue
+        below = [child.retention for child in node.children.values()]
+        ends = [session for session in retention.open_sessions if node in session.end_nodes]
+        kept = [
+            session.retain_until is not None
+            for session in ends
+            if session.end_nodes[node] is not None
+        ]
+        num_open = len(ends) + sum(1 for child in below if child and child.num_open)
+        num_leased = kept.count(False) + sum(1 for child in below if child and child.num_leased)
+        num_retained = kept.count(True)
+        num_retained += sum(1 for child in below if child and child.num_retained)
+        has_used_without_session = any(
+            child is None or child.used_without_session for child in below
+        )
+        if refs is None:
+            assert not num_open, f"{name} is reached by sessions and does not know it"
+            continue
+        assert refs.num_open == num_open, f"{name}: {refs.num_open} session refs, not {num_open}"
+        assert refs.num_leased == num_leased, f"{name}: wrong number of leases"
+        assert refs.num_retained == num_retained, f"{name}: wrong number of retaining sessions"
+        num_kept = max(refs.num_leased, refs.num_retained)
+        assert num_kept <= refs.num_open, f"{name} is leased and reached by no session"
+        assert refs.used_without_session or not has_used_without_session or node.lock_ref, (
+            f"{name} has children that were used without a session"
+        )

@@ -1,0 +1,158 @@
+"""`ExpectedReturn`: evicts by when a path is expected to be used again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from sortedcontainers import SortedDict
+
+from radixserve.cache.radix.eviction import LRU, EvictionOrder
+from radixserve.cache.radix.node import Node, path
+from radixserve.cache.sequence import ReturnEstimate
+
+
+class ExpectedReturn(EvictionOrder):
+    """LRU, except that paths of sessions with regular think times are ordered by their next use.
+    The scheduler estimates when a released path is used again. Two queues, evicted in this order:
+
+        recency   least recently used first: paths without an expected return, and those whose
+                  think times vary so much that recency tells more; also paths whose regular return
+                  is overdue, as if used when they became so
+        regular   the one that returns last first: sessions that come round in turn do not push
+                  each other out, as they do under LRU
+
+    A node's estimate joins those of all nodes below it: their earliest `return_at` and their latest
+    `late_at`. So no node is evicted before one below it. A node with an expected return costs
+    O(log nodes), when the order is next read.
+    """
+
+    tracks_returns = True
+
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages)
+        self.clock: Callable[[], float] = time.monotonic  # that of the returns
+        self._recency = LRU(num_pages)
+        self._regular: SortedDict = SortedDict()  # (-return time, tick) -> node
+        self._by_late_at: SortedDict = SortedDict()  # (late time, tick) -> node, the same nodes
+        self._keys: dict[Node, tuple[float, float, int]] = {}  # return time, late time, tick
+        self._unsorted: dict[Node, None] = {}  # of these, the ones not yet in the two above
+        self._tick = 0
+
+    def add(self, node: Node) -> None:
+        expected = node.expected
+        if expected is None or not expected.is_regular:
+            self._recency.add(node)
+            return
+        self._tick = tick = self._tick + 1
+        self._keys[node] = (expected.return_at, expected.late_at, tick)
+        self._unsorted[node] = None  # most are used again before an order is asked for
+
+    def discard(self, node: Node) -> None:
+        self._recency.discard(node)
+        if node in self._keys:
+            self._drop_key(node)
+
+    def victim(self) -> Node | None:
+        victim = self._recency.victim()
+        if victim is not None:
+            return victim
+        self._move_late()
+        victim = self._recency.victim()
+        if victim is not None:
+            return victim
+        regular: Node | None = self._regular.peekitem(0)[1] if self._regular else None
+        return regular
+
+    def pop(self, num_pages: int) -> Node | None:
+        if not self._keys:
+            return self._recency.pop(num_pages)
+        return super().pop(num_pages)
+
+    def preview(self) -> Iterator[tuple[Node, str]]:
+        self._move_late()
+        yield from self._recency.preview()
+        for node in self._regular.values():
+            yield node, "expected back after all others"
+
+    def queues(self) -> list[Iterable[Node]]:
+        self._move_late()
+        return [*self._recency.queues(), self._regular.values()]
+
+    def check(self) -> None:
+        self._sort()
+        assert set(self._keys) == set(self._regular.values()), "regular nodes and keys disagree"
+        assert set(self._keys) == set(self._by_late_at.values()), "late times and keys disagree"
+
+    # -- returns ------------------------------------------------------------------------------
+
+    def note_release(self, node: Node, expected: ReturnEstimate | None) -> None:
+        """Set the estimates of the locked path to `node`, which is about to be released.
+        `expected`: when it is used again; None: unknown. O(depth)."""
+        below, child = expected, None
+        for ancestor in path(node):
+            num_others = len(ancestor.children) - (child is not None)
+            if num_others or ancestor.lock_ref > 1:
+                below = join_returns(ancestor.expected, below)
+            ancestor.expected = below
+            child = ancestor
+
+    def expect(self, node: Node, expected: ReturnEstimate) -> None:
+        """Join `expected` into the estimates of the path to `node`. It changes the order of a
+        locked node once that is released. O(depth)."""
+        for ancestor in path(node):
+            is_here = ancestor in self._keys or self._recency.has(ancestor)
+            if is_here:
+                self.discard(ancestor)
+            ancestor.expected = join_returns(ancestor.expected, expected)
+            if is_here:
+                self.add(ancestor)
+
+    def adopt(self, wait_s: float, late_s: float, probability: float, is_regular: bool) -> None:
+        """Set this estimate for all paths without one. O(nodes): to be called once."""
+        for node in list(self._recency.queues()[0]):  # children before their parents
+            if node.expected is None:
+                return_at, late_at = node.last_use + wait_s, node.last_use + late_s
+                self.expect(
+                    node, ReturnEstimate(return_at, wait_s, late_at, probability, is_regular)
+                )
+
+    def _move_late(self) -> None:
+        """Move nodes whose return is overdue to the recency queue. O(log nodes) each."""
+        self._sort()
+        if not self._by_late_at:
+            return
+        now = self.clock()
+        while self._by_late_at and self._by_late_at.keys()[0][0] < now:
+            node = self._by_late_at.peekitem(0)[1]
+            self._drop_key(node)
+            self._recency.add(node)
+
+    def _sort(self) -> None:
+        """Sort the nodes added since the last call into the regular queue. O(log nodes) each."""
+        for node in self._unsorted:
+            return_at, late_at, tick = self._keys[node]
+            self._regular[-return_at, tick] = self._by_late_at[late_at, tick] = node
+        self._unsorted.clear()
+
+    def _drop_key(self, node: Node) -> None:
+        return_at, late_at, tick = self._keys.pop(node)
+        if node in self._unsorted:
+            del self._unsorted[node]
+            return
+        del self._regular[-return_at, tick], self._by_late_at[late_at, tick]
+
+
+def join_returns(
+    first: ReturnEstimate | None, second: ReturnEstimate | None
+) -> ReturnEstimate | None:
+    """Returns the estimate of a node that sequences with both estimates use."""
+    if first is None or second is None:
+        return first or second
+    return ReturnEstimate(
+        min(first.return_at, second.return_at),
+        min(first.wait_s, second.wait_s),
+        max(first.late_at, second.late_at),
+        max(first.probability, second.probability),
+        first.is_regular or second.is_regular,
+    )
