@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         RadixServeError,
         RequestFailed,
     )
-    from radixserve.hint import Hint, HintAnswer
+    from radixserve.hints.hint import Hint, HintAnswer
     from radixserve.output import Chunk, Completion, Metrics, Score, Usage
     from radixserve.request import BeamParams, SamplingParams
     from radixserve.structured_outputs import StructuredOutput
@@ -84,7 +84,7 @@ _HOMES = {
         "RadixServeError",
         "RequestFailed",
     ),
-    "hint": ("Hint", "HintAnswer"),
+    "hints.hint": ("Hint", "HintAnswer"),
     "structured_outputs": ("StructuredOutput",),
     "output": ("Chunk", "Completion", "Metrics", "Score", "Usage"),
     "request": ("BeamParams", "SamplingParams"),

@@ -35,6 +35,7 @@ ORDER = (  # from left to right within a layer
         "kv_events",
         "engine",
         "admission_policies",
+        "hints",
         "scheduler",
         "cache",
         "cache_layers",
@@ -45,7 +46,16 @@ ORDER = (  # from left to right within a layer
     *("runner", "models", "grammar", "attention", RECORDS, GROUND, KERNELS),
 )
 _CONTROL_PLANE = (
-    *("routing", "admission_policies", "scheduler", "cache", "cache_layers", "retention", "store"),
+    *(
+        "routing",
+        "admission_policies",
+        "hints",
+        "scheduler",
+        "cache",
+        "cache_layers",
+        "retention",
+        "store",
+    ),
 )
 COLOURS = {
     **dict.fromkeys(_CONTROL_PLANE, "#dcebd8"),

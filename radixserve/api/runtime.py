@@ -53,7 +53,7 @@ from radixserve.engine.extension import AddExtension, EngineExtension
 from radixserve.engine.messages import ApplyHints, GetHeld, GetStats
 from radixserve.engine.output_notifier import OutputNotifier
 from radixserve.errors import InvalidRequest
-from radixserve.hint import Hint, HintAnswer, check_hint
+from radixserve.hints.hint import Hint, HintAnswer, check_hint
 from radixserve.models.names import check_model_name
 from radixserve.output import Chunk, Completion, EngineStatus, Score
 from radixserve.reports import (

@@ -30,7 +30,7 @@ from radixserve.engine.core_client import EngineFacts
 from radixserve.engine.messages import Answer, EngineMessage
 from radixserve.engine.output_collector import OutputCollector
 from radixserve.errors import EngineDead, InvalidRequest, fresh, request_failed
-from radixserve.hint import HintAnswer
+from radixserve.hints.hint import HintAnswer
 from radixserve.output import EngineStatus, Finish, RequestOutput
 from radixserve.request import Request
 from radixserve.routing.limits import MAX_LOST, WITHOUT_REPLICA_S

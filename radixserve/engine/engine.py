@@ -39,9 +39,10 @@ from radixserve.cache_layers import RecurrentLayers, WindowedLayers
 from radixserve.config import EngineConfig
 from radixserve.engine.beam_group import BeamGroup, StopCheck
 from radixserve.engine.extension import EngineExtension, Extensions
-from radixserve.engine.prefetches import Prefetches
 from radixserve.errors import EngineDead, InvalidRequest, request_failed
-from radixserve.hint import Hint, HintAnswer, HintLimits
+from radixserve.hints.granted import Hints
+from radixserve.hints.hint import Hint, HintAnswer, HintLimits
+from radixserve.hints.prefetches import Prefetches
 from radixserve.output import RequestOutput
 from radixserve.request import Request
 from radixserve.schedule import SchedulerOutput, WindowLayers
@@ -83,10 +84,10 @@ class Engine:
             max_wait_s=config.max_wait_s,
             admission=make_admission(config.admission),
             tenant_weights=config.tenant_weights,
-            hint_limits=HintLimits(
-                config.hint_seconds, config.max_hint_seconds, config.max_hint_share
-            ),
         )
+        limits = HintLimits(config.hint_seconds, config.max_hint_seconds, config.max_hint_share)
+        self._hints = Hints(self._cache, self._scheduler.sessions, limits)
+        self._scheduler.plug_in(self._hints)
         self._prefetches = Prefetches(self._scheduler, self._cache)
         self.config = config
         self.extensions = Extensions()
@@ -237,11 +238,11 @@ class Engine:
         """Apply a hint and return its outcome."""
         if hint.verb == "prefetch":
             return self._prefetches.add(hint)
-        return self._scheduler.hints.apply(hint)
+        return self._hints.apply(hint)
 
     def held_by_hints(self, owner: str) -> dict[str, int]:
         """See `Runtime.held_by_hints`."""
-        return self._scheduler.hints.held(owner)
+        return self._hints.held(owner)
 
     def lookup(
         self, token_ids: IntArray, namespace: str = "", *, compare_namespaces: bool = True
@@ -257,7 +258,7 @@ class Engine:
         """Drop the cached and stored prefixes of a namespace, or of all if None, and their hints.
         Running requests continue."""
         self._cache.reset(namespace)
-        self._scheduler.hints.forget(namespace)
+        self._hints.forget(namespace)
         self._prefetches.forget(namespace)
         self.extensions.on_reset(namespace)
 

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from radixserve.arrays import IntArray
 from radixserve.cache import EventBatch, EventSnapshot, Lookup, SnapshotView
-from radixserve.hint import Hint, HintAnswer
+from radixserve.hints.hint import Hint, HintAnswer
 from radixserve.reports import EngineStats, EvictionCandidate, HeldByHints, TreeDump
 from radixserve.request import Request
 

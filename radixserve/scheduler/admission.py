@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from radixserve.cache import PrefixCache
 from radixserve.errors import OutOfPages
 from radixserve.scheduler.batch import Batch
-from radixserve.scheduler.hints import CrossNamespacePrefixes
+from radixserve.scheduler.extension import SchedulerExtension
 from radixserve.scheduler.policy import AdmissionPolicy
 from radixserve.scheduler.request_state import RequestState
 from radixserve.scheduler.running_requests import RunningRequests
@@ -202,7 +202,7 @@ class Admission:
         waiting: WaitingQueue,
         running: RunningRequests,
         page_budget: PageBudget,
-        shared: CrossNamespacePrefixes,
+        extensions: Sequence[SchedulerExtension],
         max_running_requests: int,
         clock: Callable[[], float],
         shares: TenantShares,
@@ -218,7 +218,7 @@ class Admission:
         self._waiting = waiting
         self._running = running
         self._page_budget = page_budget
-        self._cross_namespace = shared
+        self._extensions = extensions
         self._max_running_requests = max_running_requests
         self._clock = clock
         self._shares = shares
@@ -338,7 +338,9 @@ class Admission:
         )
         if self._cache.layers is not None:
             self._cache.layers.note_turns(sequence, state.request.turn_starts)
-        copied = self._cross_namespace.copy_into(sequence, state.match_tokens())
+        copied = 0
+        for extension in self._extensions:
+            copied += extension.extend_prefix(sequence, state.match_tokens())
         if state.lookup is None:
             state.cached_on_arrival += copied
         wanted = min(batch.tokens_left(state), len(state.tokens) - sequence.cached_len)

@@ -19,8 +19,10 @@ from radixserve.cache import CacheSequence
 from radixserve.errors import OutOfPages
 from radixserve.schedule import SampleOutput
 from radixserve.scheduler.admission import wake_waiters
+from radixserve.scheduler.extension import SchedulerExtension
 from radixserve.scheduler.request_state import BeamSearch, RequestState
 from radixserve.scheduler.running_requests import RunningRequests
+from radixserve.scheduler.stats import SchedulerStats
 from radixserve.scheduler.waiting_queue import WaitingQueue
 
 
@@ -34,7 +36,7 @@ class Child(Protocol):
     def token_id(self) -> int: ...
 
 
-class BeamSearches:
+class BeamSearches(SchedulerExtension):
     """Works on the scheduler's own queues; owns the parked requests."""
 
     def __init__(
@@ -44,6 +46,7 @@ class BeamSearches:
         waiting: WaitingQueue,
         requeue: Callable[[RequestState], None],
         num_startable: Callable[[RequestState, int], int],
+        counts: SchedulerStats,
     ) -> None:
         """requeue(state): it waits for pages. num_startable(state, n): how many of n more like
         `state` may run at once."""
@@ -52,6 +55,7 @@ class BeamSearches:
         self._waiting = waiting
         self._requeue = requeue
         self._num_startable = num_startable
+        self._counts = counts
         self.parked: dict[int, RequestState] = {}  # by arrival, those that have pages
 
     def begin(self, state: RequestState) -> None:
@@ -98,6 +102,18 @@ class BeamSearches:
         for state in list(self.parked.values()):
             if id(state.search) in short:
                 self.unpark(state)
+
+    def make_room(self) -> bool:
+        """Release the pages of the parked beam that is lowest in priority."""
+        if not self.parked:
+            return False
+        self.preempt(max(self.parked.values(), key=lambda state: state.priority_key))
+        return True
+
+    def preempt(self, state: RequestState) -> None:
+        """`unpark`, counted as a preemption."""
+        self.unpark(state)
+        self._counts.preemptions += 1
 
     def victim(self, state: RequestState) -> RequestState | None:
         """The parked beam from which `state` may take pages: the lowest in priority among those

@@ -19,17 +19,17 @@ from typing import Any
 from radixserve.cache import CacheSequence, PrefixCache, SnapshotView
 from radixserve.cache.stats import RecentCounts
 from radixserve.errors import InvalidRequest, OutOfPages, request_failed
-from radixserve.hint import HintLimits
 from radixserve.output import Finish, RequestOutput
 from radixserve.request import Request
 from radixserve.schedule import ModelRunnerOutput, SampleOutput, SchedulerOutput
 from radixserve.scheduler.admission import Admission, PageBudget, wake_waiters
 from radixserve.scheduler.batch import Batch, plan_ahead
 from radixserve.scheduler.beam_searches import BeamSearches, Child
-from radixserve.scheduler.hints import Hints, Sessions
+from radixserve.scheduler.extension import SchedulerExtension
 from radixserve.scheduler.policy import AdmissionPolicy, SchedulerView
 from radixserve.scheduler.request_state import BeamSearch, RequestState
 from radixserve.scheduler.running_requests import RunningRequests, in_turn
+from radixserve.scheduler.sessions import Sessions
 from radixserve.scheduler.stats import (
     SchedulerStats,
     check_queues,
@@ -57,12 +57,12 @@ class Scheduler:
         max_wait_s: float | None = None,
         admission: AdmissionPolicy | None = None,
         tenant_weights: Mapping[str, float] | None = None,
-        hint_limits: HintLimits | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._cache = cache
         self._chunked_prefill_size = chunked_prefill_size
         self._clock = clock
+        self.counts = SchedulerStats()
         self._requests: dict[str, RequestState] = {}
         self._shares = TenantShares(tenant_weights)
         self.policy = AdmissionPolicy() if admission is None else admission
@@ -77,13 +77,13 @@ class Scheduler:
         )
         self._measures_steps = False  # where the policy or tenants need it
         self.sessions = Sessions(cache, self.policy.note_session_closed)
-        self.hints = Hints(cache, self.sessions, hint_limits or HintLimits())
+        self._extensions: list[SchedulerExtension] = []
         self._admission = Admission(
             cache,
             self._waiting,
             self._running,
             self._page_budget,
-            self.hints.shared,
+            self._extensions,
             max_running_requests,
             clock,
             self._shares,
@@ -96,11 +96,11 @@ class Scheduler:
             self._waiting,
             self._requeue,
             self._page_budget.num_startable,
+            self.counts,
         )
         self._in_flight: list[Batch] = []  # at most two, the older one first
         self._num_arrived = 0
         self._finish_hook: Callable[[CacheSequence, int, int], None] | None = None
-        self.counts = SchedulerStats()
         self._recent = RecentCounts(self.counts.tokens, clock())  # in the last minute
 
     # -- requests and sessions ----------------------------------------------------------------
@@ -119,6 +119,10 @@ class Scheduler:
                 f"{len(request.token_ids) + 1} and the cache's {capacity} tokens, "
                 f"got {request.max_len}"
             )
+
+    def plug_in(self, extension: SchedulerExtension) -> None:
+        """Have the scheduler call `extension` from now on."""
+        self._extensions.append(extension)
 
     def set_finish_hook(self, function: Callable[[CacheSequence, int, int], None]) -> None:
         """Have it called before a running request ends and its pages are released, with its
@@ -219,14 +223,16 @@ class Scheduler:
         }
 
     def stats(self) -> dict[str, Any]:
-        """The counters of `SchedulerStats`, `queue_depths` and `Hints.stats`, and "last_minute":
-        what `SchedulerStats.tokens` gained in it, see `RecentCounts.gains`."""
-        return {
+        """The counters of `SchedulerStats`, `queue_depths`, the extensions' figures, and
+        "last_minute": what `SchedulerStats.tokens` gained in it, see `RecentCounts.gains`."""
+        stats = {
             **self.queue_depths(),
             **self.counts.counters(),
             "last_minute": self._recent.gains(self._clock()),
-            **self.hints.stats(),
         }
+        for extension in self._extensions:
+            stats |= extension.stats()
+        return stats
 
     def snapshot(self, view: SnapshotView) -> dict[str, Any]:
         """See `snapshot_requests`."""
@@ -239,7 +245,8 @@ class Scheduler:
     def check(self) -> None:
         """Audit the queues; AssertionError names the first broken invariant. O(requests)."""
         check_queues(self._requests, self._waiting, self._running, self._beams.parked)
-        self.hints.check(self._cache.stats()["sessions"])
+        for extension in self._extensions:
+            extension.check()
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -251,8 +258,8 @@ class Scheduler:
         """
         if self._in_flight:
             return self._schedule_ahead()
-        if self.hints.by_end:
-            self.hints.expire()
+        for extension in self._extensions:
+            extension.begin_step()
         if (starved := self._admission.starved(self.counts.steps)) is not None:
             self._preempt_for(starved)
         batch = self._new_batch()
@@ -260,10 +267,7 @@ class Scheduler:
             self._beams.unpark_out_of_turn()
             batch = self._new_batch() if not batch.states else batch
             self._admission.admit(batch)
-        while not batch.states and self._beams.parked:  # they hold pages that the others need
-            self._preempt_parked(max(self._beams.parked.values(), key=lambda s: s.priority_key))
-            batch = self._new_batch()
-        while not batch.states and self._requests and self._give_up_hints():
+        while not batch.states and self._requests and self._make_room():
             batch = self._new_batch()
         if not batch.states:
             assert not self._requests, "requests are left but none can continue"
@@ -514,19 +518,22 @@ class Scheduler:
                 batch.is_out_of_pages = True
                 parked = self._beams.victim(state) if self._beams.parked else None
                 if parked is not None:
-                    self._preempt_parked(parked)
+                    self._beams.preempt(parked)
                     continue
                 victim = self._running.lowest_below(state, batch.has)
                 if victim is None:
                     return 0
                 self._preempt(victim)
 
-    def _give_up_hints(self) -> bool:
-        """No request can continue: end prefetches, else unlock a pin. False without either."""
+    def _make_room(self) -> bool:
+        """No request can continue: have parked beams, prefetches or an extension give up pages.
+        False if none has any."""
+        if self._beams.make_room():
+            return True
         prefetches = [state for state in self._requests.values() if state.request.is_prefetch]
         for state in prefetches:
             self._end(state, "abort")
-        return bool(prefetches) or self.hints.break_pin()
+        return bool(prefetches) or any(one.make_room() for one in self._extensions)
 
     def _preempt_for(self, starved: RequestState) -> None:
         """Preempt requests of tenants that run several until `starved` finds a slot and pages; none
@@ -557,10 +564,6 @@ class Scheduler:
         self.counts.preemptions += 1
         self._waiting.mark_unblocked(wake_waiters(state))
         self._requeue(state)
-
-    def _preempt_parked(self, state: RequestState) -> None:
-        self._beams.unpark(state)
-        self.counts.preemptions += 1
 
     # -- the end ------------------------------------------------------------------------------
 

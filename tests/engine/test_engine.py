@@ -19,7 +19,7 @@ from radixserve.engine.engine_thread import EngineThread
 from radixserve.engine.messages import ApplyHints, GetStats
 from radixserve.engine.output_collector import Event, OutputCollector
 from radixserve.errors import EngineDead, InvalidRequest
-from radixserve.hint import Hint
+from radixserve.hints.hint import Hint
 from radixserve.output import Completion, RequestOutput
 from radixserve.request import BeamParams, Request, SamplingParams
 from radixserve.schedule import (

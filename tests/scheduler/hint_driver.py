@@ -11,7 +11,7 @@ import numpy as np
 
 from radixserve.cache import HashBlockCache, PrefixCache, RadixCache
 from radixserve.config import EngineConfig
-from radixserve.hint import VERBS, Hint, HintAnswer
+from radixserve.hints.hint import VERBS, Hint, HintAnswer
 from radixserve.schedule import SchedulerOutput
 from tests.scheduler.fake import Driver, OpenEngine
 from tests.scheduler.overlap_fake import OverlapDriver

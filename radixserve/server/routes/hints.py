@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from radixserve.hint import Hint
+from radixserve.hints.hint import Hint
 from radixserve.server.gate.json_body import JsonRoute
 from radixserve.server.gate.session_table import check_session_id
 from radixserve.server.gate.state import AppState, caller_of, server_of

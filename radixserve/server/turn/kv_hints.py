@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from radixserve.checks import shown
-from radixserve.hint import HintAnswer, join_answers
+from radixserve.hints.hint import HintAnswer, join_answers
 from radixserve.server.gate.session_table import check_session_id
 from radixserve.server.wire.cache_fields import KVHintAction, KVHints
 from radixserve.server.wire.errors import ApiError, wrong_field

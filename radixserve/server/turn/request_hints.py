@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from radixserve.arrays import IntArray
 from radixserve.errors import InvalidRequest
-from radixserve.hint import Hint, HintAnswer, check_hint, join_answers
+from radixserve.hints.hint import Hint, HintAnswer, check_hint, join_answers
 from radixserve.server.gate.state import AppState, caller_of, server_of
 from radixserve.server.gate.tenants import Caller
 from radixserve.server.turn.kv_hints import PREFETCH_REASON, ActionHints, read_actions

@@ -1,4 +1,4 @@
-"""Sessions, hints, and prefixes shared among namespaces: how callers steer the cache.
+"""`Hints`: the pins and retains that callers were granted.
 
 A retain is a session with a fixed end that claims a prefix: the prefix's pages are evicted after
 all others. A pin is a retain that also locks the prefix. The owner's budget and a share of the pool
@@ -7,202 +7,16 @@ bound both. If a request cannot run otherwise, the oldest pin is unlocked and be
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
-import numpy as np
 from sortedcontainers import SortedDict
 
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, CacheSession, PrefixCache
-from radixserve.checks import check_str
-from radixserve.errors import InvalidRequest, OutOfPages
-from radixserve.hint import Hint, HintAnswer, HintLimits, join_answers
-
-
-class Sessions:
-    """The open sessions by name. A closed session's name can be opened again."""
-
-    def __init__(
-        self, cache: PrefixCache, on_close: Callable[[str], None] = lambda _: None
-    ) -> None:
-        """on_close(name) is called when a session is closed."""
-        self._cache = cache
-        self._on_close = on_close
-        self._open: dict[str, CacheSession] = {}
-        self._claimed: dict[str, IntArray] = {}  # a read-only array that a session claimed whole
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def open(self, name: str, lease_s: float | None = None) -> CacheSession:
-        """The open session of that name, created if missing.
-
-        `lease_s` (seconds; None: the cache's default) counts when it is made. Raises InvalidRequest
-        for an empty name or a lease that the cache refuses.
-        """
-        if not check_str("session", name):
-            raise InvalidRequest("a session's name must not be empty")
-        session = self._open.get(name)
-        if session is None:
-            session = self._open[name] = self._cache.open_session(name, lease_s=lease_s)
-        return session
-
-    def get(self, name: str) -> CacheSession:
-        """The session that a request names: the open one, or a new one."""
-        return self._open.get(name) or self.open(name)
-
-    def find(self, name: str) -> CacheSession | None:
-        """The open session of that name."""
-        return self._open.get(name)
-
-    def claim(self, name: str, tokens: IntArray, namespace: str) -> int:
-        """Let the session of that name claim the cached whole pages of `tokens`.
-
-        Returns the number of cached tokens. Computes nothing. O(tokens); O(1) if the session has
-        claimed all of the same read-only array before.
-        """
-        cache = self._cache
-        if self._claimed.get(name) is tokens:
-            return len(tokens)
-        cached_len = cache.lookup(tokens, namespace, allow_full=True).cached_len
-        whole = cached_len - cached_len % cache.page_size  # no page prefix has to be copied
-        if whole:
-            session = self.get(name)
-            cache.acquire(tokens[:whole], namespace, allow_full=True, session=session).release()
-            if cached_len == len(tokens) and not tokens.flags.writeable:
-                self._claimed[name] = tokens
-        return cached_len
-
-    def close(self, name: str) -> None:
-        """Close a session: pages that no open session claims are evicted first. An unknown name
-        does nothing. Queued requests lose the session, even if its name is opened again; running
-        requests keep it."""
-        self._claimed.pop(name, None)
-        session = self._open.pop(name, None)
-        if session is not None:
-            session.close()
-            self._on_close(name)
-
-
-MAX_SHARED = 256
-NO_PERMISSION = "the key has no permission to share"
-
-
-class _Shared(NamedTuple):
-    namespace: str
-    tokens: IntArray  # whole pages
-    end: float | None  # on the cache's clock; None: until `remove`
-
-
-class CrossNamespacePrefixes:
-    """Prefixes of a namespace whose K/V requests of other namespaces may copy.
-
-    Namespaces stay separate: a request copies the prefix's K/V into its own pages instead of
-    computing it. A prefix can be copied while its own namespace has it cached. Prefixes are in
-    order of decreasing length, so the first match is the longest.
-    """
-
-    def __init__(self, cache: PrefixCache) -> None:
-        self._cache = cache
-        self._shared: list[_Shared] = []
-        self.copied_tokens = 0  # since the start
-
-    def __len__(self) -> int:
-        return len(self._shared)
-
-    def add(self, hint: Hint, tokens: IntArray, num_cached: int, reason: str) -> HintAnswer:
-        """Share cached whole pages. reason: why `tokens` are not all of the hint's; "" if they
-        are."""
-        if not hint.may_share:
-            return HintAnswer("share", "rejected", num_cached, reason=NO_PERMISSION)
-        self._expire()
-        self._drop(hint.namespace, tokens)
-        if len(self._shared) >= MAX_SHARED:
-            reason = f"{MAX_SHARED} prefixes are shared already"
-            return HintAnswer("share", "rejected", num_cached, reason=reason)
-        end = None if hint.seconds is None else self._cache.time() + hint.seconds
-        self._shared.append(_Shared(hint.namespace, tokens.copy(), end))
-        self._shared.sort(key=lambda shared: -len(shared.tokens))
-        answer = "clipped" if reason else "accepted"
-        return HintAnswer("share", answer, num_cached, len(tokens), hint.seconds, reason)
-
-    def remove(self, hint: Hint, tokens: IntArray) -> HintAnswer:
-        """Stop sharing `tokens` and every shared prefix of them."""
-        if not hint.may_share:
-            return HintAnswer("share", "rejected", reason=NO_PERMISSION)
-        before = len(self._shared)
-        mine = [shared for shared in self._shared if shared.namespace == hint.namespace]
-        for shared in mine:
-            if begins_with(tokens, shared.tokens):
-                self._drop(shared.namespace, shared.tokens)
-        if len(self._shared) == before:
-            return HintAnswer("share", "missing", reason="it is not shared")
-        return HintAnswer("share", "accepted", len(tokens), len(tokens), 0.0)
-
-    def forget(self, namespace: str | None) -> None:
-        """Forget the prefixes of a namespace that was reset; None: of all namespaces."""
-        self._shared = [
-            shared for shared in self._shared if namespace not in (None, shared.namespace)
-        ]
-
-    def copy_into(self, sequence: CacheSequence, tokens: IntArray) -> int:
-        """Copy the longest shared prefix of `tokens` into a new sequence, where it is longer than
-        the prefix cached in the sequence's own namespace. Returns the number of tokens copied, at
-        most all but the last.
-
-        O(shared prefixes x tokens) comparisons, O(1) without shared prefixes.
-        """
-        if not self._shared:
-            return 0
-        self._expire()
-        cache, size = self._cache, self._cache.page_size
-        for shared in self._shared:
-            length = min(len(shared.tokens), (len(tokens) - 1) // size * size)
-            if length <= sequence.length:
-                continue
-            prefix = shared.tokens[:length]
-            if shared.namespace == sequence.namespace or not begins_with(tokens, prefix):
-                continue
-            source = cache.acquire(prefix, shared.namespace, allow_full=True)
-            try:
-                copied = 0
-                if source.cached_len == length:
-                    copied = sequence.copy_from(source)
-            except OutOfPages:
-                copied = 0
-            if copied:
-                self.copied_tokens += copied
-                return copied
-            source.release()
-        return 0
-
-    def _expire(self) -> None:
-        now = self._cache.time()
-        self._shared = [shared for shared in self._shared if shared.end is None or shared.end > now]
-
-    def _drop(self, namespace: str, tokens: IntArray) -> None:
-        self._shared = [
-            shared
-            for shared in self._shared
-            if shared.namespace != namespace or not np.array_equal(shared.tokens, tokens)
-        ]
-
-    def check(self) -> None:
-        """Raise AssertionError at the first broken invariant."""
-        lens = [len(shared.tokens) for shared in self._shared]
-        assert lens == sorted(lens, reverse=True), "shared prefixes are out of order"
-        size = self._cache.page_size
-        assert not any(length % size or not length for length in lens), "a part of a page is shared"
-
-
-def begins_with(tokens: IntArray, prefix: IntArray) -> bool:
-    size = len(prefix)
-    if len(tokens) < size or tokens[size - 1] != prefix[-1]:
-        return False
-    return bool(np.array_equal(tokens[:size], prefix))
-
+from radixserve.hints.hint import Hint, HintAnswer, HintLimits, join_answers
+from radixserve.hints.shared_prefixes import CrossNamespacePrefixes, begins_with
+from radixserve.scheduler.extension import SchedulerExtension
+from radixserve.scheduler.sessions import Sessions
 
 MAX_KEPT = 4096  # pins and retains at a time
 MAX_KEPT_OF_OWNER = 1024
@@ -235,7 +49,7 @@ class GrantedHint:
         return self.hint.token_ids
 
 
-class Hints:
+class Hints(SchedulerExtension):
     """The granted pins and retains, oldest first, and the shared prefixes."""
 
     def __init__(self, cache: PrefixCache, sessions: Sessions, limits: HintLimits) -> None:
@@ -447,6 +261,18 @@ class Hints:
             return HintAnswer(hint.verb, "rejected", num_cached, reason=reason)
         return HintAnswer(hint.verb, "accepted", num_cached, covered)
 
+    # -- for the scheduler ---------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        if self.by_end:
+            self.expire()
+
+    def extend_prefix(self, sequence: CacheSequence, tokens: IntArray) -> int:
+        return self.shared.copy_into(sequence, tokens)
+
+    def make_room(self) -> bool:
+        return self.break_pin()
+
     # -- the end ------------------------------------------------------------------------------
 
     def expire(self) -> None:
@@ -500,12 +326,9 @@ class Hints:
         share = f"the share of the pool that hints may hold ({self._limits.max_share:g})"
         return f"{own}{share} is full"
 
-    def check(self, num_open: int) -> None:
-        """Raise AssertionError unless the hints, their order and their locks agree. O(hints).
-
-        `num_open`: open sessions of the cache.
-        """
-        kept = self._kept
+    def check(self) -> None:
+        """Raise AssertionError unless the hints, their order and their locks agree. O(hints)."""
+        kept, num_open = self._kept, self._cache.stats()["sessions"]
         assert len(self._sessions) + len(kept) <= num_open, "a closed session is kept"
         assert {(granted.end, n) for n, granted in kept.items()} == set(self.by_end), "hints' ends"
         owned = [n for some in self._by_owner.values() for n in some]

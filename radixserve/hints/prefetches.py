@@ -9,7 +9,7 @@ import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.cache import PrefixCache
-from radixserve.hint import Hint, HintAnswer
+from radixserve.hints.hint import Hint, HintAnswer
 from radixserve.output import RequestOutput
 from radixserve.request import LEAST_PRIORITY, Request, SamplingParams
 from radixserve.scheduler import Scheduler
