@@ -196,6 +196,7 @@ class Hints(SchedulerExtension):
             kept.sequence = self._cache.pin(kept.tokens, hint.namespace, session=kept.session)
             self._pins[kept.number] = kept
         self._kept[kept.number] = self.by_end[kept.end, kept.number] = kept
+        self.is_due = True
         self._by_owner.setdefault(hint.owner, {})[kept.number] = kept
         answer = "clipped" if reason else "accepted"
         return HintAnswer(hint.verb, answer, num_cached, len(kept.tokens), seconds, reason)
@@ -264,8 +265,7 @@ class Hints(SchedulerExtension):
     # -- for the scheduler ---------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        if self.by_end:
-            self.expire()
+        self.expire()
 
     def extend_prefix(self, sequence: CacheSequence, tokens: IntArray) -> int:
         return self.shared.copy_into(sequence, tokens)
@@ -303,6 +303,7 @@ class Hints(SchedulerExtension):
 
     def _end(self, kept: GrantedHint) -> None:
         del self._kept[kept.number], self.by_end[kept.end, kept.number]
+        self.is_due = bool(self._kept)
         self._pins.pop(kept.number, None)
         of_owner = self._by_owner[kept.hint.owner]
         del of_owner[kept.number]

@@ -12,8 +12,10 @@ class SchedulerExtension:
     """Plugged in by `Scheduler.plug_in`; the scheduler makes all calls, in the order of plugging
     in. Each method does nothing unless it is overridden."""
 
+    is_due = False  # whether `begin_step` has something to do; it is not called otherwise
+
     def begin_step(self) -> None:
-        """A step is about to be scheduled, and none is in flight. O(1) if nothing is due."""
+        """A step is about to be scheduled, and none is in flight. O(1), amortised."""
 
     def extend_prefix(self, sequence: CacheSequence, tokens: IntArray) -> int:
         """Returns how many tokens of a request were added to its new sequence without computing

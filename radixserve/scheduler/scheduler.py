@@ -259,7 +259,8 @@ class Scheduler:
         if self._in_flight:
             return self._schedule_ahead()
         for extension in self._extensions:
-            extension.begin_step()
+            if extension.is_due:
+                extension.begin_step()
         if (starved := self._admission.starved(self.counts.steps)) is not None:
             self._preempt_for(starved)
         batch = self._new_batch()
