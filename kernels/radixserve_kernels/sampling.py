@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TOP_P_CANDIDATES = 512  # sorted first for top_p; more of them only where they fall short
+NUM_BEST = 128  # tokens listed first, where the filters may keep fewer
+EXP_ERROR = 1e-5  # more than the relative error of a probability in float32
 BLOCK = 256  # tokens whose probabilities are summed first when a token is sampled
 BEST_BLOCK = 64  # tokens whose largest value is taken first when the best ones are listed
 
@@ -36,9 +38,7 @@ def sample(
     is_finite = best.isfinite()
     rows = (is_finite & (temperature > 0)).nonzero()[:, 0]
     if len(rows) == len(logits) > 0:
-        # The best logit goes to 0 first: a tiny temperature makes -inf of the others, never NaN.
-        scaled = (logits - best[:, None]) / temperature[:, None]
-        kept = filter_tokens(scaled, top_k, top_p, min_p)
+        kept = scale_and_filter(logits, best, temperature, top_k, top_p, min_p)
         return invert_distribution(kept.softmax(-1), uniform), is_finite
     token_ids, is_finite = argmax(logits)
     if len(rows):
@@ -61,11 +61,89 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(is_finite, token_ids, 0), is_finite
 
 
+def scale_and_filter(
+    logits: Tensor, best: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """Scaled logits [S, V] with the tokens that the filters drop at -inf: those that
+    `filter_tokens` returns, bit by bit.
+
+    best [S]: the best logit of each row, finite. Other columns as in `sample`. Rows whose filters
+    may keep few tokens are tried with their best ones first.
+    """
+    is_filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
+    if not bool(is_filtered.any()):
+        return _scaled(logits, best, temperature)
+    may_keep_few = is_filtered & (top_k < NUM_BEST)
+    rows = may_keep_few.nonzero()[:, 0]
+    if not len(rows) or logits.shape[1] < 4 * NUM_BEST:
+        return filter_tokens(_scaled(logits, best, temperature), top_k, top_p, min_p)
+    columns = (logits, best, temperature, top_k, top_p, min_p)
+    if len(rows) == len(logits):
+        kept, is_whole = filter_best_tokens(*columns)
+    else:
+        kept, is_whole = torch.empty_like(logits), torch.zeros_like(is_filtered)
+        some = filter_best_tokens(*(column.index_select(0, rows) for column in columns))
+        kept.index_copy_(0, rows, some[0])
+        is_whole.index_copy_(0, rows, some[1])
+    rest = (~is_whole).nonzero()[:, 0]
+    if not len(rest):
+        return kept
+    logits, best, temperature, *filters = (column.index_select(0, rest) for column in columns)
+    return kept.index_copy_(0, rest, filter_tokens(_scaled(logits, best, temperature), *filters))
+
+
+def _scaled(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
+    """The best logit goes to 0 first: a tiny temperature makes -inf of the others, never NaN."""
+    return (logits - best[:, None]).div_(temperature[:, None])
+
+
+def filter_best_tokens(
+    logits: Tensor, best: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`scale_and_filter` of rows that each have a filter, by their NUM_BEST best tokens: [n, V].
+    And [n] bool: whether these sufficed; other rows are undefined. top_k < NUM_BEST.
+
+    Probabilities are those of whole rows, so that each sum is rounded as in `filter_tokens`.
+    """
+    values, ids = best_tokens(logits, NUM_BEST)  # [n, NUM_BEST]
+    scaled = _scaled(values, best, temperature)
+    is_counted, has_top_p = top_k > 0, top_p < 1
+    last = torch.where(is_counted, top_k.long(), NUM_BEST)[:, None] - 1
+    is_kept = (scaled >= min_p.log()[:, None]) & (scaled >= scaled.gather(1, last))
+    is_kept &= scaled > -torch.inf
+    is_whole = ~is_kept[:, -1]  # else tokens that are not listed may be kept as well
+    if not bool(has_top_p.any()):
+        return _only(logits, ids, scaled, is_kept), is_whole
+    is_open = has_top_p & ~is_counted & ~is_whole  # top_p may still drop those
+    rows = is_open.nonzero()[:, 0]
+    if len(rows) == len(logits):
+        kept = _filter_min_p(_scaled(logits, best, temperature), min_p)
+    else:
+        kept = _only(logits, ids, scaled, is_kept)
+        logits, best, temperature, least = (
+            column.index_select(0, rows) for column in (logits, best, temperature, min_p)
+        )
+        kept.index_copy_(0, rows, _filter_min_p(_scaled(logits, best, temperature), least))
+    probs = kept.softmax(-1).gather(1, ids)
+    ordered = probs.sort(-1, descending=True).values
+    num_kept = (ordered.double().cumsum(-1) < top_p[:, None]).sum(-1, keepdim=True) + 1
+    floor = ordered.gather(1, (num_kept - 1).clamp(max=NUM_BEST - 1))
+    is_kept &= (probs >= floor) | ~has_top_p[:, None]
+    is_listed = floor[:, 0] > ordered[:, -1] * (1 + EXP_ERROR)  # no other token is as likely
+    is_whole = (is_whole | is_open) & (is_listed | ~has_top_p)
+    return _only(kept, ids, scaled, is_kept), is_whole
+
+
+def _only(like: Tensor, ids: Tensor, scaled: Tensor, is_kept: Tensor) -> Tensor:
+    """[n, V]: the `scaled` [n, k] of the tokens `ids` that are kept, and -inf."""
+    everything = torch.full_like(like, -torch.inf)
+    return everything.scatter_(1, ids, scaled.masked_fill(~is_kept, -torch.inf))
+
+
 def filter_tokens(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Scaled logits [S, V], the best of each row 0, with the tokens that min_p, top_k and top_p
     drop at -inf: columns [S], as in `sample`."""
-    if bool((min_p > 0).any()):
-        logits = logits.masked_fill(logits < min_p.log()[:, None], -torch.inf)
+    logits = _filter_min_p(logits, min_p)
     is_counted = (top_k > 0) & (top_k < logits.shape[1])
     rows = (is_counted | (top_p < 1.0)).nonzero()[:, 0]
     if not len(rows):
@@ -75,6 +153,12 @@ def filter_tokens(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
         return _filter_top_p(_filter_top_k(logits, top_k), top_p)
     some, top_k, top_p = (column.index_select(0, rows) for column in (logits, top_k, top_p))
     return logits.index_copy(0, rows, _filter_top_p(_filter_top_k(some, top_k), top_p))
+
+
+def _filter_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
+    if not bool((min_p > 0).any()):
+        return logits
+    return logits.masked_fill(logits < min_p.log()[:, None], -torch.inf)
 
 
 def _filter_top_k(logits: Tensor, top_k: Tensor) -> Tensor:

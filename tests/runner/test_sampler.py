@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -250,6 +251,77 @@ def test_flat_distribution_needs_the_whole_vocabulary_for_top_p() -> None:
     params = [SamplingParams(top_p=0.9), SamplingParams(top_p=0.01)]
     kept = torch.isfinite(filter_tokens(logits, params)).sum(-1).tolist()
     assert kept == [len(kept_by_hand(logits[0], p)) for p in params]
+
+
+def random_logits(rows: int, vocab: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """From flat to peaked ones; every fourth row has many ties, every fifth few allowed tokens."""
+    random = torch.Generator().manual_seed(seed)
+    spread = torch.rand(rows, 1, generator=random) * 6
+    logits = torch.randn(rows, vocab, generator=random) * spread
+    logits[::4] = logits[::4].round()
+    logits[::5, torch.randperm(vocab, generator=random)[40:]] = -torch.inf
+    return logits.to(dtype).float()
+
+
+def random_params(random: np.random.Generator) -> dict[str, Any]:
+    return {
+        "temperature": float(random.choice([1e-5, 0.2, 0.8, 1.0, 2.0, 100.0])),
+        "top_k": int(random.choice([-1, 0, 0, 1, 2, 40, 127, 128, 129, 10**6])),
+        "top_p": float(random.choice([1e-9, 0.1, 0.5, 0.9, 0.95, 0.999999999, 1.0, 1.0])),
+        "min_p": float(random.choice([0.0, 0.0, 0.05, 0.3, 1.0])),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [513, 5_000, 20_000])
+def test_filters_of_few_tokens_keep_the_same_ones_bit_by_bit(
+    dtype: torch.dtype, vocab: int
+) -> None:
+    """Those found among the best tokens are those that filtering the whole vocabulary keeps."""
+    random = np.random.default_rng(vocab)
+    num_whole = 0
+    for seed in range(4):
+        logits = random_logits(60, vocab, dtype, seed)
+        params = [SamplingParams(**random_params(random)) for _ in logits]
+        columns = columns_of(params)
+        temperature = torch.tensor([p.temperature for p in params])
+        best = logits.amax(-1)
+        scaled = (logits - best[:, None]) / temperature[:, None]
+        expected = sampling.filter_tokens(scaled, **columns)
+        assert torch.equal(
+            sampling.scale_and_filter(logits, best, temperature, **columns), expected
+        )
+        top_k, top_p, min_p = columns.values()
+        rows = (top_k < sampling.NUM_BEST) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+        some = (column[rows] for column in (logits, best, temperature, top_k, top_p, min_p))
+        kept, is_whole = sampling.filter_best_tokens(*some)
+        assert torch.equal(kept[is_whole], expected[rows][is_whole])
+        num_whole += int(is_whole.sum())
+        assert not is_whole.all()
+    assert num_whole > 60
+
+
+def test_tokens_do_not_depend_on_how_they_are_filtered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With penalties, bans and log-probabilities too; alone and together."""
+    random = np.random.default_rng(1)
+    logits = random_logits(60, 5_000, torch.float32, 1)
+    asked = [
+        spec(
+            seed=int(random.integers(2**62)),
+            output=tuple(logits[row].topk(3).indices.tolist()),
+            banned=tuple(logits[row].topk(2).indices.tolist()) if row % 3 == 0 else (),
+            repetition_penalty=float(random.choice([1.0, 1.3])),
+            frequency_penalty=float(random.choice([0.0, 0.5])),
+            **({"logprobs": 3} if row % 2 else {}),
+            **random_params(random),
+        )
+        for row in range(len(logits))
+    ]
+    together = sample(logits, asked)
+    alone = [sample(logits[row : row + 1], asked[row : row + 1])[0] for row in range(len(asked))]
+    monkeypatch.setattr(sampling, "NUM_BEST", 1 << 30)  # in no vocabulary: all tokens are filtered
+    assert together == alone == sample(logits, asked)
+    assert all(output.error is None for output in together)
 
 
 @pytest.mark.parametrize(
