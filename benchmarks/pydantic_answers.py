@@ -206,6 +206,8 @@ def outcome(shape: type[BaseModel], answer: Answer) -> str:
 
 def _open_end(text: str) -> str:
     """Where an answer was cut."""
+    if not text:
+        return "before its text"
     quotes = text.replace("\\\\", "").replace('\\"', "").count('"')
     if quotes % 2:
         return "in a string"

@@ -50,9 +50,13 @@ def test_max_tokens_beyond_the_context_are_said_in_a_header(served: LocalServer)
 
 def test_a_stream_has_no_usage_where_it_is_not_wanted(served: LocalServer) -> None:
     body = {"messages": HI, "max_tokens": 3}
-    for options, expected in (({"include_usage": False}, 0), ({}, 1), ({"include_usage": True}, 1)):
+    for options, expected in (({"include_usage": False}, 0), ({}, 0), ({"include_usage": True}, 1)):
         events = served.stream("/v1/chat/completions", {**body, "stream_options": options})
         assert sum(event.get("usage") is not None for event in events) == expected, options
+    events = served.stream("/v1/chat/completions", body)
+    assert [event.get("usage") is not None for event in events] == [False] * (len(events) - 1) + [
+        True
+    ]
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,9 @@ TABLE: list[tuple[str, Any, str, str | None]] = [
     (H, schema({}, size=1), "unknown field", f"{RF}.json_schema.size"),
     (H, schema({"type": "strin"}), "Invalid type: strin", RF),
     (H, schema({"unevaluatedItems": False}), "Unimplemented keys", RF),
+    # enforced elsewhere: tests/grammar/test_closed_objects.py
+    (H, schema({"anyOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False}),
+     'Unimplemented keys: ["unevaluatedProperties"]', RF),
     (H, schema({"$ref": "https://example.com/x"}), "json cannot be used", RF),
     (H, schema({"type": "string", "pattern": "(?=a)"}), "json cannot be used", RF),
     (H, schema({"type": "integer", "minimum": 5, "maximum": 1}), "json cannot be used", RF),

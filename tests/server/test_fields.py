@@ -180,8 +180,8 @@ def test_other_names_of_sampling_fields_have_their_effect(
     assert error(repeat_penalty=1.2, repetition_penalty=1.1)["param"] == "repetition_penalty"
     assert error(random_seed=2, seed=1)["message"] == "seed and random_seed differ: give one"
     assert error(**{limit: 2}, n_predict=1)["param"] == limit
-    for wrong in ("repeat_penalty", "random_seed", "n_predict"):
-        found = error(**{wrong: -7})
+    for wrong, value in (("repeat_penalty", -7), ("random_seed", 2**63), ("n_predict", -7)):
+        found = error(**{wrong: value})
         assert found["param"] == wrong
         assert found["message"].startswith(f"{wrong} must be ")
 

@@ -158,7 +158,7 @@ class ChatReasoning(Reasoning):
 
 
 class StreamOptions(Body):
-    """`include_usage` null: the usage is in the event that ends the last choice."""
+    """`include_usage` null is false: the stream has no usage. See `StreamUsage`."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
