@@ -119,12 +119,14 @@ class TaintedStr(str):
     def replace(self, old: str, new: str, count: Any = -1, /) -> str:
         if not old:
             return tainted(str.replace(self, old, new, count), CALLER)
-        return _make(new, taint_of(new)).join(self.split(old, count))
+        replaced: str = _make(new, taint_of(new)).join(self.split(old, count))
+        return replaced
 
     def mapped(self, text: str) -> str:
         """Returns `text`, in which each character was changed in its place. Where that made it
         longer, for example "ß" in upper case, it is tainted as a whole."""
-        return _make(text, self._taint) if len(text) == len(self) else tainted(text, CALLER)
+        changed: str = _make(text, self._taint)
+        return changed if len(text) == len(self) else tainted(text, CALLER)
 
     def upper(self) -> str:
         return self.mapped(str.upper(self))
