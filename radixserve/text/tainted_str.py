@@ -118,15 +118,14 @@ class TaintedStr(str):
 
     def replace(self, old: str, new: str, count: Any = -1, /) -> str:
         if not old:
-            return tainted(str.replace(self, old, new, count), CALLER)
-        replaced: str = _make(new, taint_of(new)).join(self.split(old, count))
-        return replaced
+            spread: str = str.replace(self, old, new, count)
+            return tainted(spread, CALLER)
+        return _make(new, taint_of(new)).join(self.split(old, count))
 
     def mapped(self, text: str) -> str:
         """Returns `text`, in which each character was changed in its place. Where that made it
         longer, for example "ß" in upper case, it is tainted as a whole."""
-        changed: str = _make(text, self._taint)
-        return changed if len(text) == len(self) else tainted(text, CALLER)
+        return _make(text, self._taint) if len(text) == len(self) else tainted(text, CALLER)
 
     def upper(self) -> str:
         return self.mapped(str.upper(self))
@@ -151,7 +150,8 @@ def _as_a_whole(name: str) -> Callable[..., str]:
     method = getattr(str, name)
 
     def tainted_method(self: TaintedStr, *args: Any, **kwargs: Any) -> str:
-        return tainted(method(self, *args, **kwargs), CALLER)
+        text: str = method(self, *args, **kwargs)
+        return tainted(text, CALLER)
 
     return tainted_method
 
