@@ -235,15 +235,17 @@ class Process:
         self._stopping = asyncio.get_running_loop().create_task(self._drain())
 
     async def _drain(self) -> None:
-        """Refuse new requests with 503, wait up to `shutdown_timeout` for those in flight, then end
-        the rest with an error."""
+        """Refuse new requests with 503, end responses in the background, whose answers could not be
+        read any more, wait up to `shutdown_timeout` for the other requests, then end the rest with
+        an error."""
         server = self.server
         server.is_draining = True
+        error = ApiError(503, "the server was shut down before the answer ended", code="shutdown")
+        server.background.end_all(error)
         _log.info("shutting down: %d requests in flight", len(server.in_flight))
         deadline = asyncio.get_running_loop().time() + self._config.shutdown_timeout
         while server.in_flight and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
-        error = ApiError(503, "the server was shut down before the answer ended", code="shutdown")
         for request in list(server.in_flight):
             request.end(error)
         for _ in range(100):

@@ -25,26 +25,31 @@ class CancelOnDisconnect:
     connected but stops reading is disconnected by the write timeout: `http_protocol.py`.
     """
 
-    def __init__(self, server: AppState, request: Request) -> None:
+    def __init__(
+        self, server: AppState, request: Request, *, outlives_client: bool = False
+    ) -> None:
+        """`outlives_client`: the block goes on after a disconnect."""
         self.server = server
         self._request = request
         self.tenant = caller_of(request).tenant
         self.num_requests = 0  # of the engine
+        self._outlives_client = outlives_client
         self._error: Exception | None = None
         self._task: asyncio.Task[Any] | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     def __enter__(self) -> Self:
         self._task = asyncio.current_task()
-        self._watcher = asyncio.create_task(self._watch())
+        if not self._outlives_client:
+            self._watcher = asyncio.create_task(self._watch())
         self.server.in_flight.add(self)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         task, self._task = self._task, None
         assert task is not None
-        assert self._watcher is not None
-        self._watcher.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
         self.server.in_flight.discard(self)
         if self._error is not None:
             task.uncancel()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 import uuid
 from collections import Counter
@@ -42,7 +43,7 @@ _INVOKED = {  # by a field that its bodies have: the route that answers a reques
 }
 _CHARSETS = ("", "utf-8", "utf8", "us-ascii")
 # POST routes that take no body, and so no content type. A page of another origin sends its origin.
-_BODILESS = frozenset({"/flush_cache", "/reset_prefix_cache"})
+_BODILESS = re.compile(r"/flush_cache|/reset_prefix_cache|/v1/responses/[^/]+/cancel")
 _MAX_BODIES = 8  # memory for all bodies that are being read or parsed, in units of max_body
 
 
@@ -151,7 +152,7 @@ class RequestMiddleware:
                 message = f"the body did not come within {_BODY_TIMEOUT_S:g} s"
                 raise ApiError(408, message, headers={"connection": "close"}) from None
             # An empty body needs the type, too: web pages of other origins cannot send it.
-            if body.size or scope["path"] not in _BODILESS:
+            if body.size or not _BODILESS.fullmatch(scope["path"]):
                 _check_content_type(kind)
             if not body.size:
                 return False

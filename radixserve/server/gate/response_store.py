@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from radixserve.server.wire.json_response import dump
@@ -24,6 +24,8 @@ class StoredResponse:
     message_bytes  memory of `messages`, counted as the bodies of all requests, the answers as JSON,
                    and _OBJECT_BYTES for each message
     num_bytes      memory of the three; a history counts again for each response that continues it
+    status         that of the response
+    is_background  whether the response was created with `background`
     """
 
     response_id: str
@@ -33,6 +35,19 @@ class StoredResponse:
     messages: tuple[dict[str, Any], ...]
     message_bytes: int
     num_bytes: int
+    status: str = "completed"
+    is_background: bool = False
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether it has an answer, so that a request may continue it."""
+        return self.status in ("completed", "incomplete")
+
+    def with_response(self, response: dict[str, Any]) -> StoredResponse:
+        """The record with another body."""
+        text = dump(response)
+        num_bytes = self.num_bytes + len(text) - len(self.response)
+        return replace(self, response=text, num_bytes=num_bytes, status=response["status"])
 
 
 def next_response(
@@ -46,7 +61,7 @@ def next_response(
     """The record of a new response. O(answer), and a pointer for each earlier message.
 
     known       the response that it continues; None: it begins a conversation
-    new         the messages of its request, then that of the answer
+    new         the messages of its request, then that of the answer, if there is one
     body_bytes  size of the request's body
     """
     messages = tuple(new) if known is None else (*known.messages, *new)
@@ -56,7 +71,15 @@ def next_response(
     num_bytes = message_bytes + len(text) + sum(map(len, input_items))
     num_bytes += _OBJECT_BYTES * len(input_items)
     return StoredResponse(
-        response["id"], namespace, text, input_items, messages, message_bytes, num_bytes
+        response["id"],
+        namespace,
+        text,
+        input_items,
+        messages,
+        message_bytes,
+        num_bytes,
+        response["status"],
+        response["background"],
     )
 
 
@@ -66,8 +89,8 @@ class ResponseStore:
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:
         """The bounds of each tenant. `max_responses` 0: nothing is stored."""
-        self._max_responses = max_responses
-        self._max_bytes = max_bytes
+        self.max_responses = max_responses
+        self.max_bytes = max_bytes
         self._by_tenant: dict[str, _TenantStore] = {}
 
     def __len__(self) -> int:
@@ -81,17 +104,18 @@ class ResponseStore:
     @property
     def keeps(self) -> bool:
         """Whether responses are stored at all."""
-        return self._max_responses > 0
+        return self.max_responses > 0
 
-    def put(self, tenant: str, stored: StoredResponse) -> None:
-        """Store a response, unless it alone exceeds the bound. O(1), and O(responses that are
-        dropped)."""
-        if not self._max_responses or stored.num_bytes > self._max_bytes:
-            return
+    def put(self, tenant: str, stored: StoredResponse) -> bool:
+        """Store a response. Returns False, and stores nothing, if it alone exceeds the bound. O(1),
+        and O(responses that are dropped)."""
+        if not self.max_responses or stored.num_bytes > self.max_bytes:
+            return False
         own = self._by_tenant.setdefault(tenant, _TenantStore())
         own.add(stored)
-        while len(own.responses) > self._max_responses or own.num_bytes > self._max_bytes:
+        while len(own.responses) > self.max_responses or own.num_bytes > self.max_bytes:
             own.drop(next(iter(own.responses)))
+        return True
 
     def find(self, tenant: str, namespace: str, response_id: str) -> StoredResponse | None:
         """The stored response; None if the namespace does not have it."""

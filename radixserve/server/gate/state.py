@@ -12,6 +12,7 @@ from radixserve.checks import shown
 from radixserve.output import EngineStatus
 from radixserve.server.answer.parser_configs import OutputParserConfigs
 from radixserve.server.config import ServerConfig
+from radixserve.server.gate.background_responses import BackgroundResponses
 from radixserve.server.gate.branch_table import BranchTable
 from radixserve.server.gate.counters import ServerCounters
 from radixserve.server.gate.json_body import FreedMemory, JsonParser
@@ -49,6 +50,7 @@ class AppState:
         self.prompt_records = PromptRecords(config.max_conversations)
         self.tenant_usage = TenantUsage()
         self.counters = ServerCounters()
+        self.background = BackgroundResponses(self.responses, self.counters)
         self.logged_fields: set[tuple[str, str]] = set()  # (path, name) of logged skipped fields
         self.num_billing_headers = 0  # taken out of system prompts
         self.branches = BranchTable(config.session_lease, config.max_conversations)

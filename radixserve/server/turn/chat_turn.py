@@ -50,6 +50,7 @@ class TurnRequest:
     truncation_side  "right": keep the first tokens instead
     beams          run a beam search with `params.n` beams
     stream         stream the answer
+    background     generate the answer even if the client disconnects
     prewarm        compute the prompt and answer with an empty text
     compare_with   id of an earlier answer whose prompt is compared with this one, to explain
                    cache misses
@@ -68,6 +69,7 @@ class TurnRequest:
     truncation_side: TruncationSide | None = None
     beams: BeamParams | None = None
     stream: bool
+    background: bool = False
     prewarm: bool = False
     compare_with: str | None = None
     cache: CacheUse
@@ -150,7 +152,7 @@ class ChatTurn:
         )
         generation = HttpGeneration(
             server, request, [prompt.token_ids], params, asked.cache, streams=asked.stream,
-            beams=None if asked.prewarm else asked.beams,
+            beams=None if asked.prewarm else asked.beams, outlives_client=asked.background,
         )  # fmt: skip
         read_parts = partial(
             PromptParts.of,

@@ -45,6 +45,7 @@ class HttpGeneration(CancelOnDisconnect):
         streams: bool,
         beams: BeamParams | None = None,
         submit: Callable[[], RequestHandle[Any]] | None = None,
+        outlives_client: bool = False,
     ) -> None:
         """Check the limits and submit the requests.
 
@@ -52,11 +53,12 @@ class HttpGeneration(CancelOnDisconnect):
                 applied when all answers have ended, before the last chunks are returned
         beams   each prompt is a beam search with `params.n` beams
         submit  makes the engine requests instead of `Runtime.submit`
+        outlives_client  a disconnect does not abort the requests
 
         Raises ApiError: 429 if the queue is full, 403 for a priority without an admin key. Raises
         InvalidRequest for wrong parameters.
         """
-        super().__init__(server, request)
+        super().__init__(server, request, outlives_client=outlives_client)
         session = ""
         if cache.session_id is not None:
             session = server.sessions.use(cache.namespace, cache.session_id)

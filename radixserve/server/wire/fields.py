@@ -199,7 +199,7 @@ FIELD_RULES: tuple[FieldRule, ...] = (
             True),
     *_rules("completions", "suffix", _REFUSE, "not implemented", "x"),
     *_rules("chat responses messages", "moderation", _REFUSE, "not implemented", {"a": 1}),
-    *_rules("responses", "background background_options", _REFUSE, "not implemented", True, False),
+    *_rules("responses", "background_options", _REFUSE, "not implemented", True, False),
     *_rules("responses", "conversation", _REFUSE, "use `previous_response_id`", "c-1"),
     *_rules("responses", "prompt", _REFUSE, "there are no stored prompts", {"id": "p"}),
     *_rules("responses", "max_tool_calls", _REFUSE, "not implemented", 3),

@@ -57,7 +57,7 @@ class ResponseBuilder(BlocksBuilder):
             "object": "response",
             "created_at": int(time.time()),
             "model": self.server.model_name,
-            "background": False,
+            "background": bool(body.background),
             "error": None,
             "incomplete_details": None,
             "instructions": body.instructions,
@@ -109,6 +109,14 @@ class ResponseBuilder(BlocksBuilder):
             response["prompt_cache_diagnostics"] = openai_diagnostics(self._turn.diagnosis())
         if self._keep is not None:
             self._keep(response, assistant_message(blocks))
+        return response
+
+    def unfinished(self, status: str, error: ApiError | None = None) -> dict[str, Any]:
+        """The response without its whole answer. `error`: the reason if it failed."""
+        output = [self._item(block, "incomplete") for block in self._blocks.blocks]
+        response = self._response(status, output)
+        if error is not None:
+            response["error"] = {"code": "server_error", "message": error.message}
         return response
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
@@ -170,10 +178,7 @@ class ResponseBuilder(BlocksBuilder):
         return text + self._event(response["status"], response=response)
 
     def failed(self, error: ApiError) -> str:
-        output = [self._item(block, "incomplete") for block in self._blocks.blocks]
-        body = self._response("failed", output)
-        body["error"] = {"code": "server_error", "message": error.message}
-        return self._event("failed", response=body)
+        return self._event("failed", response=self.unfinished("failed", error))
 
     def _opened(self, part: ContentBlock) -> Iterator[str]:
         item = self._item(part, "in_progress")

@@ -205,6 +205,7 @@ class ResponseRequest(SingleSampling, OtherNames, ThinkingFields, SessionFields,
     previous_response_id: Short | None = None
     store: bool | None = None
     stream: bool | None = None
+    background: bool | None = None
     tools: Bounded[ResponseTool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None

@@ -67,6 +67,7 @@ def turn_request(
         max_tokens=max_tokens,
         constraint=_constraint(body),
         stream=bool(body.stream),
+        background=bool(body.background),
         prewarm=options is not None and bool(options.prewarm),
         compare_with=None if options is None else options.comparison_response_id,
         cache=cache,
