@@ -1,4 +1,5 @@
-"""The requests of Open WebUI 0.12.4, as its code makes them: it is too large to be installed here.
+"""The requests of Open WebUI 0.12.4, as its code makes them; `clients/open_webui.py` runs its own
+server, by hand.
 
 `routers/openai.py` sends the chat's messages with the model's parameters; `utils/misc.py` writes
 what was answered before; `routers/tasks.py` asks for titles, tags and further questions.
