@@ -118,8 +118,8 @@ class TaintedStr(str):
 
     def replace(self, old: str, new: str, count: Any = -1, /) -> str:
         if not old:
-            spread: str = str.replace(self, old, new, count)
-            return tainted(spread, CALLER)
+            spread: str = tainted(str.replace(self, old, new, count), CALLER)
+            return spread
         return _make(new, taint_of(new)).join(self.split(old, count))
 
     def mapped(self, text: str) -> str:
@@ -150,8 +150,8 @@ def _as_a_whole(name: str) -> Callable[..., str]:
     method = getattr(str, name)
 
     def tainted_method(self: TaintedStr, *args: Any, **kwargs: Any) -> str:
-        text: str = method(self, *args, **kwargs)
-        return tainted(text, CALLER)
+        text: str = tainted(method(self, *args, **kwargs), CALLER)
+        return text
 
     return tainted_method
 
