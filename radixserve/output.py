@@ -81,6 +81,7 @@ class PromptScore(NamedTuple):
 
     logprob: float
     top_logprobs: tuple[tuple[int, float], ...]  # the best tokens at its position, best first
+    rank: int  # 1: it is the most likely one
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,7 @@ class Completion:
     prompt_logprobs  of each token of the prompt given those before it, when asked for: None for the
                     first one, and for those that an aborted request did not reach
     prompt_top_logprobs  {token id: logprob} of the best ones in their places, if requested
+    prompt_ranks    with prompt_logprobs: each token's place among all by probability, from 1
     score           of a beam: what the answers of the search are ranked by
     miss            how much of the prompt was cached at admission, and why not more
     digest          a hash of the logits' bits behind each token, when asked for: equal where the
@@ -167,6 +169,7 @@ class Completion:
     score: float | None = None
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
+    prompt_ranks: list[int | None] | None = None
     stop_reason: str | int | None = None
     digest: str | None = None
     prompt: PromptTokens | None = field(default=None, compare=False)

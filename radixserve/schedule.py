@@ -68,6 +68,7 @@ class ScheduledRequest(NamedTuple):
     # [k] token ids to score, one after each of the row's last k tokens; where a token is sampled as
     # well, after each of the k tokens before the last one
     num_top_logprobs: int = 0  # number of best tokens to report with each score
+    wants_ranks: bool = False  # whether to report each target's rank
     future_index: int = -1
     # index into the previous step's outputs of the token to feed as the row's only token, which is
     # PLACEHOLDER here; -1 where all tokens are known
@@ -90,10 +91,11 @@ class ScheduledRequest(NamedTuple):
 
 
 class LogprobTargets(NamedTuple):
-    """`ScheduledRequest.logprob_targets` and `num_top_logprobs` of a row that has targets."""
+    """`ScheduledRequest.logprob_targets` and what to report of them, of a row that has targets."""
 
     token_ids: IntArray  # [k]
     num_top_logprobs: int
+    wants_ranks: bool
 
 
 class RowStates(NamedTuple):
@@ -139,8 +141,9 @@ class ScheduledRows:
             columns.req_pool_indices.append(row.req_pool_idx)
             columns.states.append(RowStates(row.state_id, row.checkpoints, row.written_state_id))
             if row.logprob_targets is not None:
-                targets = LogprobTargets(row.logprob_targets, row.num_top_logprobs)
-                columns.targets[number] = targets
+                columns.targets[number] = LogprobTargets(
+                    row.logprob_targets, row.num_top_logprobs, row.wants_ranks
+                )
         if any(row.future_index >= 0 for row in rows):
             columns.future_indices = [row.future_index for row in rows]
         return columns
@@ -161,7 +164,7 @@ class ScheduledRows:
 
     def _row(self, row: int, first: int) -> ScheduledRequest:
         """first: the index of the row's first token in `input_ids`."""
-        targets = self.targets.get(row, LogprobTargets(np.empty(0, np.int32), 0))
+        targets = self.targets.get(row, LogprobTargets(np.empty(0, np.int32), 0, False))
         states = self.states[row] if self.states else RowStates()
         return ScheduledRequest(
             request_id=self.request_ids[row],
@@ -171,6 +174,7 @@ class ScheduledRows:
             sample=self.samples[row],
             logprob_targets=targets.token_ids if row in self.targets else None,
             num_top_logprobs=targets.num_top_logprobs,
+            wants_ranks=targets.wants_ranks,
             future_index=self.future_indices[row] if self.future_indices else -1,
             first_new_page=self.first_new_pages[row],
             req_pool_idx=self.req_pool_indices[row],
@@ -226,6 +230,7 @@ class SampleOutput(NamedTuple):
     scores: tuple[float, ...] = ()  # log-probabilities of the row's targets; token_id is -1 if no
     # token was to be sampled
     top_scores: tuple[tuple[tuple[int, float], ...], ...] = ()  # best tokens at their positions
+    ranks: tuple[int, ...] = ()  # of the row's targets, if asked for: 1 is the most likely token
     candidates: Candidates | None = None  # for a beam; token_id is -1 then
     cause: BaseException | None = None  # the exception of a caller's function behind `error`
     is_complete: bool = False  # the answer's grammar is at its end: no token can follow

@@ -75,6 +75,7 @@ def with_prompt_scores(completion: Completion, first: Completion) -> Completion:
         completion,
         prompt_logprobs=first.prompt_logprobs,
         prompt_top_logprobs=first.prompt_top_logprobs,
+        prompt_ranks=first.prompt_ranks,
     )
 
 

@@ -165,7 +165,7 @@ class OutputCollector:
 
     def _completion(self, finish: Finish) -> Completion:
         wanted = self.request.params.logprobs
-        prompt_logprobs, prompt_top_logprobs = self._of_prompt(finish)
+        prompt_logprobs, prompt_ranks, prompt_top_logprobs = self._of_prompt(finish)
         digest = self.request.digest
         return Completion(
             request_id=self.request.request_id,
@@ -183,24 +183,29 @@ class OutputCollector:
             cumulative_logprob=None if wanted is None else math.fsum(self._logprobs),
             prompt_logprobs=prompt_logprobs,
             prompt_top_logprobs=prompt_top_logprobs,
+            prompt_ranks=prompt_ranks,
             prompt=self._prompt,
             digest=None if digest is None else digest.hexdigest(len(self._token_ids)),
         )
 
     def _of_prompt(
         self, finish: Finish
-    ) -> tuple[list[float | None] | None, list[dict[int, float] | None] | None]:
-        """Returns the logprobs and top logprobs of the prompt, each None if not requested. They
-        have one entry per token, None for the first token and for those that were not reached."""
+    ) -> tuple[
+        list[float | None] | None, list[int | None] | None, list[dict[int, float] | None] | None
+    ]:
+        """Returns the logprobs, ranks and top logprobs of the prompt, each None if not requested.
+        They have one entry per token, None for the first token and for those that were not
+        reached."""
         wanted = self.request.params.prompt_logprobs
         if wanted is None:
-            return None, None
+            return None, None, None
         scores = finish.prompt_scores
         rest = [None] * (self.request.num_prompt - 1 - len(scores))
         logprobs = [None, *(score.logprob for score in scores), *rest]
+        ranks = [None, *(score.rank for score in scores), *rest]
         if not wanted:
-            return logprobs, None
-        return logprobs, [None, *(dict(score.top_logprobs) for score in scores), *rest]
+            return logprobs, ranks, None
+        return logprobs, ranks, [None, *(dict(score.top_logprobs) for score in scores), *rest]
 
     def _reason(self, finish: Finish) -> FinishReason:
         """Returns the finish reason: "stop" for a stop string in the last text, even if the length

@@ -117,9 +117,10 @@ class DeviceSampler:
         if pending.logits is not None:
             _sample_on_host(plan, pending.logits, outputs)
         for scoring in plan.scored:
-            num_arrays = 3 if scoring.num_top_logprobs else 1
-            columns = (column.tolist() for column in itertools.islice(arrays, num_arrays))
-            outputs[scoring.output] = with_scores(outputs[scoring.output], scored_output(*columns))
+            num_arrays = 1 + scoring.wants_ranks + 2 * bool(scoring.num_top_logprobs)
+            columns = [column.tolist() for column in itertools.islice(arrays, num_arrays)]
+            scored = scored_output(columns, wants_ranks=scoring.wants_ranks)
+            outputs[scoring.output] = with_scores(outputs[scoring.output], scored)
         self._d2h.release(transfer)
         return tuple(outputs)
 
@@ -152,7 +153,9 @@ def _scores(logits: Tensor, plan: SamplePlan, tensors: dict[str, Tensor]) -> lis
         count = len(scoring.targets)
         targets = tensors["targets"][first : first + count]
         rows = logits[scoring.logit : scoring.logit + count]
-        results += score_tensors(rows, targets, scoring.num_top_logprobs)
+        results += score_tensors(
+            rows, targets, scoring.num_top_logprobs, wants_ranks=scoring.wants_ranks
+        )
         first += count
     return results
 

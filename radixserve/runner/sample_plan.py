@@ -70,6 +70,7 @@ class Scoring(NamedTuple):
     logit: int  # the first of them
     targets: IntArray
     num_top_logprobs: int
+    wants_ranks: bool
 
 
 @dataclass(frozen=True, slots=True)

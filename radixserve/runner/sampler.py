@@ -64,7 +64,9 @@ def sample_step(
     for scoring in plan.scored:
         targets = scoring.targets
         target_logits = logits[scoring.logit : scoring.logit + len(targets)]
-        scored = score(target_logits, targets, scoring.num_top_logprobs)
+        scored = score(
+            target_logits, targets, scoring.num_top_logprobs, wants_ranks=scoring.wants_ranks
+        )
         outputs[scoring.output] = with_scores(outputs[scoring.output], scored)
     return tuple(outputs)
 
@@ -324,19 +326,25 @@ def _top_logprobs(
 # -- scores ---------------------------------------------------------------------------------------
 
 
-def score(logits: Tensor, targets: IntArray, num_top_logprobs: int = 0) -> SampleOutput:
-    """The log-probability of each target, and of the num_top_logprobs best tokens in its place.
+def score(
+    logits: Tensor, targets: IntArray, num_top_logprobs: int = 0, *, wants_ranks: bool = False
+) -> SampleOutput:
+    """The log-probability of each target, and of the num_top_logprobs best tokens in its place;
+    `wants_ranks`: and its rank, 1 for the most likely token.
 
     logits [k, V] float32, targets [k] token ids.
     """
     index = torch.from_numpy(targets.astype(np.int64)).to(logits.device)
-    columns = score_tensors(logits, index, num_top_logprobs)
-    return scored_output(*(column.tolist() for column in columns))
+    columns = score_tensors(logits, index, num_top_logprobs, wants_ranks=wants_ranks)
+    return scored_output([column.tolist() for column in columns], wants_ranks=wants_ranks)
 
 
-def score_tensors(logits: Tensor, targets: Tensor, num_top_logprobs: int) -> tuple[Tensor, ...]:
-    """`score` on the device of the logits: scores [k] of targets [k] int64; and if there are any,
-    the best log-probabilities [k, num_top_logprobs] and their token ids.
+def score_tensors(
+    logits: Tensor, targets: Tensor, num_top_logprobs: int, *, wants_ranks: bool
+) -> tuple[Tensor, ...]:
+    """`score` on the device of the logits: scores [k] of targets [k] int64; their ranks [k] if they
+    are wanted; and if there are any, the best log-probabilities [k, num_top_logprobs] and their
+    token ids.
 
     Takes memory for SCORED_AT_ONCE rows of logits, not for all k.
     """
@@ -347,26 +355,26 @@ def score_tensors(logits: Tensor, targets: Tensor, num_top_logprobs: int) -> tup
     ):
         logprobs = rows.log_softmax(-1)
         parts.append([logprobs.gather(1, wanted[:, None])[:, 0]])
+        if wants_ranks:
+            parts[-1].append((rows > rows.gather(1, wanted[:, None])).sum(-1) + 1)
         if num_top:
             parts[-1] += logprobs.topk(num_top, -1)
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
-def scored_output(
-    scores: list[float],
-    values: Sequence[Sequence[float]] = (),
-    ids: Sequence[Sequence[int]] = (),
-) -> SampleOutput:
-    """The result of `score_tensors` as an output."""
+def scored_output(columns: Sequence[Any], *, wants_ranks: bool) -> SampleOutput:
+    """The result of `score_tensors`, as lists, as an output."""
+    scores, ranks = columns[0], columns[1] if wants_ranks else ()
+    values, ids = columns[1 + wants_ranks :] or ((), ())
     if any(map(math.isnan, scores)):
         error = "no token can be scored: there are logits that are no numbers"
         return SampleOutput(-1, error=error)
     top = tuple(tuple(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True))
-    return SampleOutput(-1, scores=tuple(scores), top_scores=top)
+    return SampleOutput(-1, scores=tuple(scores), top_scores=top, ranks=tuple(ranks))
 
 
 def with_scores(output: SampleOutput | None, scored: SampleOutput) -> SampleOutput:
     """The output of a row that was sampled (or not, None) and scored."""
     if output is None or scored.error is not None:
         return scored
-    return output._replace(scores=scored.scores, top_scores=scored.top_scores)
+    return output._replace(scores=scored.scores, top_scores=scored.top_scores, ranks=scored.ranks)

@@ -190,7 +190,9 @@ class Batch:
         ]
         if len(wanted):
             num_top = (request.params.prompt_logprobs or 0) if request.also_generate else 0
-            self._rows.targets[len(self.states)] = LogprobTargets(wanted, num_top)
+            self._rows.targets[len(self.states)] = LogprobTargets(
+                wanted, num_top, request.also_generate
+            )
 
 
 def _token_cost(state: RequestState, *, has_decodes: bool) -> int:

@@ -37,7 +37,7 @@ class TargetScores:
         self.num_scored += len(sample.scores)
         if keep:
             tops = sample.top_scores or ((),) * len(sample.scores)
-            self.of_prompt += map(PromptScore, sample.scores, tops)
+            self.of_prompt += map(PromptScore, sample.scores, tops, sample.ranks)
 
 
 class RequestState:

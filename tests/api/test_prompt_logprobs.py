@@ -38,6 +38,12 @@ def check(model: Any, prompt: list[int], out: Completion, num_top: int = 2) -> N
     assert out.prompt_logprobs is not None
     assert out.prompt_logprobs[0] is None
     assert out.prompt_logprobs[1:] == pytest.approx(own, abs=TOLERANCE)
+    assert out.prompt_ranks is not None
+    assert out.prompt_ranks[0] is None
+    for at, (rank, logprob) in enumerate(zip(out.prompt_ranks[1:], own, strict=True)):
+        assert rank is not None
+        num_above = [int((table[at] > logprob + off).sum()) for off in (TOLERANCE, -TOLERANCE)]
+        assert num_above[0] < rank <= num_above[1] + 1
     if not num_top:
         assert out.prompt_top_logprobs is None
         return
@@ -142,6 +148,6 @@ def test_an_aborted_one_says_what_it_knows(folder: Path) -> None:
 
 
 def test_wrong_ones() -> None:
-    for value in (-1, 101, True, "2"):
+    for value in (-1, 2**20 + 1, True, "2"):
         with pytest.raises(InvalidRequest, match="prompt_logprobs"):
             SamplingParams(prompt_logprobs=value)  # type: ignore[arg-type]

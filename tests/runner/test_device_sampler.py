@@ -242,6 +242,7 @@ def test_scores_with_and_without_a_draw() -> None:
             token_ids=new,
             page_ids=np.arange(len(new)),
             num_top_logprobs=top,
+            wants_ranks=top < 2,
         )
         for at, (one, ids, new, top) in enumerate(
             zip((asked, None, None), targets, tokens, (2, 0, 1), strict=True)
@@ -250,8 +251,9 @@ def test_scores_with_and_without_a_draw() -> None:
     outputs = sample_step(logits, schedule_of(rows))
     first, scored = sample(logits[2:3], [asked])[0], score(logits[:2], targets[0], 2)
     assert outputs[0] == first._replace(scores=scored.scores, top_scores=scored.top_scores)
-    assert outputs[1] == score(logits[3:4], targets[1], 0)
-    assert outputs[2] == score(logits[4:7], targets[2], 1)
+    assert outputs[1] == score(logits[3:4], targets[1], 0, wants_ranks=True)
+    assert outputs[2] == score(logits[4:7], targets[2], 1, wants_ranks=True)
+    assert len(outputs[2].ranks) == 3
     logits[5] = math.nan
     assert "no token can be scored" in str(sample_step(logits, schedule_of(rows))[2].error)
 

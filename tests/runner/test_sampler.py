@@ -543,5 +543,10 @@ def test_scores_and_the_best_in_their_places(num_top: int) -> None:
         best = logprobs[at].topk(min(num_top, VOCAB))
         assert [i for i, _ in top] == best.indices.tolist()
         assert [v for _, v in top] == pytest.approx(best.values.tolist())
+    assert out.ranks == ()
+    ranked = score(logits, targets, num_top, wants_ranks=True)
+    assert ranked._replace(ranks=()) == out
+    order = logits.argsort(-1, descending=True).tolist()
+    assert ranked.ranks == tuple(order[at].index(t) + 1 for at, t in enumerate(targets))
     logits[2, 5] = math.nan
-    assert score(logits, targets, num_top).error is not None
+    assert score(logits, targets, num_top, wants_ranks=True).error is not None

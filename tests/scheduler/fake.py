@@ -215,9 +215,9 @@ class FakeRunner:
             for at, target in zip(places, row.logprob_targets, strict=True)
         )
         tops = tuple(((hashes[at] % VOCAB, -1.0),) * row.num_top_logprobs for at in places)
-        if output is None:
-            return SampleOutput(-1, None, (), None, scores, tops)
-        return output._replace(scores=scores, top_scores=tops)
+        ranks = tuple(int(hashes[at]) % 9 + 1 for at in places) if row.wants_ranks else ()
+        output = SampleOutput(-1) if output is None else output
+        return output._replace(scores=scores, top_scores=tops, ranks=ranks)
 
     def _sample_rows(self, row: ScheduledRequest) -> SampleOutput | None:
         if row.sample is None:

@@ -209,7 +209,13 @@ def test_prompt_logprobs_are_vllms(served: LocalServer, runtime: Runtime) -> Non
     first, second = choice["prompt_logprobs"]
     assert first is None
     assert second[str(ids[1])]["decoded_token"] == " json"
-    assert sorted(one["rank"] for one in second.values() if one["rank"]) == [1, 2]
+    ranks = sorted(one["rank"] for one in second.values())
+    assert ranks[:2] == [1, 2]
+    assert len(ranks) == len(set(ranks))
+    (choice,) = served.post("/v1/completions", {**body, "prompt_logprobs": 0})["choices"]
+    (entry,) = choice["prompt_logprobs"][1].values()
+    expected = runtime.generate("The json", SamplingParams(max_tokens=1, prompt_logprobs=0))
+    assert expected.prompt_ranks == [None, entry["rank"]]
 
 
 def test_a_stream_of_echo_begins_with_the_prompt(served: LocalServer) -> None:

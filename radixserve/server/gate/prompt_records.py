@@ -115,7 +115,7 @@ class PromptRecords:
         slim = tuple(
             replace(
                 completion, text="", logprobs=None, top_logprobs=None,
-                prompt_logprobs=None, prompt_top_logprobs=None,
+                prompt_logprobs=None, prompt_top_logprobs=None, prompt_ranks=None,
             )
             for completion in completions
         )  # fmt: skip

@@ -142,12 +142,16 @@ def of_prompt(
     if completion.prompt_logprobs is None:
         return None
     tops = completion.prompt_top_logprobs or [None] * len(ids)
+    own_ranks = completion.prompt_ranks or [None] * len(ids)
     prompt_logprobs: list[dict[str, Any] | None] = []
-    for token_id, logprob, top in zip(ids, completion.prompt_logprobs, tops, strict=True):
+    for token_id, logprob, top, own_rank in zip(
+        ids, completion.prompt_logprobs, tops, own_ranks, strict=True
+    ):
         if logprob is None:
             prompt_logprobs.append(None)
             continue
-        ranks = {other: rank for rank, other in enumerate(top or {}, 1)}
+        ranks = {int(token_id): own_rank}
+        ranks |= {other: rank for rank, other in enumerate(top or {}, 1)}
         entries = {int(token_id): logprob, **(top or {})}
         prompt_logprobs.append(
             {
