@@ -96,7 +96,7 @@ def test_ctrl_c_keeps_half_an_answer(first_chat: list[str], state: Path) -> None
 
 def test_errors_are_one_sentence(first_chat: list[str]) -> None:
     assert "\nnosuch: No such file or directory\n" in first_chat[3]
-    assert "there is no command /lod; did you mean load?; /help lists" in first_chat[4]
+    assert "there is no command /lod; did you mean /load?; /help lists" in first_chat[4]
 
 
 def test_ctrl_c_at_the_prompt_leaves_the_second_time(first_chat: list[str], state: Path) -> None:

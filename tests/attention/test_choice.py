@@ -129,5 +129,5 @@ def test_heads_of_a_foreign_model_count(
     model = SimpleNamespace(info=SimpleNamespace(head_dim=head_dim, attention_features=()))
     monkeypatch.setattr(registry, "_load_other", lambda *_: model)
     config = SimpleNamespace(architectures=["OtherForCausalLM"], dtype=BF16)
-    source: Any = SimpleNamespace(config=config)
+    source: Any = SimpleNamespace(config=config, path="folder")
     assert registry.load_model(source, EngineConfig(), CUDA) == (model, name)
