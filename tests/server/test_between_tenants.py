@@ -88,6 +88,7 @@ ROUTES: list[tuple[str, str, Any]] = [
     ("post", "/v1/responses", {"input": SAID, "max_output_tokens": 16, "temperature": 0}),
     ("get", "/v1/responses/{response}", None),
     ("get", "/v1/responses/{response}/input_items", None),
+    ("post", "/v1/responses/{response}/cancel", {}),
     ("delete", "/v1/responses/{response}", None),
     ("post", "/v1/score", {"prompt": PROMPT, "candidates": [" yes", " no"]}),
     (

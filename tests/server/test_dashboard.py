@@ -68,7 +68,7 @@ def test_the_page_stays_small() -> None:
     folder = Path(__file__).parents[2] / "radixserve/server/routes/dashboard"
     sizes = {path.name: len(path.read_text().splitlines()) for path in folder.iterdir()}
     assert sorted(sizes) == ["chat.js", "index.html", "page.js", "style.css"]
-    assert sizes["page.js"] <= 920
+    assert sizes["page.js"] <= 940
     assert sizes["chat.js"] <= 460
     assert sizes["style.css"] < 250
 
