@@ -463,7 +463,8 @@ $("find").addEventListener("submit", async (event) => {
   const box = $("found");
   try {
     const body = $("find-chat").checked ? { messages: [{ role: "user", content: text }] } : { prompt: text };
-    const { tokens, token_strs: texts } = await askJson("tokenize", { ...body, return_token_strs: true });
+    const { tokens, token_strs: pieces } = await askJson("tokenize", { ...body, return_token_strs: true });
+    const texts = pieces.map((piece) => piece.replaceAll("Ġ", " ").replaceAll("▁", " ").replaceAll("Ċ", "\n"));
     const found = await askJson("v1/cache/lookup", { prompt: tokens });
     if (found.reason === "diverged") {
       found.expected = `“${(await askJson("detokenize", { tokens: [found.expected] })).prompt}”`;
