@@ -381,9 +381,9 @@ async function receive(stream, chat, message) {
     for await (const chunk of events(stream)) {
       if (chunk.error) throw new Error(chunk.error.message);
       if (chunk.usage) message.facts = factsOf(chunk.usage);
+      promptIds = chunk.prompt_token_ids || promptIds;
       const [choice] = chunk.choices;
       if (!choice) continue;
-      promptIds = choice.prompt_token_ids || promptIds;
       ids.push(...(choice.token_ids || []));
       message.content += choice.delta.content || "";
       if (choice.delta.reasoning_content) message.reasoning = (message.reasoning || "") + choice.delta.reasoning_content;
