@@ -463,14 +463,13 @@ $("find").addEventListener("submit", async (event) => {
   const box = $("found");
   try {
     const body = $("find-chat").checked ? { messages: [{ role: "user", content: text }] } : { prompt: text };
-    const { tokens, token_strs: pieces } = await askJson("tokenize", { ...body, return_token_strs: true });
-    const texts = pieces.map((piece) => piece.replaceAll("Ġ", " ").replaceAll("▁", " ").replaceAll("Ċ", "\n"));
+    const { tokens } = await askJson("tokenize", body);
     const found = await askJson("v1/cache/lookup", { prompt: tokens });
     if (found.reason === "diverged") {
-      found.expected = `“${(await askJson("detokenize", { tokens: [found.expected] })).prompt}”`;
-      found.actual = `“${texts[found.position]}”`;
+      found.expected = `“${await textOf([found.expected])}”`;
+      found.actual = `“${await textOf([tokens[found.position]])}”`;
     }
-    showFound(found, texts);
+    await showFound(found, tokens);
     view.path = { ids: tokens, cached: found.cached_tokens, namespace: view.snapshot?.tenant || "" };
     schedule(0);
   } catch (error) {
@@ -480,19 +479,23 @@ $("find").addEventListener("submit", async (event) => {
   box.hidden = $("find-clear").hidden = false;
 });
 
-function showFound(found, texts) {
+async function textOf(tokens) {
+  return tokens.length ? (await askJson("detokenize", { tokens })).prompt : "";
+}
+
+async function showFound(found, tokens) {
   const cached = found.cached_tokens;
   const sentence = element("div", "", `${number.format(cached)} of ${count(found.prompt_tokens, "token")} ` +
     `cached. ${REASONS[found.reason](found)}`);
   const shown = element("p", "tokens");
-  const part = (name, kind, from, to) => {
-    if (from < to) shown.append(element(name, kind, texts.slice(from, to).join("")));
+  const part = async (name, kind, from, to) => {
+    if (from < to) shown.append(element(name, kind, await textOf(tokens.slice(from, to))));
   };
-  part("mark", "", 0, cached);
+  await part("mark", "", 0, cached);
   const stop = found.reason === "full" ? cached : cached + 1;
-  part("span", "stop", cached, stop);
-  part("span", "", stop, Math.min(texts.length, stop + 400));
-  if (texts.length > stop + 400) shown.append(" …");
+  await part("span", "stop", cached, stop);
+  await part("span", "", stop, Math.min(tokens.length, stop + 400));
+  if (tokens.length > stop + 400) shown.append(" …");
   $("found").replaceChildren(sentence, shown);
 }
 
