@@ -406,7 +406,7 @@ class WindowedLayers(RadixLayers):
             return length, node
         windows, candidates = self.windows, []
         for sibling in siblings_with_head(node, length):  # one may have what another has lost
-            runs = ((one.start // windows.page_size, one.pages) for one in path(sibling))
+            runs = ((above.start // windows.page_size, above.pages) for above in path(sibling))
             usable = windows.usable_length(runs, length)
             if usable == length:
                 return length, sibling

@@ -154,7 +154,9 @@ class Extensions:
 
     def _overriding(self, name: str) -> tuple[EngineExtension, ...]:
         plain = getattr(EngineExtension, name)
-        return tuple(one for one in self.live if getattr(type(one), name) is not plain)
+        return tuple(
+            extension for extension in self.live if getattr(type(extension), name) is not plain
+        )
 
     def _call(self, extension: EngineExtension, call: Callable[[], Any]) -> Any:
         """Returns what the call returns; None where it fails and the extension ends."""
@@ -168,7 +170,7 @@ class Extensions:
             return None
 
     def _end(self, extension: EngineExtension) -> None:
-        self.live = tuple(one for one in self.live if one is not extension)
+        self.live = tuple(other for other in self.live if other is not extension)
         self.ended.append(extension.name)
         self._look_up_calls()
         with contextlib.suppress(Exception):
@@ -210,7 +212,7 @@ class Extensions:
     def held_counts(self) -> tuple[int, int]:
         """Number of held requests and of their prompts' tokens. May be called from any thread."""
         held = list(self._held.values())
-        return len(held), sum(len(one.request.token_ids) for one in held)
+        return len(held), sum(len(request.request.token_ids) for request in held)
 
     # -- the loop -----------------------------------------------------------------------------
 
@@ -243,12 +245,18 @@ class Extensions:
 
     @property
     def has_work(self) -> bool:
-        return any(self._call(one, partial(getattr, one, "has_work")) for one in self.of_has_work)
+        return any(
+            self._call(extension, partial(getattr, extension, "has_work"))
+            for extension in self.of_has_work
+        )
 
     @property
     def idle_timeout(self) -> float | None:
         """The shortest of the extensions' ones."""
-        timeouts = [self._call(one, partial(getattr, one, "idle_timeout")) for one in self.live]
+        timeouts = [
+            self._call(extension, partial(getattr, extension, "idle_timeout"))
+            for extension in self.live
+        ]
         return min((timeout for timeout in timeouts if timeout is not None), default=None)
 
     # -- the whole ----------------------------------------------------------------------------
@@ -261,13 +269,13 @@ class Extensions:
 
     def stats(self) -> dict[str, Any]:
         """Returns the counters of each extension by its name, and the names of those that ended."""
-        stats = {one.name: self._call(one, one.stats) for one in self.live}
+        stats = {extension.name: self._call(extension, extension.stats) for extension in self.live}
         known = {name: counts for name, counts in stats.items() if counts is not None}
         return {**known, "ended_extensions": list(self.ended)}
 
     def check(self) -> Future[None] | None:
         """Audit all extensions. Raises AssertionError; the rest of the audit is in the future."""
-        futures = [one.check() for one in self.live]
+        futures = [extension.check() for extension in self.live]
         return joined([future for future in futures if future is not None])
 
     def close(self, timeout_s: float) -> None:
@@ -294,7 +302,7 @@ def joined(futures: Sequence[Future[None]]) -> Future[None] | None:
             left[0] -= 1
             is_last = not left[0]
         if is_last:
-            errors = [error for one in futures if (error := one.exception()) is not None]
+            errors = [error for future in futures if (error := future.exception()) is not None]
             whole.set_exception(errors[0]) if errors else whole.set_result(None)
 
     for future in futures:

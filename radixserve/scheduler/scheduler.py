@@ -534,7 +534,7 @@ class Scheduler:
         prefetches = [state for state in self._requests.values() if state.request.is_prefetch]
         for state in prefetches:
             self._end(state, "abort")
-        return bool(prefetches) or any(one.make_room() for one in self._extensions)
+        return bool(prefetches) or any(extension.make_room() for extension in self._extensions)
 
     def _preempt_for(self, starved: RequestState) -> None:
         """Preempt requests of tenants that run several until `starved` finds a slot and pages; none
