@@ -502,15 +502,17 @@ def test_the_reasoning_that_a_template_shows(text: str, name: str) -> None:
         ("command-r7b", "command-r7b", "command-r7b (the form of the chat template)"),
         ("generic", "generic", "generic (the chat template leaves out tools, calls or results)"),
         ("unknown", "generic", "generic (the chat template's own form is not known)"),
+        ("other", "generic", "generic (the chat template's calls are not in the form hermes)"),
     ],
 )
 def test_the_choice_and_its_reason(
     tmp_path: Path, style: str, tool_parser: str, choice: str
 ) -> None:
-    folder = make_model(tmp_path, "hermes" if style == "unknown" else style)
-    if style == "unknown":
+    changes = {"unknown": ("tool_call>", "tool_use>"), "other": ('{"name": ', '{"call": ')}
+    folder = make_model(tmp_path, "hermes" if style in changes else style)
+    if style in changes:
         file = folder / "chat_template.jinja"
-        file.write_text(file.read_text().replace("tool_call>", "tool_use>"))
+        file.write_text(file.read_text().replace(*changes[style]))
     tokenizer = Tokenizer.load(folder)
     configs = OutputParserConfigs(tokenizer, "auto", "auto")
     assert (configs.tool_parser, configs.choice) == (tool_parser, choice)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import secrets
 import string
 from functools import partial
 
 from radixserve.errors import InvalidRequest
-from radixserve.server.answer.output_parser import OutputParserConfig, new_call_id
+from radixserve.server.answer.output_parser import (
+    OutputParser,
+    OutputParserConfig,
+    new_call_id,
+)
 from radixserve.server.answer.reasoning import THOUGHTS, shown_thoughts
 from radixserve.server.answer.tool_choice import ChatTools
 from radixserve.server.answer.tool_grammar import annotated_schema, text_terminal, tool_grammar
@@ -15,8 +21,11 @@ from radixserve.server.answer.tool_parsers.json_calls import ARGS
 from radixserve.server.answer.tool_styles import STYLES, shown_style
 from radixserve.server.wire.errors import ApiError, invalid
 from radixserve.structured_outputs import StructuredOutput
+from radixserve.text.content_marks import unmarked
 from radixserve.text.tokenizer import Tokenizer
 
+_PROBE = "find_weather"  # the function of a call that tests a template
+_MOST_SHARED = 32  # characters of a call that may end the generation prompt, such as "<think>"
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
@@ -37,6 +46,9 @@ class OutputParserConfigs:
                 reason = "the chat template leaves out tools, calls or results"
             elif self.tool_parser == "generic":
                 reason = "the chat template's own form is not known"
+            elif tokenizer is not None and not _reads_calls(self.tool_parser, tokenizer):
+                reason = f"the chat template's calls are not in the form {self.tool_parser}"
+                self.tool_parser = "generic"
             self.choice = f"{self.tool_parser} ({reason})"
         elif tool_parser == "mistral" and ARGS in template:
             self.tool_parser = "mistral-args"
@@ -121,6 +133,39 @@ class OutputParserConfigs:
             has_only_calls=tools.must_call,
             new_id=_nine_characters if parser.startswith("mistral") else new_call_id,
         )
+
+
+def _reads_calls(style: str, tokenizer: Tokenizer) -> bool:
+    """Whether the style's parser finds a call that the chat template wrote."""
+    traits = tokenizer.traits()
+    if traits.has_listed_calls:
+        return True  # the server writes these calls, not the template
+    arguments = {"city": "Lima"}
+    city = {"type": "string", "description": "-"}
+    schema = {"type": "object", "properties": {"city": city}}
+    function = {"name": _PROBE, "description": "-", "parameters": schema}
+    config = OutputParserConfig(
+        calls=partial(STYLES[style].make, [function]), hidden=STYLES[style].around
+    )
+    tools = [{"type": "function", "function": function}]
+    question = {"role": "user", "content": "Why?"}
+    for call_id in (_nine_characters(), f"functions.{_PROBE}:0"):  # a template may render ids alone
+        call = {"name": _PROBE, "arguments": arguments}
+        calls = [{"id": call_id, "type": "function", "function": call}]
+        answer = {"role": "assistant", "content": "", "tool_calls": calls}
+        try:
+            prompt = tokenizer.render_chat([question], tools=tools)
+            text = tokenizer.render_chat(
+                [question, answer], tools=tools, add_generation_prompt=False
+            )
+        except InvalidRequest:
+            continue
+        shared = len(os.path.commonprefix([prompt, text]))  # maybe with the call's first characters
+        for start in range(shared, max(shared - _MOST_SHARED, 0), -1):
+            found = OutputParser(config).parse_all(unmarked(text[start:])).tool_calls
+            if [(call.name, json.loads(call.arguments)) for call in found] == [(_PROBE, arguments)]:
+                return True
+    return False
 
 
 def _special_marks(tokenizer: Tokenizer) -> dict[str, int]:
