@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import string
 from functools import partial
@@ -25,7 +24,7 @@ from radixserve.text.content_marks import unmarked
 from radixserve.text.tokenizer import Tokenizer
 
 _PROBE = "find_weather"  # the function of a call that tests a template
-_MOST_SHARED = 32  # characters of a call that may end the generation prompt, such as "<think>"
+_MOST_SHARED = 32  # characters, such as "<|" of "<|think|>"
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
@@ -160,7 +159,9 @@ def _reads_calls(style: str, tokenizer: Tokenizer) -> bool:
             )
         except InvalidRequest:
             continue
-        shared = len(os.path.commonprefix([prompt, text]))  # maybe with the call's first characters
+        pairs = enumerate(zip(prompt, text, strict=False))
+        shared = next((at for at, (ours, theirs) in pairs if ours != theirs), len(prompt))
+        # The generation prompt may end with the call's first characters.
         for start in range(shared, max(shared - _MOST_SHARED, 0), -1):
             found = OutputParser(config).parse_all(unmarked(text[start:])).tool_calls
             if [(call.name, json.loads(call.arguments)) for call in found] == [(_PROBE, arguments)]:
