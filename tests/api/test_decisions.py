@@ -6,16 +6,18 @@ import asyncio
 import math
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from radixserve import InvalidRequest, Option, Question, Runtime
 from radixserve.api import decisions
-from radixserve.api.decisions import DecisionBatch, _has_prefix
+from radixserve.api.client import EngineClient
+from radixserve.api.decisions import _has_prefix
 from radixserve.output import add_usages
 from radixserve.request import Request
+from radixserve.text.decision_prompts import DecisionPrompts
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 TEXT = "The parcel came two weeks late, and the screen of the telephone is broken. " * 3
@@ -27,8 +29,18 @@ QUESTIONS = [
 ]
 
 
-def batch_of(rt: Runtime, questions: object = QUESTIONS) -> DecisionBatch:
-    return DecisionBatch(rt._client, TEXT, questions)
+class Prompts(NamedTuple):
+    """Of each question its prompt, and the token ids of its answers."""
+
+    prompts: list[list[int]]
+    answers: list[list[list[int]]]
+
+
+def prompts_of(rt: Runtime, questions: Sequence[Question], given: object = TEXT) -> Prompts:
+    assert rt.tokenizer is not None
+    made = DecisionPrompts.read(rt.tokenizer, given, questions)
+    answers = [[ids.tolist() for ids in each] for each in made.answers]
+    return Prompts([made.head + tail for tail in made.tails], answers)
 
 
 @pytest.fixture(params=["demo", "tiny"])
@@ -43,9 +55,8 @@ def test_probabilities_are_those_of_the_answers_scores(rt: Runtime) -> None:
     assert [decision.name for decision in made] == ["content", None, None, None]
     assert made[0].values == (True, False)
     assert made[3].values == (True, False, "unsure")
-    for decision, plan in zip(made, batch_of(rt)._plans, strict=True):
-        prompt = next(plan.requests()).token_ids
-        scores = rt.score(prompt, [ids.tolist() for ids in plan.answers])
+    for decision, prompt, answers in zip(made, *prompts_of(rt, QUESTIONS), strict=True):
+        scores = rt.score(prompt, answers)
         assert decision.logprobs == pytest.approx([s.logprob for s in scores], abs=1e-3)
         weights = [math.exp(score.logprob) for score in scores]
         shares = [weight / sum(weights) for weight in weights]
@@ -59,9 +70,9 @@ def test_probabilities_are_those_of_the_answers_scores(rt: Runtime) -> None:
 
 
 def test_the_input_is_computed_once(rt: Runtime) -> None:
-    batch = batch_of(rt)
+    batch = rt.decisions(TEXT, QUESTIONS)
     usage = add_usages([decision.usage for decision in batch.run()])
-    longer = [ids for plan in batch._plans for ids in plan.answers if len(ids) > 1]
+    longer = [ids for each in prompts_of(rt, QUESTIONS).answers for ids in each if len(ids) > 1]
     assert batch.num_requests == len(QUESTIONS) + len(longer)
     # The questions begin alike ("\n\n"): tokens that several have in common are computed once, too.
     assert usage.computed_tokens <= batch.num_tokens + sum(len(ids) - 1 for ids in longer)
@@ -74,13 +85,14 @@ def test_the_input_is_computed_once(rt: Runtime) -> None:
 
 
 def test_an_answer_that_begins_another_is_scored_with_its_end(rt: Runtime) -> None:
-    (plan,) = batch_of(rt, [Question("Well?", choices=["yes", "yes, but", "no"])])._plans
-    ends = {int(ids[-1]) for ids in plan.answers}
-    if rt.model.eos_ids:
-        assert len(ends) == 1
-        assert ends <= set(rt.model.eos_ids)
-    (decision,) = rt.decide(TEXT, [plan.question])
+    question = Question("Well?", choices=["yes", "yes, but", "no"])
+    (prompt,), (answers,) = prompts_of(rt, [question])
+    (decision,) = rt.decide(TEXT, [question])
     assert math.fsum(decision.probabilities) == pytest.approx(1.0)
+    ends = [[token_id] for token_id in rt.model.eos_ids] or [[]]
+    scored = [rt.score(prompt, [ids + end for ids in answers]) for end in ends]
+    expected = [pytest.approx([score.logprob for score in each], abs=1e-3) for each in scored]
+    assert any(decision.logprobs == logprobs for logprobs in expected)
 
 
 def test_four_hundred_questions(tiny: Runtime, audit: None) -> None:  # noqa: ARG001
@@ -92,7 +104,8 @@ def test_four_hundred_questions(tiny: Runtime, audit: None) -> None:  # noqa: AR
 
 
 async def ask(rt: Runtime) -> None:
-    alone, (first, *_) = await rt.adecide(TEXT, "It rains."), await batch_of(rt).arun(2)
+    alone = await rt.adecide(TEXT, "It rains.")
+    first, *_ = await rt.decisions(TEXT, QUESTIONS).arun(2)
     assert alone[0].question.kind == "predicate"
     assert first.probabilities == pytest.approx(rt.decide(TEXT, QUESTIONS)[0].probabilities)
 
@@ -103,27 +116,22 @@ def test_asyncio_and_several_batches(rt: Runtime) -> None:
 
 def test_messages_and_control_tokens(demo: Runtime, audit: None) -> None:  # noqa: ARG001
     user, said = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}
-    (last,) = batch_of_input(demo, [user])
-    (text,) = batch_of_input(demo, "Hello")
+    well = [Question("Well?")]
+    (last,), _ = prompts_of(demo, well, [user])
+    (text,), _ = prompts_of(demo, well, "Hello")
     assert last == text
-    (after,) = batch_of_input(demo, [user, said])
+    (after,), _ = prompts_of(demo, well, [user, said])
     tokenizer = demo.tokenizer
     assert tokenizer is not None
     shown = tokenizer.decode(after, keep_special=True)
     assert shown.index("Hello") < shown.index("Hi") < shown.index("Well?")
     special = [tokenizer.decode([end], keep_special=True) for end in demo.model.eos_ids]
     bad = Question(f"Well?{special[0]}", choices=[f"a{special[0]}", f"b{special[0]}"])
-    (plan,) = DecisionBatch(demo._client, f"Hello{special[0]}", [bad])._plans
+    (prompt,), (answers,) = prompts_of(demo, [bad], f"Hello{special[0]}")
     ends = set(demo.model.eos_ids)
-    prompt = next(plan.requests()).token_ids.tolist()
     counts = [sum(t in ends for t in ids) for ids in (prompt, last)]
     assert counts[0] == counts[1]
-    assert not any(ends & set(ids.tolist()) for ids in plan.answers)
-
-
-def batch_of_input(rt: Runtime, given: object) -> list[list[int]]:
-    batch = DecisionBatch(rt._client, given, ["Well?"])
-    return [next(plan.requests()).token_ids.tolist() for plan in batch._plans]
+    assert not any(ends & set(ids) for ids in answers)
 
 
 def test_answers_that_begin_with_each_other() -> None:
@@ -144,16 +152,18 @@ def test_requests_of_long_prompts_are_made_a_few_at_a_time(
 ) -> None:
     """Each holds all tokens of the input."""
     questions = [Question("Which?", choices=["it is so", "it is not so", "no"]) for _ in range(5)]
-    batch = DecisionBatch(demo._client, TEXT, questions)
+    batch = demo.decisions(TEXT, questions)
     sizes = []
-    submit = demo._client.submit
+    submit = EngineClient.submit
 
-    def note(requests: Sequence[Request], *rest: Any, **options: Any) -> Any:
+    def note(client: EngineClient, requests: Sequence[Request], **options: Any) -> Any:
         sizes.append(sum(len(request.token_ids) for request in requests))
-        return submit(requests, *rest, **options)
+        return submit(client, requests, **options)
 
-    monkeypatch.setattr(demo._client, "submit", note)
-    most = 3 * max(plan.length for plan in batch._plans)
+    monkeypatch.setattr(EngineClient, "submit", note)
+    made = prompts_of(demo, questions)
+    lens = [len(prompt) + max(map(len, ids)) for prompt, ids in zip(*made, strict=True)]
+    most = 3 * max(lens)
     monkeypatch.setattr(decisions, "_TOKENS_AT_ONCE", most)
     assert len(asyncio.run(batch.arun())) == 5
     assert len(sizes) >= batch.num_requests / 3

@@ -10,17 +10,21 @@ The runner also keeps a table of every request's pages, told what changed alone,
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 from radixserve.cache import HashBlockCache, PrefixCache, RadixCache
 from radixserve.cache_layers import RecurrentLayers, WindowedLayers
 from radixserve.config import EngineConfig
+from radixserve.engine import engine
 from radixserve.engine.engine import Engine
 from radixserve.output import Beam, Finish, RequestOutput
 from radixserve.request import BeamParams, Request, SamplingParams
@@ -267,6 +271,7 @@ class Driver:
     num_states: int = 0
     windows: WindowLayers | None = None
     now: float = 0.0  # seconds on the cache's clock
+    clock: Callable[[], float] = time.perf_counter  # the scheduler's
     finished: dict[str, Finish] = field(default_factory=dict)
     schedules: list[SchedulerOutput] = field(default_factory=list)
 
@@ -287,7 +292,7 @@ class Driver:
             admission=self.admission,
             tenant_weights=self.tenant_weights,
         )
-        self.engine = OpenEngine(self.runner, config, self.cache)
+        self.engine = self.make_engine(config)
         self.scheduler = self.engine.scheduler
         self.prompts: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
@@ -295,6 +300,10 @@ class Driver:
         self.logprobs: dict[str, list[float]] = {}
         self.beams: dict[str, tuple[Beam, ...]] = {}
         self.admitted: list[str] = []
+
+    def make_engine(self, config: EngineConfig) -> OpenEngine:
+        with patch.object(engine, "Scheduler", partial(Scheduler, clock=self.clock)):
+            return OpenEngine(self.runner, config, self.cache)
 
     def make_runner(self) -> FakeRunner:
         return FakeRunner(self.num_pages, self.page_size, self.windows)

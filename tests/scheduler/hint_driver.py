@@ -13,7 +13,7 @@ from radixserve.cache import HashBlockCache, PrefixCache, RadixCache
 from radixserve.config import EngineConfig
 from radixserve.hints.hint import VERBS, Hint, HintAnswer
 from radixserve.schedule import SchedulerOutput
-from tests.scheduler.fake import Driver, OpenEngine
+from tests.scheduler.fake import Driver
 from tests.scheduler.overlap_fake import OverlapDriver
 
 
@@ -31,9 +31,9 @@ class HintDriver(Driver):
             max_overtake=self.max_overtake,
             max_hint_share=self.max_hint_share,
         )
-        self.engine = OpenEngine(self.runner, config, self.cache)
+        self.clock = lambda: 0.0  # measured times would differ each time
+        self.engine = self.make_engine(config)
         self.scheduler = self.engine.scheduler
-        self.scheduler._step_costs.clock = lambda: 0.0  # measured times would differ each time
         self.runner.before_launch = self._note_prefetches
 
     def make_cache(self) -> PrefixCache:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from radixserve.admission_policies.priced import PricedAdmission
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.request import BeamParams
@@ -18,18 +19,30 @@ from tests.scheduler.fake import Driver, random_prompt
 from tests.scheduler.test_scheduler import prompt
 
 
-def priced(pages: int, page_size: int = 1, **settings: object) -> Driver:
+class PricedDriver(Driver):
     """Steps are measured on the driver's clock, so a run depends on nothing else."""
-    driver = Driver(pages, page_size, admission="priced", **settings)  # type: ignore[arg-type]
-    scheduler = driver.scheduler
 
-    def clock() -> float:
-        driver.now += 0.001  # between the beginning and the end of a step, too
-        return driver.now
+    def __post_init__(self) -> None:
+        self.admission, self.clock = "priced", self.tick
+        super().__post_init__()
+        assert isinstance(self.scheduler.policy, PricedAdmission)
+        self.pricing = self.scheduler.policy
 
-    scheduler._clock = scheduler._step_costs.clock = clock
-    scheduler._waiting._clock = lambda: driver.now
-    return driver
+    def tick(self) -> float:
+        self.now += 0.001  # between the beginning and the end of a step, too
+        return self.now
+
+    def fix_costs(self, prefill_share: float, prefill_token_s: float = 0.005) -> None:
+        """Have the steps cost this from now on, whatever they take."""
+        self.pricing.costs = FixedCosts(prefill_share, prefill_token_s)
+
+
+class FixedCosts(StepCosts):
+    prefill_share = prefill_token_s = 0.0
+
+    def __init__(self, prefill_share: float, prefill_token_s: float) -> None:
+        super().__init__(lambda: 0.0)
+        self.prefill_share, self.prefill_token_s = prefill_share, prefill_token_s
 
 
 class HotSessions:
@@ -66,8 +79,8 @@ class HotSessions:
 
 def test_a_cold_session_is_held_and_never_starves() -> None:
     """The bound in requests: later ones that are hot overtake it no more often."""
-    driver = priced(130, max_running_requests=4, max_overtake=30, chunked_prefill_size=64)
-    driver.scheduler.policy.max_wait_s = lambda _: math.inf
+    driver = PricedDriver(130, max_running_requests=4, max_overtake=30, chunked_prefill_size=64)
+    driver.pricing.max_wait_s = lambda _: math.inf
     hot = HotSessions(driver, 3, 30)
     for _ in range(60):
         hot.step()
@@ -82,10 +95,10 @@ def test_a_cold_session_is_held_and_never_starves() -> None:
 
 
 def test_a_cold_session_waits_no_longer_than_max_wait_s() -> None:
-    driver = priced(
+    driver = PricedDriver(
         130, max_running_requests=4, max_overtake=10_000, chunked_prefill_size=64, max_wait_s=0.5
     )
-    driver.scheduler.policy.max_wait_s = lambda _: math.inf
+    driver.pricing.max_wait_s = lambda _: math.inf
     hot = HotSessions(driver, 3, 30)
     for _ in range(60):
         hot.step()
@@ -98,11 +111,11 @@ def test_a_cold_session_waits_no_longer_than_max_wait_s() -> None:
 
 
 def test_a_cold_session_waits_no_longer_than_the_waiting_tokens_take() -> None:
-    driver = priced(130, max_running_requests=4, max_overtake=10_000, chunked_prefill_size=64)
+    driver = PricedDriver(130, max_running_requests=4, max_overtake=10_000, chunked_prefill_size=64)
     hot = HotSessions(driver, 3, 30)
     for _ in range(60):
         hot.step()
-    fix_costs(driver, prefill_share=1.0)
+    driver.fix_costs(prefill_share=1.0)
     driver.add("cold", prompt(50, 60), max_tokens=2, ignore_eos=True, session="cold")
     sent_at = driver.now
     while "cold" not in driver.admitted:
@@ -113,42 +126,34 @@ def test_a_cold_session_waits_no_longer_than_the_waiting_tokens_take() -> None:
     assert driver.scheduler.num_held > 0
 
 
-def fix_costs(driver: Driver, *, prefill_share: float) -> None:
-    """Have the steps cost this from now on, whatever they take."""
-    costs = driver.scheduler._step_costs
-    costs._prefill_s, costs._prefill_tokens = 0.005, 1.0
-    costs._recent_s, costs._recent_prefill_s = 1.0, prefill_share
-    costs.note_step = lambda *_: None  # type: ignore[method-assign]
-
-
 def test_the_oldest_session_starts_at_a_price_that_holds_others() -> None:
-    driver = priced(130, max_running_requests=4, max_overtake=10_000, chunked_prefill_size=64)
-    driver.scheduler.policy.max_wait_s = lambda _: math.inf
+    driver = PricedDriver(130, max_running_requests=4, max_overtake=10_000, chunked_prefill_size=64)
+    driver.pricing.max_wait_s = lambda _: math.inf
     hot = HotSessions(driver, 3, 30)
     for _ in range(60):
         hot.step()
     while driver.step() is not None:
         driver.now += 0.001
     driver.add("cold", prompt(50, 60), max_tokens=2, ignore_eos=True, session="cold")
-    pricing = driver.scheduler.policy
-    state = driver.scheduler._requests["cold"]
+    pricing = driver.pricing
+    state = driver.states["cold"]
     seen = set()
     for exponent in range(41):
-        fix_costs(driver, prefill_share=0.5**exponent)
+        driver.fix_costs(prefill_share=0.5**exponent)
         pricing.begin_pass()
         seen.add((pricing.is_worth(state), pricing.is_worth(state, is_oldest=True)))
     assert seen == {(True, True), (False, True), (False, False)}
 
 
 def test_while_requests_are_held_the_oldest_session_comes_first() -> None:
-    driver = priced(130, max_running_requests=4, max_overtake=10_000, chunked_prefill_size=64)
+    driver = PricedDriver(130, max_running_requests=4, max_overtake=10_000, chunked_prefill_size=64)
     waiting = driver.scheduler._waiting
-    driver.scheduler.policy.max_wait_s = lambda _: math.inf
+    driver.pricing.max_wait_s = lambda _: math.inf
     driver.add("old-1", prompt(50, 2), max_tokens=2, ignore_eos=True, session="old")
     hot = HotSessions(driver, 3, 30)
     for _ in range(60):
         hot.step()
-    fix_costs(driver, prefill_share=1.0)
+    driver.fix_costs(prefill_share=1.0)
     text = driver.prompts["old-1"] + driver.output("old-1") + prompt(51, 60)
     driver.add("small", prompt(52, 12), max_tokens=2, ignore_eos=True, session="small")
     driver.add("old-2", text, max_tokens=2, ignore_eos=True, session="old")
@@ -159,7 +164,8 @@ def test_while_requests_are_held_the_oldest_session_comes_first() -> None:
         return [name for name in names if name in ("small", "old-2")]
 
     assert order() == ["small", "old-2"]
-    while driver.scheduler._admission._held is None:
+    num_held = driver.scheduler.num_held
+    while driver.scheduler.num_held == num_held:
         hot.step()
     assert order() == ["old-2", "small"]
 
@@ -169,7 +175,7 @@ def test_the_shortest_job_comes_first_where_waiting_requests_do_not_fit(
     pages: int, order: list[str]
 ) -> None:
     """Otherwise the longest match, as with greedy admission."""
-    driver = priced(pages, max_running_requests=1, chunked_prefill_size=256)
+    driver = PricedDriver(pages, max_running_requests=1, chunked_prefill_size=256)
     driver.add("first", prompt(1, 80), max_tokens=1)
     driver.run()
     driver.add("running", prompt(2, 10), max_tokens=4, ignore_eos=True)
@@ -182,15 +188,15 @@ def test_the_shortest_job_comes_first_where_waiting_requests_do_not_fit(
 
 def test_small_requests_that_are_held_do_not_keep_a_returning_session_waiting() -> None:
     """They come before it as shorter jobs, but it loses its cached prefix if it waits."""
-    driver = priced(160, max_running_requests=4, max_overtake=10_000, chunked_prefill_size=64)
-    driver.scheduler.policy.max_wait_s = lambda _: math.inf
+    driver = PricedDriver(160, max_running_requests=4, max_overtake=10_000, chunked_prefill_size=64)
+    driver.pricing.max_wait_s = lambda _: math.inf
     driver.add("cold-1", prompt(9, 2), max_tokens=1, session="cold0")  # the oldest session
     driver.run()
     driver.add("warm-1", prompt(1, 90), max_tokens=1, session="warm")
     driver.run()
     driver.add("running", prompt(2, 10), max_tokens=60, ignore_eos=True, session="running")
     driver.step()
-    fix_costs(driver, prefill_share=1.0)
+    driver.fix_costs(prefill_share=1.0)
     for number in range(20):
         driver.add(f"{number}", prompt(10 + number, 12), max_tokens=2, session=f"cold{number}")
     text = driver.prompts["warm-1"] + driver.output("warm-1")
@@ -204,12 +210,14 @@ def test_small_requests_that_are_held_do_not_keep_a_returning_session_waiting() 
 def test_room_is_worth_nothing_while_the_machine_prefills_all_the_time() -> None:
     held = []
     for share in (0.0, 1.0):
-        driver = priced(130, max_running_requests=4, max_overtake=10_000, chunked_prefill_size=64)
-        driver.scheduler.policy.max_wait_s = lambda _: math.inf
+        driver = PricedDriver(
+            130, max_running_requests=4, max_overtake=10_000, chunked_prefill_size=64
+        )
+        driver.pricing.max_wait_s = lambda _: math.inf
         hot = HotSessions(driver, 3, 30)
         for _ in range(60):
             hot.step()
-        fix_costs(driver, prefill_share=share)
+        driver.fix_costs(prefill_share=share)
         before = driver.scheduler.num_held
         for number in range(4):
             driver.add(f"cold{number}", prompt(60 + number, 60), max_tokens=2, session=f"c{number}")
@@ -239,7 +247,7 @@ def test_the_share_of_prefill_is_that_of_the_last_minute() -> None:
 
 def test_sessions_that_share_most_of_their_prompts_are_not_held() -> None:
     """32 sessions with 90 % in common: a shared prefix counts once."""
-    driver = priced(1_400, max_running_requests=32, chunked_prefill_size=256)
+    driver = PricedDriver(1_400, max_running_requests=32, chunked_prefill_size=256)
     common = prompt(999, 180)
     texts = [common + prompt(number, 20) for number in range(32)]  # 820 tokens, not 6,400
     for turn in range(4):
@@ -264,7 +272,7 @@ def test_sessions_that_share_most_of_their_prompts_are_not_held() -> None:
 @pytest.mark.parametrize("count", [200, pytest.param(2_000, marks=pytest.mark.long)])
 def test_many_sessions_at_once_all_end(count: int) -> None:
     """Of two turns each, in a room for about fifteen; the books are at zero afterwards."""
-    driver = priced(600, max_running_requests=16, chunked_prefill_size=512)
+    driver = PricedDriver(600, max_running_requests=16, chunked_prefill_size=512)
     for number in range(count):
         driver.add(f"{number}-0", prompt(number, 30), max_tokens=2, session=f"s{number}")
     num_steps = 0
@@ -288,7 +296,7 @@ def test_many_sessions_at_once_all_end(count: int) -> None:
 
 
 def test_a_finished_session_tells_the_cache_when_it_comes_back() -> None:
-    driver = priced(800)
+    driver = PricedDriver(800)
     text = prompt(0, 20)
     for turn in range(8):
         driver.add(f"t{turn}", text, max_tokens=2, ignore_eos=True)  # found by its tokens
@@ -316,7 +324,7 @@ def storm(seed: int, steps: int) -> Counter[str]:
     preemptions and resets; an audit after each step."""
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 16])
-    driver = priced(
+    driver = PricedDriver(
         max(4, rng.choice([60, 120, 300]) // page_size),
         page_size,
         policy=rng.choice(["lpm", "fcfs", "dfs-weight"]),
@@ -326,10 +334,7 @@ def storm(seed: int, steps: int) -> Counter[str]:
         max_wait_s=rng.choice([None, 3.0]),
     )
     if seed % 2:  # costs that fit the clock below
-        costs = driver.scheduler._step_costs
-        costs._prefill_s, costs._prefill_tokens = 0.5, 1.0
-        costs._recent_s, costs._recent_prefill_s = 1.0, 0.5
-        costs.note_step = lambda *_: None  # type: ignore[method-assign]
+        driver.fix_costs(0.5, prefill_token_s=0.5)
     names: list[str] = []
     known: list[list[int]] = [[2, 3]]
     for _ in range(steps):

@@ -17,7 +17,7 @@ from radixserve.scheduler.running_requests import in_turn
 from radixserve.scheduler.step_costs import StepCosts
 from radixserve.scheduler.tenants import TenantShares
 from tests.scheduler.fake import Driver, random_prompt
-from tests.scheduler.test_priced_admission import priced
+from tests.scheduler.test_priced_admission import PricedDriver
 from tests.scheduler.test_scheduler import prompt
 
 POLICIES = ["lpm", "fcfs", "dfs-weight"]
@@ -99,9 +99,13 @@ def test_tenants_that_wait_get_their_shares(weights: Mapping[str, float]) -> Non
     """Computed tokens are as the weights, within a few requests; the sizes of requests and
     priorities do not count."""
     driver = Driver(
-        2000, 1, chunked_prefill_size=32, max_running_requests=4, tenant_weights=weights
+        2000,
+        1,
+        chunked_prefill_size=32,
+        max_running_requests=4,
+        tenant_weights=weights,
+        clock=lambda: 0.0,  # chunks of measured sizes would differ
     )
-    driver.scheduler._step_costs.clock = lambda: 0.0  # chunks of measured sizes would differ
     for number in range(400):
         small, large = prompt(2 * number, 10), prompt(2 * number + 1, 30)
         driver.add(f"a{number}", small, namespace="a", max_tokens=3, ignore_eos=True, priority=5)  # type: ignore[arg-type]
@@ -115,10 +119,12 @@ def test_tenants_that_wait_get_their_shares(weights: Mapping[str, float]) -> Non
     assert sum(rows) >= 0.95 * 4 * len(rows)  # no slot is left empty for it
 
 
-def test_prompts_take_no_longer_than_the_tokens_of_another_tenant() -> None:
+def test_prompts_take_no_longer_than_the_tokens_of_another_tenant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where the tokens that take as long as a decode step are 40, a step computes no more."""
     driver = Driver(3000, 1, chunked_prefill_size=256, max_running_requests=4)
-    driver.scheduler._step_costs.tokens_beside_decodes = lambda most: min(most, 40)  # type: ignore[method-assign]
+    monkeypatch.setattr(StepCosts, "tokens_beside_decodes", lambda _, most: min(most, 40))
 
     def longest_chunk(name: str) -> int:
         num_before = len(driver.schedules)
@@ -292,7 +298,7 @@ def storm(seed: int, steps: int) -> Counter[str]:
         "tenant_weights": rng.choice([{}, {"a": 5.0}, {"b": 0.1, "c": 100.0}]),
     }
     pages = max(4, rng.choice([60, 120, 300]) // page_size)
-    make = priced if rng.random() < 0.5 else Driver
+    make = PricedDriver if rng.random() < 0.5 else Driver
     driver = make(pages, page_size, **settings)  # type: ignore[arg-type]
     names: list[str] = []
     known: list[list[int]] = [[2, 3]]

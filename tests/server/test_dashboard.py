@@ -186,6 +186,7 @@ class FakeRuntime:
         self._cost_s = cost_s
         self.num_taken = 0
         self.tokenizer = runtime.tokenizer
+        self.close_session = runtime.close_session
 
     def cache_snapshot(self, view: SnapshotView) -> dict[str, Any]:
         self.num_taken += 1
@@ -200,7 +201,7 @@ def test_viewers_share_snapshots_within_the_share_of_time(runtime: Runtime) -> N
     cost_s, now = 0.02, 0.0
     fake: Any = FakeRuntime(runtime, cost_s)
     server = AppState(ServerConfig(port=0), "demo", Tenants())
-    server._runtime = fake
+    server.set_runtime(fake)
     snapshots = Snapshots(server, lambda: now)
     caller = Caller("", is_admin=True)
 
@@ -226,7 +227,7 @@ def test_viewers_share_snapshots_within_the_share_of_time(runtime: Runtime) -> N
 def test_nothing_is_taken_for_nobody_and_many_different_ones_are_refused(runtime: Runtime) -> None:
     fake: Any = FakeRuntime(runtime, 1.0)  # 100 seconds of the share: the longest wait
     server = AppState(ServerConfig(port=0), "demo", Tenants())
-    server._runtime = fake
+    server.set_runtime(fake)
     snapshots = Snapshots(server)
     caller = Caller("", is_admin=True)
 

@@ -131,6 +131,13 @@ PLACES = (
 )
 
 
+@cache
+def control_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Special tokens, without the unknown token, which replaces text."""
+    ids = tokenizer.special_ids
+    return frozenset(i for i in ids if tokenizer.decode([i], keep_special=True) != "<unk>")
+
+
 def control_tokens(tokenizer: Tokenizer, probe: Probe) -> Counter[int] | None:
     """The control tokens of a rendered conversation; None where the template refuses it."""
     try:
@@ -139,7 +146,7 @@ def control_tokens(tokenizer: Tokenizer, probe: Probe) -> Counter[int] | None:
     except InvalidRequest:
         return None
     ids = tokenizer.encode_rendered(text)
-    return Counter(token for token in ids if token in tokenizer._control_ids)
+    return Counter(token for token in ids if token in control_ids(tokenizer))
 
 
 def brought(

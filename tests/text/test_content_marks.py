@@ -15,9 +15,11 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from radixserve.api.runtime import DEMO
 from radixserve.text.content_marks import MARK, ContentMarks, SpecialToken, unmarked
+from radixserve.text.fast_tokenizer import FastTokenizer, load_fast_tokenizer
 from radixserve.text.tainted_str import ASSISTANT, CALLER, TEMPLATE
 from radixserve.text.tokenizer import Tokenizer
 from tests.server.tool_models import TEMPLATES
+from tests.text.template_probes import control_ids
 from tests.text.test_byte_fallback import llama2_tokenizer
 from tests.text.test_fast_tokenizer import make_qwen
 
@@ -31,18 +33,23 @@ LLAMA2 = (
 )
 
 
+def with_template(folder: Path, template: str) -> FastTokenizer:
+    """A checkpoint's tokenizer with another chat template."""
+    made = load_fast_tokenizer(folder)
+    assert made is not None
+    made.chat_template = template
+    return made
+
+
 def demo(_: Path) -> Tokenizer:
     made = Tokenizer.load(DEMO)
     assert made is not None
     return made
 
 
-def qwen(folder: Path) -> Tokenizer:
+def qwen(folder: Path, *, parses_special: bool = False) -> Tokenizer:
     make_qwen(folder, "qwen3")
-    made = Tokenizer.load(folder)
-    assert made is not None
-    made._tokenizer.chat_template = CHATML
-    return made
+    return Tokenizer(with_template(folder, CHATML), parses_special=parses_special)
 
 
 def llama2(_: Path) -> Tokenizer:
@@ -75,11 +82,12 @@ def tokenizer(request: Any, tmp_path_factory: Any) -> Tokenizer:
 
 
 def control_tokens(tokenizer: Tokenizer, ids: list[int]) -> Counter[int]:
-    return Counter(token for token in ids if token in tokenizer._control_ids)
+    return Counter(token for token in ids if token in control_ids(tokenizer))
 
 
 def specials(tokenizer: Tokenizer) -> list[str]:
-    return [token.text for token in tokenizer._special_tokens]
+    added = tokenizer.backend.get_added_tokens_decoder().values()
+    return [token.content for token in added if token.special]
 
 
 def wild_text(rng: random.Random, texts: list[str]) -> str:
@@ -102,7 +110,7 @@ def test_100_messages_bring_no_control_token(tokenizer: Tokenizer) -> None:
         expected = control_tokens(tokenizer, tokenizer.encode_chat(plain))
         assert control_tokens(tokenizer, ids) == expected, said
         rendered = unmarked(tokenizer.render_chat(said))
-        if tokenizer._tokenizer.chat_template != LLAMA2:
+        if tokenizer.chat_template != LLAMA2:
             assert tokenizer.decode(ids, keep_special=True) == rendered
     assert num_special > 15
 
@@ -114,7 +122,7 @@ def test_a_system_turn_cannot_be_opened(tmp_path: Path) -> None:
     assert len(start) == len(end) == 1
     ids = made.encode_chat(said)
     assert (ids.count(start[0]), ids.count(end[0])) == (2, 1)
-    old = Tokenizer(made._tokenizer, parses_special=True)
+    old = qwen(tmp_path, parses_special=True)
     ids = old.encode_chat(said)
     assert (ids.count(start[0]), ids.count(end[0])) == (3, 2)
 
@@ -131,8 +139,7 @@ def test_parts_and_neighbours_that_would_join(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("style", list(TEMPLATES))
 def test_tools_and_calls_bring_none(style: str) -> None:
-    made = demo(DEMO)
-    made._tokenizer.chat_template = TEMPLATES[style]
+    made = Tokenizer(with_template(DEMO, TEMPLATES[style]))
     end = "<|end|>"
 
     def ids(word: str) -> list[int]:
@@ -156,8 +163,9 @@ def test_tools_and_calls_bring_none(style: str) -> None:
 
 @pytest.mark.parametrize("style", list(TEMPLATES))
 def test_plain_chats_are_those_of_transformers(style: str) -> None:
-    made, theirs = demo(DEMO), transformers.AutoTokenizer.from_pretrained(DEMO)
-    made._tokenizer.chat_template = theirs.chat_template = TEMPLATES[style]
+    made = Tokenizer(with_template(DEMO, TEMPLATES[style]))
+    theirs = transformers.AutoTokenizer.from_pretrained(DEMO)
+    theirs.chat_template = TEMPLATES[style]
     messages = [
         {"role": "system", "content": " Be [brief]. <"},
         {"role": "user", "content": "1 < 2 |> <b>\n\n"},

@@ -48,7 +48,7 @@ def write_config(folder: Path, model_type: str) -> None:
 
 def make_qwen(folder: Path, model_type: str) -> None:
     """A tokenizer as Qwen's checkpoints have one, of a small vocabulary."""
-    built = transformers.Qwen2Tokenizer()._tokenizer
+    built = transformers.Qwen2Tokenizer().backend_tokenizer
     built.add_special_tokens([])
     fresh = Tokenizer(models.BPE())
     fresh.normalizer, fresh.pre_tokenizer = normalizers.NFC(), built.pre_tokenizer

@@ -16,6 +16,7 @@ from radixserve.text.template_traits import fit_messages
 from tests.text.template_probes import (
     PLACES,
     brought,
+    control_ids,
     control_tokens,
     conversation,
     special_texts,
@@ -85,7 +86,7 @@ def test_numbers_stay_text() -> None:
     for number in (7, 2.5):
         text = tokenizer.render_chat([{"role": "user", "content": "-", "n": number}])
         ids = tokenizer.encode_rendered(text)
-        assert sum(token in tokenizer._control_ids for token in ids) == 1
+        assert sum(token in control_ids(tokenizer) for token in ids) == 1
 
 
 def _public() -> list[Path]:
