@@ -42,9 +42,9 @@ from harness.report import Table, print_tables
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, RadixCache, SnapshotView
 from radixserve.cache.events import Event, EventBatch, EventSnapshot, Removed, Stored
+from radixserve.fleet.tree_router import TreeRouter
 from radixserve.hints.granted import Hints
 from radixserve.hints.hint import Hint, HintLimits
-from radixserve.routing.tree_router import TreeRouter
 from radixserve.scheduler.sessions import Sessions
 
 RUNNING, REPEATS = 200, 15  # of snapshots

@@ -26,7 +26,7 @@ from harness.processes import take_turns
 from harness.report import print_table
 
 from radixserve import Runtime, SamplingParams
-from radixserve.cluster.ray_serve import start_replicas
+from radixserve.fleet.ray_serve import start_replicas
 
 COLUMNS = ("", "hit rate", "tokens/s", "first token ms, median", "p90", "seconds", "CPU seconds")
 Script = list[list[int]]  # of a chat: what each turn adds

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from radixserve.cache import PrefixCache
+from radixserve.fleet.index_node import Reservation
+from radixserve.fleet.token_index import TokenIndex
 from radixserve.replay.paths import build_paths
 from radixserve.replay.replicas import Cluster, MakeRouter, make_tree_router
 from radixserve.replay.scheduled import StepModel
 from radixserve.replay.trace import Trace, TraceRequest
-from radixserve.routing.index_node import Reservation
-from radixserve.routing.token_index import TokenIndex
 
 
 class _CacheUnaware:

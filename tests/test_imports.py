@@ -30,11 +30,10 @@ FLOORS = [
     ["radixserve.admission_policies", "radixserve.hints", "radixserve.runner", "radixserve.text"],
     ["radixserve.engine"],
     ["radixserve.kv_events", "radixserve.store"],
-    ["radixserve.routing"],
-    ["radixserve.replay"],
     ["radixserve.api"],
     ["radixserve"],  # the face, which names everything below it
-    ["radixserve.cluster"],
+    ["radixserve.fleet"],
+    ["radixserve.replay"],
     ["radixserve.server"],
     ["radixserve.commands", "radixserve.cli", "radixserve.__main__"],
 ]
@@ -45,7 +44,9 @@ CONTROL_PLANE = (
     "radixserve.hints",
     "radixserve.retention",
     "radixserve.scheduler",
-    "radixserve.routing",
+    "radixserve.fleet.tree_router",
+    "radixserve.fleet.token_index",
+    "radixserve.fleet.index_node",
 )
 WORKERS = ("radixserve.runner", "radixserve.models", "radixserve.attention", "radixserve_kernels")
 LIGHT = {"numpy", "sortedcontainers"}  # what the control plane may import from elsewhere

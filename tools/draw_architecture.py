@@ -28,10 +28,9 @@ ORDER = (  # from left to right within a layer
     *(
         "commands",
         "server",
-        "cluster",
         "replay",
+        "fleet",
         "api",
-        "routing",
         "kv_events",
         "engine",
         "admission_policies",
@@ -47,7 +46,6 @@ ORDER = (  # from left to right within a layer
 )
 _CONTROL_PLANE = (
     *(
-        "routing",
         "admission_policies",
         "hints",
         "scheduler",

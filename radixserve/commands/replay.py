@@ -287,8 +287,8 @@ def _run_closed_loops(args: argparse.Namespace) -> int:
 
 def _clusters(args: argparse.Namespace) -> list[Cluster]:
     """A cluster for each number in --replicas. Raises InvalidRequest."""
+    from radixserve.fleet.autoscaling import Autoscaling
     from radixserve.replay.replicas import Cluster, Failures
-    from radixserve.routing.autoscaling import Autoscaling
 
     common: dict[str, Any] = {}
     for usage in ("--event-delay-s", "--start-s"):

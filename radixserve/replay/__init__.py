@@ -14,6 +14,7 @@ of replay:
 hit rate, `study.py` and `report.py` make the tables.
 """
 
+from radixserve.fleet.autoscaling import Autoscaling
 from radixserve.replay.bounds import clairvoyant_hits
 from radixserve.replay.caches import CacheSpec, ReplayResult, cross, parse_tokens
 from radixserve.replay.direct import replay_direct
@@ -23,7 +24,6 @@ from radixserve.replay.replicas import Cluster, ClusterResult, Failures, replay_
 from radixserve.replay.scheduled import ScheduledResult, Serving, replay_scheduled
 from radixserve.replay.study import Study, study_document, study_trace
 from radixserve.replay.trace import Trace, TraceRequest
-from radixserve.routing.autoscaling import Autoscaling
 
 __all__ = [
     "Autoscaling",

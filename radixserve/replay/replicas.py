@@ -5,7 +5,7 @@ replica runs one prefill after another, and decodes at the same time. A router k
 requests; the tree router also gets the caches' events, after a delay.
 
 Replicas may be added and removed. A lost or removed replica loses its cache. Its requests continue
-on other replicas, from the prompt and the tokens so far, as in `radixserve.cluster`.
+on other replicas, from the prompt and the tokens so far, as in `radixserve.fleet`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ import numpy as np
 from radixserve.cache import EventBatch, EventLog, PrefixCache
 from radixserve.checks import check_float, check_int
 from radixserve.errors import InvalidRequest
+from radixserve.fleet.autoscaling import Autoscaling
+from radixserve.fleet.tree_router import MAX_LOST, WITHOUT_REPLICA_S, StepCosts, TreeRouter
 from radixserve.replay.caches import CacheSpec, ReplayResult, TraceClock
 from radixserve.replay.direct import serve
 from radixserve.replay.scheduled import Serving, StepModel
 from radixserve.replay.trace import Floats, Ints, Trace, TraceRequest
-from radixserve.routing.autoscaling import Autoscaling
-from radixserve.routing.limits import MAX_LOST, WITHOUT_REPLICA_S
-from radixserve.routing.tree_router import StepCosts, TreeRouter
 
 _MAX_REPLICAS = 1024
 _MAX_S = 1e9

@@ -23,7 +23,7 @@ from radixserve.checks import (
 )
 from radixserve.config import EngineConfig, parse_bytes
 from radixserve.errors import InvalidRequest
-from radixserve.routing.autoscaling import Autoscaling
+from radixserve.fleet.autoscaling import Autoscaling
 
 LOOPBACK = ("localhost", "::1")
 TOOL_CALL_PARSERS = (

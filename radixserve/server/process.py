@@ -182,7 +182,7 @@ class Process:
             with loading_bar(self._model):
                 return Runtime(self._model, **self._engine)
         try:
-            from radixserve.cluster.ray_serve import start_replicas
+            from radixserve.fleet.ray_serve import start_replicas
         except ImportError as error:
             raise InvalidRequest(
                 f'replicas need more packages ({error}): pip install "radixserve[cluster]"'

@@ -22,7 +22,7 @@ from radixserve.server.gate.state import AppState
 from radixserve.server.turn.event_stream import HEAD_AFTER_S, EventStream
 from radixserve.server.turn.http_generation import HttpGeneration
 from radixserve.server.wire.errors import ApiError
-from tests.cluster.local_links import Link, cluster
+from tests.fleet.local_links import Link, cluster
 from tests.pacing import held, wait_until
 from tests.server.local_server import LocalServer
 

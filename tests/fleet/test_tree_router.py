@@ -6,7 +6,7 @@ from collections import Counter
 
 from radixserve.cache import EventBatch, EventSnapshot, RadixCache
 from radixserve.cache.events import Event, Removed, Stored
-from radixserve.routing.tree_router import StepCosts, TreeRouter
+from radixserve.fleet.tree_router import StepCosts, TreeRouter
 from tests.cache.mirror import ids
 
 

@@ -27,7 +27,7 @@ from radixserve.cache.events import (
     Truncated,
 )
 from radixserve.cache.tokens import TOKEN_BYTES
-from radixserve.routing.index_node import (
+from radixserve.fleet.index_node import (
     NEVER,
     NO_CHILDREN,
     HoldingReplica,

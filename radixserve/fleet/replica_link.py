@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
-from radixserve.cluster.replica import ReplicaReport
 from radixserve.engine.core_client import EngineFacts
 from radixserve.engine.messages import EngineMessage
+from radixserve.fleet.replica import ReplicaReport
 from radixserve.output import EngineStatus
 from radixserve.request import Request
 

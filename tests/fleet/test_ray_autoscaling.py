@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("ray", reason="the cluster needs the extra [cluster]")
 
 from radixserve import Runtime, SamplingParams
-from radixserve.cluster.ray_serve import start_replicas
+from radixserve.fleet.ray_serve import start_replicas
 from tests.pacing import until
 
 SETTINGS: dict[str, Any] = {"num_pages": 4000, "max_running_requests": 16}

@@ -11,7 +11,7 @@ import pytest
 
 from radixserve.cache import EventBatch, EventSnapshot, HashBlockCache, RadixCache
 from radixserve.cache.events import Event, Removed, Reset, Split, Stored, Truncated
-from radixserve.routing.token_index import Reservation, TokenIndex
+from radixserve.fleet.token_index import Reservation, TokenIndex
 from tests.cache.hash_world import HashWorld
 from tests.cache.mirror import Prefix, contents, ids
 from tests.cache.world import World, random_step, random_tokens

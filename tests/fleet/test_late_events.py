@@ -12,12 +12,12 @@ from radixserve import SamplingParams
 from radixserve.arrays import IntArray
 from radixserve.cache import EventBatch, EventSnapshot
 from radixserve.cache.events import Event, Stored
-from radixserve.cluster.replica import EngineReplica, ReplicaReport
-from radixserve.cluster.router import ReplicaRouter
 from radixserve.engine.messages import EngineMessage, TakeEvents
+from radixserve.fleet.replica import EngineReplica, ReplicaReport
+from radixserve.fleet.replica_router import ReplicaRouter
+from radixserve.fleet.token_index import TokenIndex
 from radixserve.output import EngineStatus
 from radixserve.request import Request
-from radixserve.routing.token_index import TokenIndex
 
 STATUS = EngineStatus(True, True, 0.0, 0, 0, 0, {})
 

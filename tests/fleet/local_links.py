@@ -8,12 +8,12 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
 from radixserve import EngineConfig, Runtime, SamplingParams
-from radixserve.cluster.cluster_client import ClusterClient
-from radixserve.cluster.replica import EngineReplica, ReplicaReport
-from radixserve.cluster.router import ReplicaRouter
-from radixserve.cluster.runtime import ClusterRuntime
 from radixserve.engine.core_client import EngineFacts
 from radixserve.engine.messages import EngineMessage
+from radixserve.fleet.cluster_client import ClusterClient
+from radixserve.fleet.cluster_runtime import ClusterRuntime
+from radixserve.fleet.replica import EngineReplica, ReplicaReport
+from radixserve.fleet.replica_router import ReplicaRouter
 from radixserve.output import EngineStatus
 from radixserve.request import Request
 from tests.pacing import PATIENCE_S, wait_until

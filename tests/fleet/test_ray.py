@@ -17,7 +17,7 @@ pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 import httpx
 
 from radixserve import Runtime, SamplingParams
-from radixserve.cluster.ray_serve import start_replicas
+from radixserve.fleet.ray_serve import start_replicas
 from tests.pacing import PATIENCE_S, wait_until
 from tests.server.local_server import LocalServer
 

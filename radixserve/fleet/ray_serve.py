@@ -13,20 +13,20 @@ import ray
 from ray import serve
 
 from radixserve.checks import check_int
-from radixserve.cluster import frontends
-from radixserve.cluster.cluster_client import DRAIN_S, SILENCE_S, ClusterClient
-from radixserve.cluster.ray_autoscaling import LOAD, serve_config
-from radixserve.cluster.ray_router import ReplicaRequestRouter
-from radixserve.cluster.replica import EngineReplica, ReplicaReport
-from radixserve.cluster.router import ReplicaRouter
-from radixserve.cluster.runtime import ClusterRuntime
 from radixserve.config import EngineConfig
 from radixserve.engine.core_client import EngineFacts
 from radixserve.engine.messages import EngineMessage
 from radixserve.errors import InvalidRequest
+from radixserve.fleet import frontends
+from radixserve.fleet.autoscaling import Autoscaling
+from radixserve.fleet.cluster_client import DRAIN_S, SILENCE_S, ClusterClient
+from radixserve.fleet.cluster_runtime import ClusterRuntime
+from radixserve.fleet.ray_autoscaling import LOAD, serve_config
+from radixserve.fleet.ray_router import ReplicaRequestRouter
+from radixserve.fleet.replica import EngineReplica, ReplicaReport
+from radixserve.fleet.replica_router import ReplicaRouter
 from radixserve.models.names import check_model_name
 from radixserve.request import Request
-from radixserve.routing.autoscaling import Autoscaling
 
 _MAX_CALLS = 100_000  # that Ray Serve lets run at a time on a replica, whose engine has the queue
 _HEALTH_PERIOD_S = 2.0

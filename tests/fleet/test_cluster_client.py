@@ -13,14 +13,14 @@ import pytest
 
 from radixserve import Runtime, SamplingParams
 from radixserve.cache import EventBatch
-from radixserve.cluster.cluster_client import ClusterClient
-from radixserve.cluster.replica import ReplicaReport
-from radixserve.cluster.router import ReplicaRouter
-from radixserve.cluster.runtime import ClusterRuntime
 from radixserve.engine.output_collector import Event, OutputCollector
 from radixserve.errors import EngineDead, InvalidRequest, RequestFailed
+from radixserve.fleet.cluster_client import ClusterClient
+from radixserve.fleet.cluster_runtime import ClusterRuntime
+from radixserve.fleet.replica import ReplicaReport
+from radixserve.fleet.replica_router import ReplicaRouter
 from radixserve.request import Request
-from tests.cluster.local_links import (
+from tests.fleet.local_links import (
     PARAMS,
     PROMPTS,
     SETTINGS,

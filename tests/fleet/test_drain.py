@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from radixserve import Runtime, SamplingParams
-from radixserve.cluster.replica import ReplicaReport
-from radixserve.cluster.runtime import ClusterRuntime
-from radixserve.routing.limits import MAX_LOST
-from tests.cluster.local_links import (
+from radixserve.fleet.cluster_runtime import ClusterRuntime
+from radixserve.fleet.replica import ReplicaReport
+from radixserve.fleet.tree_router import MAX_LOST
+from tests.fleet.local_links import (
     PARAMS,
     PROMPTS,
     SETTINGS,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from radixserve.errors import InvalidRequest
-from radixserve.routing.autoscaling import Autoscaling
+from radixserve.fleet.autoscaling import Autoscaling
 
 
 def test_replicas_by_load() -> None:

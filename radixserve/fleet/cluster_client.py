@@ -22,18 +22,18 @@ from typing import Any
 import numpy as np
 
 from radixserve.cache.stats import hit_rate
-from radixserve.cluster.replica import REPORT_EVERY_S, ReplicaReport
-from radixserve.cluster.replica_link import Replica, ReplicaLink
-from radixserve.cluster.router import ReplicaRouter
 from radixserve.engine import messages
 from radixserve.engine.core_client import EngineFacts
 from radixserve.engine.messages import Answer, EngineMessage
 from radixserve.engine.output_collector import OutputCollector
 from radixserve.errors import EngineDead, InvalidRequest, fresh, request_failed
+from radixserve.fleet.replica import REPORT_EVERY_S, ReplicaReport
+from radixserve.fleet.replica_link import Replica, ReplicaLink
+from radixserve.fleet.replica_router import ReplicaRouter
+from radixserve.fleet.tree_router import MAX_LOST, WITHOUT_REPLICA_S
 from radixserve.hints.hint import HintAnswer
 from radixserve.output import EngineStatus, Finish, RequestOutput
 from radixserve.request import Request
-from radixserve.routing.limits import MAX_LOST, WITHOUT_REPLICA_S
 
 _SHARED = frozenset({"page_size", "seconds"})  # equal, or nearly, in all replicas
 

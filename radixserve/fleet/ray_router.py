@@ -1,13 +1,13 @@
 """`ReplicaRequestRouter`: delivers Ray Serve's calls to the replica that they name.
 
-It does not choose: `routing/tree_router.py` does.
+It does not choose: `tree_router.py` does.
 """
 
 from __future__ import annotations
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from radixserve.cluster import frontends
+from radixserve.fleet import frontends
 
 
 class ReplicaRequestRouter(RequestRouter):

@@ -6,9 +6,9 @@ import weakref
 from collections.abc import Callable
 
 from radixserve.api.runtime import Runtime
-from radixserve.cluster.cluster_client import ClusterClient
 from radixserve.config import EngineConfig
 from radixserve.engine.output_notifier import OutputNotifier
+from radixserve.fleet.cluster_client import ClusterClient
 
 START_TIMEOUT_S = 600.0
 

@@ -6,15 +6,15 @@ import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.cache import EventSnapshot
-from radixserve.cluster.replica import ReplicaReport
+from radixserve.fleet.replica import ReplicaReport
+from radixserve.fleet.tree_router import TreeRouter
 from radixserve.request import Request
-from radixserve.routing.tree_router import TreeRouter
 
 
 class ReplicaRouter:
     """Chooses the replica of a request by what the replicas have reported. Owned by one thread.
 
-    A replica is known by its name from `add` to `remove`. `routing/tree_router.py` has the costs.
+    A replica is known by its name from `add` to `remove`. `tree_router.py` has the costs.
     """
 
     def __init__(self) -> None:

@@ -31,10 +31,13 @@ from numpy.typing import NDArray
 
 from radixserve.cache.events import EventBatch, EventSnapshot
 from radixserve.cache.tokens import TOKEN_BYTES
-from radixserve.routing.index_node import NEVER, Conversation, IndexNode, Reservation
-from radixserve.routing.token_index import WORK_HALF_LIFE_S, TokenIndex
+from radixserve.fleet.index_node import NEVER, Conversation, IndexNode, Reservation
+from radixserve.fleet.token_index import WORK_HALF_LIFE_S, TokenIndex
 
 Floats = NDArray[np.float64]
+# Of a request that loses its replica, in `ClusterClient` and in the replay:
+WITHOUT_REPLICA_S = 120.0  # how long it waits for another one
+MAX_LOST = 3  # a request that has lost 3 replicas fails, since it may be the cause
 # The scale of the price is the sum of the two: a load that much above the mean costs e times more.
 _SCALE_REQUESTS = 1.0  # in mean requests
 _SCALE_SHARE = 0.045  # as a part of the mean load

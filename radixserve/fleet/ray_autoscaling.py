@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
-    from radixserve.routing.autoscaling import Autoscaling
+    from radixserve.fleet.autoscaling import Autoscaling
 
 LOAD = "num_requests"  # metric of a replica: requests in its engine, running and waiting
 

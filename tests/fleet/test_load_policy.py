@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from radixserve.cluster.ray_autoscaling import LOAD, load_policy, serve_config
-from radixserve.routing.autoscaling import Autoscaling
+from radixserve.fleet.autoscaling import Autoscaling
+from radixserve.fleet.ray_autoscaling import LOAD, load_policy, serve_config
 
 
 def context(loads: dict[str, float], running: str, target_num: int, target: float = 4.0) -> Any:
