@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 from radixserve._version import __version__
 
 if TYPE_CHECKING:
-    from radixserve.api import search
-    from radixserve.api.branch import Branch, generate_all, score_all
+    from radixserve.api.branch import Branch, BranchQuery, generate_all, score_all
     from radixserve.api.chat import ChatSession, HistoryRewritten
-    from radixserve.api.decisions import Decision
     from radixserve.api.runtime import Runtime
     from radixserve.cache import Lookup, RadixCache, RadixSequence
     from radixserve.cache.diagnosis import Diagnosis
     from radixserve.config import EngineConfig
+    from radixserve.decisions import Decision, Option, Question
     from radixserve.errors import (
         EngineDead,
         InvalidRequest,
@@ -29,13 +28,14 @@ if TYPE_CHECKING:
     )
     from radixserve.hints.hint import Hint, HintAnswer
     from radixserve.output import Chunk, Completion, Metrics, Score, Usage
+    from radixserve.recipes import search
     from radixserve.request import BeamParams, SamplingParams
     from radixserve.structured_outputs import StructuredOutput
-    from radixserve.text.decision_prompts import Option, Question
 
 __all__ = [
     "BeamParams",
     "Branch",
+    "BranchQuery",
     "ChatSession",
     "Chunk",
     "Completion",
@@ -69,13 +69,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "api.branch": ("Branch", "generate_all", "score_all"),
+    "api.branch": ("Branch", "BranchQuery", "generate_all", "score_all"),
     "api.chat": ("ChatSession", "HistoryRewritten"),
-    "api.decisions": ("Decision",),
     "api.runtime": ("Runtime",),
     "cache": ("RadixSequence", "Lookup", "RadixCache"),
     "cache.diagnosis": ("Diagnosis",),
     "config": ("EngineConfig",),
+    "decisions": ("Decision", "Option", "Question"),
     "errors": (
         "EngineDead",
         "InvalidRequest",
@@ -88,14 +88,13 @@ _HOMES = {
     "structured_outputs": ("StructuredOutput",),
     "output": ("Chunk", "Completion", "Metrics", "Score", "Usage"),
     "request": ("BeamParams", "SamplingParams"),
-    "text.decision_prompts": ("Option", "Question"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     if name == "search":
-        return import_module("radixserve.api.search")
+        return import_module("radixserve.recipes.search")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'radixserve' has no attribute {name!r}")

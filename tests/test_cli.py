@@ -19,11 +19,11 @@ import torch
 import radixserve
 from radixserve.cli import EXTRAS, build_parser, main
 from radixserve.commands import demo, info
-from radixserve.commands.demo_run import DemoAnswer, DemoRun, Part
 from radixserve.commands.flags import CHOICES, given_fields
 from radixserve.commands.parser import MAX_WIDTH
 from radixserve.config import EngineConfig
 from radixserve.output import Completion, Metrics, Usage
+from radixserve.recipes.demo import DemoAnswer, DemoRun, Part
 from radixserve.request import SamplingParams
 from radixserve.server.config import ServerConfig
 from radixserve_kernels import cpu_ops

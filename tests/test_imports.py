@@ -24,6 +24,7 @@ FLOORS = [
     ["radixserve.request"],
     ["radixserve.schedule"],
     ["radixserve.output", "radixserve.reports"],
+    ["radixserve.decisions"],
     ["radixserve.cache_layers", "radixserve.retention", "radixserve_kernels"],
     ["radixserve.attention"],
     ["radixserve.scheduler", "radixserve.models", "radixserve.grammar"],
@@ -31,6 +32,7 @@ FLOORS = [
     ["radixserve.engine"],
     ["radixserve.kv_events", "radixserve.store"],
     ["radixserve.api"],
+    ["radixserve.recipes"],
     ["radixserve"],  # the face, which names everything below it
     ["radixserve.fleet"],
     ["radixserve.replay"],
@@ -132,6 +134,22 @@ def test_the_engine_imports_none_of_its_extensions() -> None:
     satellites = ("radixserve.store", "radixserve.kv_events", "radixserve.engine.trace_recorder")
     for name in reached:
         assert not any(belongs(name, satellite) for satellite in satellites), name
+
+
+def test_recipes_are_programs_over_the_api() -> None:
+    """They import the API, records and checks, and touch no private attribute of another object."""
+    records = floor("radixserve.decisions")
+    for name in (name for name in MODULES if belongs(name, "radixserve.recipes")):
+        for other in ours(name):
+            allowed = ("radixserve.api", "radixserve.recipes", "radixserve.text")
+            is_open = any(belongs(other, package) for package in allowed)
+            assert is_open or floor(other) <= records, f"{name} imports {other}"
+        for node in ast.walk(ast.parse(MODULES[name].read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert not any(alias.name.startswith("_") for alias in node.names), name
+            if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
+                is_own = isinstance(node.value, ast.Name) and node.value.id == "self"
+                assert is_own, f"{name}:{node.lineno} reads {node.attr}"
 
 
 def test_control_plane_and_workers_do_not_import_each_other() -> None:

@@ -30,6 +30,7 @@ ORDER = (  # from left to right within a layer
         "server",
         "replay",
         "fleet",
+        "recipes",
         "api",
         "kv_events",
         "engine",
@@ -106,7 +107,7 @@ def read_imports() -> dict[str, set[str]]:
 def purpose(package: str) -> str:
     """The first sentence of a package's docstring."""
     if package == RECORDS:
-        return "config, request, schedule, output"
+        return "config, request, schedule, output, decisions"
     if package == GROUND:
         return "arrays, checks, errors"
     folder = ROOT / "kernels" if package == KERNELS else ROOT / "radixserve"

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
@@ -23,7 +24,6 @@ from radixserve.api.beam_search import read_options
 from radixserve.api.branch import Branch
 from radixserve.api.chat import ChatSession
 from radixserve.api.client import EngineClient, RequestHandle
-from radixserve.api.decisions import Decision, DecisionBatch
 from radixserve.api.extensions import extend
 from radixserve.api.progress import BatchProgress
 from radixserve.api.request_builder import (
@@ -45,6 +45,7 @@ from radixserve.arrays import IntArray
 from radixserve.cache import Lookup, SnapshotView
 from radixserve.checks import check_int, check_str, check_text, shown
 from radixserve.config import EngineConfig, EngineSettings
+from radixserve.decisions import Decision, Question
 from radixserve.engine import messages
 from radixserve.engine.core_client import EngineCoreClient, EngineFacts
 from radixserve.engine.engine import Engine
@@ -66,7 +67,6 @@ from radixserve.reports import (
 from radixserve.request import BeamParams, Request, SamplingParams, TruncationSide
 from radixserve.sampling_defaults import NO_SAMPLING, SamplingDefault, in_force
 from radixserve.structured_outputs import StructuredOutput
-from radixserve.text.decision_prompts import Question
 from radixserve.text.prompts import Prompt, PromptReader, as_prompts
 from radixserve.text.tokenizer import Tokenizer
 
@@ -157,6 +157,11 @@ class Runtime:
         )
         self._core = core
         self._client = EngineClient(core, self._builder, notifier)
+
+    @property
+    def client(self) -> EngineClient:
+        """Builds requests and submits them: for programs that need more than the methods here."""
+        return self._client
 
     @property
     def model(self) -> ModelInfo:
@@ -450,9 +455,10 @@ class Runtime:
         answers without it.
         """
         self._core.check_alive()
-        return self.decisions(
-            input, questions, namespace=namespace, chat_template_kwargs=chat_template_kwargs
+        decisions: list[Decision] = _decisions(
+            self.client, input, questions, namespace, chat_template_kwargs
         ).run()
+        return decisions
 
     async def adecide(
         self,
@@ -464,20 +470,10 @@ class Runtime:
     ) -> list[Decision]:
         """`decide` for asyncio. Cancelling the task aborts it."""
         self._core.check_alive()
-        return await self.decisions(
-            input, questions, namespace=namespace, chat_template_kwargs=chat_template_kwargs
+        decisions: list[Decision] = await _decisions(
+            self.client, input, questions, namespace, chat_template_kwargs
         ).arun()
-
-    def decisions(
-        self,
-        input: str | Sequence[Mapping[str, Any]],  # noqa: A002
-        questions: Question | str | Sequence[Question | str],
-        *,
-        namespace: str = "",
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> DecisionBatch:
-        """Returns the checked requests of `decide`, to be run later. Raises InvalidRequest."""
-        return DecisionBatch(self._client, input, questions, namespace, chat_template_kwargs)
+        return decisions
 
     def submit(
         self,
@@ -919,6 +915,12 @@ class Runtime:
         names = ("architecture", "num_layers", "hidden_size", "vocab_size", "num_parameters")
         sizes = {name: getattr(self.model, name) for name in names}
         return {**sizes, "tokenizer": self._client.tokenizer.fingerprint()}
+
+
+def _decisions(*questions: Any) -> Any:
+    """Returns a `DecisionBatch`. Recipes are above the API, so this one is loaded when it is asked
+    for."""
+    return import_module("radixserve.recipes.decisions").DecisionBatch(*questions)
 
 
 def _close(core: EngineThread, runner: Any) -> None:

@@ -11,17 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from radixserve._version import __version__
 from radixserve.api.tree_view import Decode, describe_tree, draw_tree, escape
-from radixserve.commands.demo_run import (
-    CONVERSATIONS,
-    SYSTEM_PROMPT,
-    DemoAnswer,
-    DemoRun,
-    Part,
-    count_same,
-    count_same_bits,
-    run_demo,
-    totals,
-)
 from radixserve.commands.flags import (
     EXPORTS,
     add_command,
@@ -34,6 +23,17 @@ from radixserve.commands.flags import (
 )
 from radixserve.commands.terminal import format_seconds, make_console
 from radixserve.errors import InvalidRequest
+from radixserve.recipes.demo import (
+    CONVERSATIONS,
+    SYSTEM_PROMPT,
+    DemoAnswer,
+    DemoRun,
+    Part,
+    count_same,
+    count_same_bits,
+    run_demo,
+    totals,
+)
 from radixserve.reports import TreeDump
 from radixserve.request import SamplingParams
 

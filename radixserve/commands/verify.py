@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from radixserve.commands.demo_run import CONVERSATIONS, SYSTEM_PROMPT
 from radixserve.commands.flags import (
     EXPORTS,
     add_command,
@@ -25,6 +24,7 @@ from radixserve.commands.flags import (
 )
 from radixserve.commands.jsonl import BatchLine, read_batch
 from radixserve.errors import InvalidRequest
+from radixserve.recipes.demo import CONVERSATIONS, SYSTEM_PROMPT
 
 if TYPE_CHECKING:
     from radixserve.api.runtime import Runtime

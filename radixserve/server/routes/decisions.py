@@ -11,9 +11,10 @@ from pydantic import Discriminator, Field, StrictBool, StrictStr, Tag, WithJsonS
 from starlette.requests import Request
 from starlette.responses import Response
 
-from radixserve.api.decisions import MAX_QUESTIONS, Decision, DecisionBatch
+from radixserve.decisions import MAX_OPTIONS, Decision, Option, Question
 from radixserve.errors import InvalidRequest
 from radixserve.output import add_usages
+from radixserve.recipes.decisions import MAX_QUESTIONS, DecisionBatch
 from radixserve.server.gate.disconnect import CancelOnDisconnect
 from radixserve.server.gate.json_body import JsonRoute, has_large_body
 from radixserve.server.gate.request_log import note_skipped
@@ -44,7 +45,6 @@ from radixserve.server.wire.fields import rules_of
 from radixserve.server.wire.json_response import answer
 from radixserve.server.wire.schema import CacheFields
 from radixserve.server.wire.usage import usage_body
-from radixserve.text.decision_prompts import MAX_OPTIONS, Option, Question
 
 router = APIRouter(route_class=JsonRoute)
 _AT_ONCE = 256  # engine requests of one call that are submitted at a time
@@ -209,11 +209,8 @@ def _batch(server: AppState, body: DecisionsRequest, namespace: str) -> Decision
     try:
         for text in (*texts, *(question.prompt() for question in questions)):
             server.runtime.check_length(text)
-        return server.runtime.decisions(
-            given,
-            questions,
-            namespace=namespace,
-            chat_template_kwargs=body.chat_template_kwargs,
+        return DecisionBatch(
+            server.runtime.client, given, questions, namespace, body.chat_template_kwargs
         )
     except InvalidRequest as error:
         raise invalid(error, param=error.param or "input") from None

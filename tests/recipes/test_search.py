@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from radixserve import InvalidRequest, Runtime, SamplingParams
-from radixserve.api.search import Likelihood, Node, Sample, SearchTree, Verdict, beam
+from radixserve.recipes.search import Likelihood, Node, Sample, SearchTree, Verdict, beam
 from tests.api.conftest import check_let_go
 from tests.checkpoints import EOS_ID, make_checkpoint
 

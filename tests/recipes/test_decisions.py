@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from radixserve import InvalidRequest, Option, Question, Runtime
-from radixserve.api import decisions
 from radixserve.api.client import EngineClient
-from radixserve.api.decisions import _has_prefix
 from radixserve.output import add_usages
+from radixserve.recipes import decisions
+from radixserve.recipes.decisions import DecisionBatch, _has_prefix
 from radixserve.request import Request
 from radixserve.text.decision_prompts import DecisionPrompts
 
@@ -70,7 +70,7 @@ def test_probabilities_are_those_of_the_answers_scores(rt: Runtime) -> None:
 
 
 def test_the_input_is_computed_once(rt: Runtime) -> None:
-    batch = rt.decisions(TEXT, QUESTIONS)
+    batch = DecisionBatch(rt.client, TEXT, QUESTIONS)
     usage = add_usages([decision.usage for decision in batch.run()])
     longer = [ids for each in prompts_of(rt, QUESTIONS).answers for ids in each if len(ids) > 1]
     assert batch.num_requests == len(QUESTIONS) + len(longer)
@@ -105,7 +105,7 @@ def test_four_hundred_questions(tiny: Runtime, audit: None) -> None:  # noqa: AR
 
 async def ask(rt: Runtime) -> None:
     alone = await rt.adecide(TEXT, "It rains.")
-    first, *_ = await rt.decisions(TEXT, QUESTIONS).arun(2)
+    first, *_ = await DecisionBatch(rt.client, TEXT, QUESTIONS).arun(2)
     assert alone[0].question.kind == "predicate"
     assert first.probabilities == pytest.approx(rt.decide(TEXT, QUESTIONS)[0].probabilities)
 
@@ -152,7 +152,7 @@ def test_requests_of_long_prompts_are_made_a_few_at_a_time(
 ) -> None:
     """Each holds all tokens of the input."""
     questions = [Question("Which?", choices=["it is so", "it is not so", "no"]) for _ in range(5)]
-    batch = demo.decisions(TEXT, questions)
+    batch = DecisionBatch(demo.client, TEXT, questions)
     sizes = []
     submit = EngineClient.submit
 

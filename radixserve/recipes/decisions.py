@@ -18,52 +18,14 @@ import numpy as np
 from radixserve.api.client import EngineClient
 from radixserve.arrays import IntArray
 from radixserve.checks import check_text, shown
+from radixserve.decisions import Decision, Question
 from radixserve.errors import InvalidRequest, PromptTooLong
-from radixserve.output import Completion, Usage, add_usages
+from radixserve.output import Completion, add_usages
 from radixserve.request import Request, SamplingParams
-from radixserve.text.decision_prompts import DecisionPrompts, Question
+from radixserve.text.decision_prompts import DecisionPrompts
 
 MAX_QUESTIONS = 400
 _TOKENS_AT_ONCE = 1 << 22  # of the prompts of all requests that wait for the engine
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The answer to one question.
-
-    values         the answers that it may have, in the question's order; True and False of a
-                   statement
-    logprobs       of each: the model's log-probability of its text at the place of the answer
-    probabilities  of each, among these alone: they sum to 1
-    usage          of the question: `cached_tokens` were taken from the cache, or from another
-                   question of the same call; `computed_tokens` were computed for this one
-    """
-
-    question: Question
-    values: tuple[str | bool, ...]
-    logprobs: tuple[float, ...]
-    probabilities: tuple[float, ...]
-    usage: Usage
-
-    @property
-    def name(self) -> str | None:
-        """The name of the question."""
-        return self.question.name
-
-    @property
-    def choice(self) -> str | bool:
-        """The likeliest answer; the first one of equally likely answers."""
-        return self.values[self.probabilities.index(self.confidence)]
-
-    @property
-    def confidence(self) -> float:
-        """The probability of `choice`."""
-        return max(self.probabilities)
-
-    @property
-    def score(self) -> float:
-        """The expected index of the answer. For levels it tells where the input is on the scale."""
-        return math.fsum(index * value for index, value in enumerate(self.probabilities))
 
 
 @dataclass(frozen=True, slots=True)

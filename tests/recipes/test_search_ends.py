@@ -15,10 +15,10 @@ import pytest
 from rich.console import Console
 
 from radixserve import EngineDead, InvalidRequest, Runtime, search
-from radixserve.api.search import Likelihood, Node, Sample, Verdict, beam, best_of
-from tests.api.test_search import PROMPT, params
+from radixserve.recipes.search import Likelihood, Node, Sample, Verdict, beam, best_of
 from tests.checkpoints import make_checkpoint
 from tests.pacing import held, wait_until
+from tests.recipes.test_search import PROMPT, params
 
 
 class Boom(Exception):
