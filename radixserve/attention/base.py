@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -145,6 +145,14 @@ class LayerKV(NamedTuple):
     scales_last: bool = False  # of int8: where a token's scales lie, as in `to_stored`
 
 
+class BackendOptions(TypedDict, total=False):
+    """Arguments that only some backends take: see `AttentionBackend.options`."""
+
+    others: Sequence[LayersKV]  # layers whose heads have other shapes
+    variants: Sequence[AttentionVariant]  # the distinct ones of the layers; (): all are plain
+    is_exact: bool  # no bit of a row's result depends on the other rows of its step
+
+
 class AttentionBackend(ABC):
     """Paged causal attention over the K and V of one pool, whose tensor it borrows.
 
@@ -154,14 +162,20 @@ class AttentionBackend(ABC):
     takes `compiled_step` instead. Nothing else writes to the pool between `plan` and the last
     `attend`.
 
-    The members below are all that a backend offers, with defaults for what it lacks. One thread;
-    one plan at a time.
+    The members below are all that a backend offers, with defaults for what it lacks; `choice.py`
+    and the runners read them and name no backend. One thread; one plan at a time.
 
     Cost: `plan` is the only place for work that grows with the number of rows in Python or numpy;
     `attend` may take a number of tensor operations that grows with the K and V read, not with rows.
     """
 
     name: str  # as EngineConfig.attention_backend has it
+    device_types: ClassVar[frozenset[str] | None] = None  # where it runs; None: everywhere
+    auto_device_types: ClassVar[frozenset[str] | None] = None  # where "auto" may choose it
+    package: ClassVar[str | None] = None  # on PyPI, which only this backend needs
+    is_slow: ClassVar[bool] = False  # "auto" warns when it has no other choice
+    options: ClassVar[frozenset[str]] = frozenset()  # those of BackendOptions that it takes
+    has_compiled_step: ClassVar[bool] = False  # whether `compiled_step` returns one
     can_capture: ClassVar[bool] = False  # whether `make_graph_backend` can be called
     features: frozenset[str] = frozenset()  # of AttentionFeatures, those it computes
     has_window_pages: ClassVar[bool] = False  # whether it takes a WindowKV
@@ -201,6 +215,20 @@ class AttentionBackend(ABC):
         self.windows = windows
         self.window_layers = frozenset(() if windows is None else windows.layers)
         self._batch: ForwardBatch | None = None  # the planned one
+
+    @classmethod
+    def unsupported_reason(
+        cls, dtype: torch.dtype, device: torch.device, head_dim: int | None = None
+    ) -> str:
+        """The reason why it cannot compute there, on one of its `device_types`; "" if it can.
+        `dtype`: of queries. `head_dim`: None where it is not known yet."""
+        del dtype, device, head_dim
+        return ""
+
+    @classmethod
+    @abstractmethod
+    def about(cls, device_type: str) -> str:
+        """What computes on a device of that type, in a line, where the backend can be used."""
 
     def prepare(self, features: frozenset[str] = frozenset()) -> None:
         """Compile the kernels; once, before the first step. `features`: those that any layer uses.

@@ -20,10 +20,10 @@ from radixserve.attention.base import (
     WindowKV,
 )
 from radixserve.errors import ModelNotSupported
+from radixserve_kernels import cpu_ops
 from radixserve_kernels.attention_metadata import AttentionMetadata
 from radixserve_kernels.cpu_attention import CpuAttentionPlan, PagedAttention
 from radixserve_kernels.cpu_decoder import CompiledStep, DecoderKV
-from radixserve_kernels.cpu_ops import unsupported_reason
 
 # Tokens of K and V whose reading costs a row as much as one more level. Measured: reading together
 # is as fast as apart at 16 to 32 shared tokens, for 2 to 32 rows, heads of 64 and 128 and both
@@ -40,6 +40,9 @@ class CpuBackend(AttentionBackend):
     """
 
     name = "cpu"
+    device_types = frozenset(("cpu",))
+    options = frozenset(("others", "is_exact"))
+    has_compiled_step = True
     features = frozenset(("sliding_window", "attention_chunk_size", "logits_soft_cap", "sinks"))
     has_window_pages = True
     kv_dtypes = frozenset((torch.bfloat16, torch.int8))
@@ -55,7 +58,7 @@ class CpuBackend(AttentionBackend):
         shares: bool = True,
         is_exact: bool = True,
     ) -> None:
-        if reason := unsupported_reason(kv.dtype if dtype is None else dtype):
+        if reason := cpu_ops.unsupported_reason(kv.dtype if dtype is None else dtype):
             raise ModelNotSupported(f"the cpu backend cannot be used: {reason}")
         super().__init__(kv, num_heads, windows, dtype, others)
         self._compiled_kv = DecoderKV(
@@ -66,6 +69,18 @@ class CpuBackend(AttentionBackend):
         self._attention = PagedAttention(self.dtype)
         self._sharing = {"shares": shares, "is_exact": is_exact}
         self._planned: CpuAttentionPlan | None = None
+
+    @classmethod
+    def unsupported_reason(
+        cls, dtype: torch.dtype, device: torch.device, head_dim: int | None = None
+    ) -> str:
+        del device, head_dim
+        return cpu_ops.unsupported_reason(dtype)
+
+    @classmethod
+    def about(cls, device_type: str) -> str:
+        del device_type
+        return f"compiled for this processor; {cpu_ops.describe()}"
 
     def plan(self, batch: ForwardBatch) -> None:
         if self._planned is None:

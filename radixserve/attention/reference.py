@@ -72,6 +72,7 @@ class ReferenceBackend(AttentionBackend):
     """
 
     name = "torch"
+    is_slow = True
     features = frozenset(
         ("sliding_window", "attention_chunk_size", "logits_soft_cap", "sinks"),
     )
@@ -94,6 +95,20 @@ class ReferenceBackend(AttentionBackend):
                 f"the torch backend takes float32 or bfloat16, not {self.dtype}"
             )
         self._calls: list[PaddedCall] = []
+
+    @classmethod
+    def unsupported_reason(
+        cls, dtype: torch.dtype, device: torch.device, head_dim: int | None = None
+    ) -> str:
+        del device, head_dim
+        if dtype == torch.float16:
+            return "PyTorch's operations are used with float32 and bfloat16, not with float16"
+        return ""
+
+    @classmethod
+    def about(cls, device_type: str) -> str:
+        del device_type
+        return "PyTorch's operations, everywhere"
 
     def plan(self, batch: ForwardBatch) -> None:
         blocks = cut_blocks(batch.host)

@@ -34,16 +34,6 @@ _MODEL_FIELDS = (
     "architecture is_native num_parameters dtype num_layers num_heads num_kv_heads head_dim "
     "vocab_size max_positions attention_features"
 ).split()
-_OPTIONAL_BACKENDS = {"flashinfer": "flashinfer-python", "triton": "triton"}
-_ORDER = {  # by device: the order in which "auto" tries backends, then the others
-    "cuda": ("flashinfer", "triton", "torch", "cpu"),
-    "cpu": ("cpu", "torch", "flashinfer", "triton"),
-}
-_ABOUT = {
-    "flashinfer": "FlashInfer's kernels, for bfloat16 and float16",
-    "triton": "kernels of our own, compiled by Triton",
-    "torch": "PyTorch's operations, everywhere",
-}
 _EXACT = "yes: bits of answers depend on their own tokens alone"
 _EXAMPLES = """\
 examples:
@@ -141,17 +131,19 @@ def _total_memory() -> int | None:
 
 
 def _attention_backends() -> dict[str, dict[str, Any]]:
-    """All backends for the device that "auto" chooses, in its order of preference."""
+    """All backends for the device that "auto" chooses: those that "auto" tries there in its order,
+    then the others."""
     import torch
 
-    from radixserve.attention.choice import unusable_reason
+    from radixserve.attention.choice import BACKENDS, candidates_on, unusable_reason
     from radixserve.runner.device import choose_device, cuda_unavailable_reason
 
     device = choose_device("auto")
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     backends = {}
-    for name in _ORDER[device.type]:
-        package = _OPTIONAL_BACKENDS.get(name)
+    for name in dict.fromkeys([*candidates_on(device.type), *BACKENDS]):
+        backend = BACKENDS[name]
+        package = backend.package
         version = __version__ if name == "cpu" else _installed(package or "torch")
         reason = unusable_reason(name, dtype, device)
         if package is not None and reason:
@@ -159,20 +151,9 @@ def _attention_backends() -> dict[str, dict[str, Any]]:
             if device.type == "cpu" and version is not None:
                 reason = f"installed, but there is no CUDA device: {cuda_unavailable_reason()}"
         usable = not reason
-        why = reason or _backend_unsupported_reason(name, device.type)
+        why = reason or backend.about(device.type)
         backends[name] = {"version": version, "usable": usable, "used": usable, "why": why}
     return backends
-
-
-def _backend_unsupported_reason(name: str, device: str) -> str:
-    """What to say of a usable backend."""
-    if name == "triton" and device == "cpu":
-        return "its kernels' references in PyTorch, only where it is asked for: slow, for tests"
-    if name == "cpu":
-        from radixserve_kernels.cpu_ops import describe
-
-        return f"compiled for this processor; {describe()}"
-    return _ABOUT[name]
 
 
 def _model(name: str, settings: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from radixserve.attention.choice import choose_backend
+from radixserve.attention.choice import BACKENDS, choose_backend
 from radixserve.config import EngineConfig
 from radixserve.errors import ModelNotSupported
 from radixserve.models.base import LanguageModel
@@ -65,7 +65,7 @@ def _load(
         )
     check_tensors(source, dtype)
     backend = choose_backend(asked, dtype, device, shape.head_dim, shape.feature_names)
-    if backend == "cpu" and ranks is None:
+    if BACKENDS[backend].has_compiled_step and ranks is None:
         bits = config.activation_bits
         return load_cpu_decoder(source, dtype, config.weight_dtype, bits), backend
     if packs:
@@ -93,7 +93,7 @@ def _runs_natively(
         return True
     asked = config.attention_backend
     name = choose_backend(asked, dtype, device, shape.head_dim, shape.feature_names)
-    if name == "cpu" and ranks is None:
+    if BACKENDS[name].has_compiled_step and ranks is None:
         return True
     if config.model_impl == "native" or ranks is not None:
         where = "several ranks" if ranks is not None else f"the {name} attention backend"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from radixserve.attention.base import AttentionBackend
-from radixserve.attention.choice import kv_dtypes_of
+from radixserve.attention.choice import BACKENDS
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import LanguageModel, ModelInfo
@@ -140,7 +140,7 @@ class SingleDeviceRunner(ModelRunner):
         self.model_path, info = parts.model_path, parts.model.info
         kv_dtype = choose_kv_dtype(
             *(config.kv_dtype, info.dtype, parts.device, parts.backend_name),
-            offered=kv_dtypes_of(parts.backend_name),
+            offered=BACKENDS[parts.backend_name].kv_dtypes,
         )
         self.info = info if kv_dtype is None else replace(info, kv_dtype=kv_dtype)
         self.model, self._device, self._config = parts.model, parts.device, config

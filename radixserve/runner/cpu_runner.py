@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from radixserve.attention.base import ForwardBatch, StateRows
-from radixserve.attention.choice import has_window_pages, make_backend
+from radixserve.attention.choice import BACKENDS, make_backend
 from radixserve.config import EngineConfig
 from radixserve.models.parallel import TPGroup
 from radixserve.runner.base import SingleDeviceRunner, load_on_device
@@ -72,7 +72,7 @@ class CpuModelRunner(SingleDeviceRunner):
             return PoolSize(
                 tp_group.all_reduce_min(choose_num_pages(config, self.info, states_bytes))
             )
-        if self.num_states or config.cache == "hash" or not has_window_pages(backend_name):
+        if self.num_states or config.cache == "hash" or not BACKENDS[backend_name].has_window_pages:
             return PoolSize(choose_num_pages(config, self.info, states_bytes))
         return choose_pool_size(config, self.info)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from radixserve.attention.base import AttentionBackend, ForwardBatch
-from radixserve.attention.choice import has_window_pages, make_backend
+from radixserve.attention.choice import BACKENDS, make_backend
 from radixserve.config import EngineConfig
 from radixserve.errors import EngineDead
 from radixserve.models.parallel import TPGroup
@@ -362,7 +362,7 @@ class CudaModelRunner(SingleDeviceRunner):
         has_none = self.num_states or self._config.cache == "hash"
         if has_none or not size.num_window_pages:
             return PoolSize(num_pages)
-        if not has_window_pages(backend_name):
+        if not BACKENDS[backend_name].has_window_pages:
             logger.info("no window pages: the %s backend has none", backend_name)
             return PoolSize(num_pages)
         return size

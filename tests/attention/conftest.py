@@ -13,8 +13,7 @@ from torch import Tensor
 from radixserve.attention import cpu as cpu_backend
 from radixserve.attention import reference
 from radixserve.attention.base import AttentionBackend
-from radixserve.attention.cuda import cascade
-from radixserve.attention.cuda import flashinfer as flashinfer_backend
+from radixserve.attention.cuda import cascade, flashinfer_calls
 from radixserve.attention.cuda import triton as triton_backend
 from radixserve.attention.cuda.backend import PagedBackend
 from radixserve.attention.cuda.flashinfer import FlashInferBackend
@@ -44,7 +43,7 @@ def make_cpu() -> Make:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     """FlashInfer's place is taken by one that computes on the CPU, for heads of any kind."""
-    monkeypatch.setattr(flashinfer_backend, "flashinfer_unsupported_reason", lambda *_: "")
+    monkeypatch.setattr(flashinfer_calls, "flashinfer_unsupported_reason", lambda *_: "")
     mark_sides(monkeypatch)
     return Fake()
 

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from radixserve.attention import choice
-from radixserve.attention.choice import choose_backend, make_backend
+from radixserve.attention.choice import BACKENDS, choose_backend, make_backend
 from radixserve.attention.cuda import flashinfer_calls
 from radixserve.attention.cuda.triton import TritonBackend
 from radixserve.attention.reference import ReferenceBackend
-from radixserve.config import EngineConfig
+from radixserve.config import ATTENTION_BACKENDS, EngineConfig
 from radixserve.errors import ModelNotSupported
 from radixserve.models import registry
+from radixserve_kernels import cpu_ops, gpu_ops
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BF16 = torch.bfloat16
@@ -25,8 +26,8 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def everything_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer_calls, "import_error", lambda: "")
-    monkeypatch.setattr(choice.gpu_ops, "triton_unsupported_reason", lambda: "")
-    monkeypatch.setattr(choice.cpu_ops, "unsupported_reason", lambda _: "")
+    monkeypatch.setattr(gpu_ops, "triton_unsupported_reason", lambda: "")
+    monkeypatch.setattr(cpu_ops, "unsupported_reason", lambda _: "")
 
 
 @pytest.mark.parametrize(
@@ -57,9 +58,7 @@ def test_auto_takes_what_can_be_had(
 ) -> None:
     monkeypatch.setattr(flashinfer_calls, "import_error", lambda: "it is not installed")
     assert choose_backend("auto", BF16, CUDA) == "triton"
-    monkeypatch.setattr(
-        choice.gpu_ops, "triton_unsupported_reason", lambda: "Triton is not installed"
-    )
+    monkeypatch.setattr(gpu_ops, "triton_unsupported_reason", lambda: "Triton is not installed")
     assert choose_backend("auto", BF16, CUDA) == "torch"
     assert "slower: no flashinfer: it is not installed; no triton: Triton is not" in caplog.text
     with pytest.raises(ModelNotSupported, match="no attention backend can be used: no flashinfer"):
@@ -69,7 +68,7 @@ def test_auto_takes_what_can_be_had(
 def test_auto_on_a_cpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Never triton, which is only its kernels' references there."""
     assert choose_backend("auto", BF16, CPU) == "cpu"
-    monkeypatch.setattr(choice.cpu_ops, "unsupported_reason", lambda _: "there is no compiler")
+    monkeypatch.setattr(cpu_ops, "unsupported_reason", lambda _: "there is no compiler")
     assert choose_backend("auto", BF16, CPU) == "torch"
     assert "PyTorch's operations are used, which are slower: no cpu: there is no" in caplog.text
 
@@ -96,6 +95,38 @@ def test_one_that_is_asked_for_is_taken() -> None:
         choose_backend("flashinfer", torch.float32, CUDA)
     with pytest.raises(ModelNotSupported, match="not with float16"):
         choose_backend("torch", torch.float16, CUDA)
+
+
+def test_every_backend_can_be_asked_for() -> None:
+    assert {"auto", *BACKENDS} == set(ATTENTION_BACKENDS)
+
+
+def test_a_backend_gets_the_options_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fifth one needs its row in BACKENDS; nothing else names backends."""
+
+    class Fifth(ReferenceBackend):
+        name = "fifth"
+        device_types = frozenset(("cpu",))
+        is_slow = False
+        options = frozenset(("is_exact", "variants"))
+
+        def __init__(self, *given: Any, is_exact: bool, variants: tuple[()], shares: bool) -> None:
+            super().__init__(*given, shares=shares)
+            self.given = is_exact, variants
+
+        @classmethod
+        def unsupported_reason(cls, dtype: torch.dtype, *_: Any, **__: Any) -> str:
+            return "" if dtype == torch.float32 else "it takes float32"
+
+    monkeypatch.setattr(choice, "BACKENDS", {"fifth": Fifth, **BACKENDS})
+    assert choose_backend("auto", torch.float32, CPU) == "fifth"
+    assert choose_backend("auto", BF16, CPU) == "cpu"
+    assert choose_backend("auto", BF16, CUDA) == "flashinfer"
+    with pytest.raises(ModelNotSupported, match='it takes float32; "auto" and "cpu", "torch"'):
+        choose_backend("fifth", BF16, CPU)
+    backend = make_backend("fifth", torch.zeros(1, 2, 4, 2, 2, 64), 4, is_exact=True)
+    assert isinstance(backend, Fifth)
+    assert backend.given == (True, ())
 
 
 def test_backends_are_made_by_name() -> None:

@@ -14,6 +14,7 @@ from radixserve.attention.base import PLAIN, AttentionFeatures
 from radixserve.attention.cpu import CpuBackend, plan_step
 from radixserve.errors import ModelNotSupported
 from radixserve.runner.input_batch import build_forward_batch
+from radixserve_kernels import cpu_ops
 from radixserve_kernels.cpu_attention import PagedAttention
 from radixserve_kernels.cpu_library import cpu_library
 from radixserve_kernels.cpu_ops import unsupported_reason
@@ -347,7 +348,7 @@ def test_refuses_other_dtypes(dtype: torch.dtype) -> None:
 
 
 def test_refuses_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_backend, "unsupported_reason", lambda _: "there is no C++ compiler")
+    monkeypatch.setattr(cpu_ops, "unsupported_reason", lambda _: "there is no C++ compiler")
     with pytest.raises(ModelNotSupported, match=r"cannot be used: there is no C\+\+ compiler"):
         CpuBackend(torch.zeros(1, 2, 1, 1, 2, 8), 2)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from radixserve.attention.base import PLAIN, AttentionFeatures
-from radixserve.attention.choice import choose_backend, features_of
+from radixserve.attention.choice import BACKENDS, choose_backend
 from radixserve.attention.cuda.triton import TritonBackend
 from radixserve.errors import ModelNotSupported
 from tests.attention.cases import (
@@ -184,11 +184,11 @@ def test_others_refuse_by_name(make_flashinfer: MakePaged) -> None:
 
 def test_the_choice_knows_features() -> None:
     needed = frozenset(("sinks", "sliding_window"))
-    assert needed <= features_of("cpu")
-    assert needed <= features_of("torch")
-    assert needed <= features_of("triton")
+    assert needed <= BACKENDS["cpu"].features
+    assert needed <= BACKENDS["torch"].features
+    assert needed <= BACKENDS["triton"].features
     assert choose_backend("torch", torch.float32, CPU, 16, needed) == "torch"
-    assert features_of("flashinfer") == {"sliding_window", "logits_soft_cap"}
+    assert BACKENDS["flashinfer"].features == {"sliding_window", "logits_soft_cap"}
     with pytest.raises(ModelNotSupported, match='"flashinfer" cannot be used: it has no sinks;'):
         choose_backend("flashinfer", torch.float32, CPU, 16, needed)
 

@@ -19,6 +19,7 @@ import torch
 
 from radixserve.attention.base import AttentionVariant
 from radixserve.attention.cuda import flashinfer as flashinfer_backend
+from radixserve.attention.cuda import flashinfer_calls
 from radixserve.attention.cuda.flashinfer import (
     FlashInferBackend,
     can_merge,
@@ -225,7 +226,7 @@ def test_heads_that_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(ModelNotSupported, match=message):
             FlashInferBackend(kv, num_heads, library=library)
-    monkeypatch.setattr(flashinfer_backend, "import_error", lambda: "it is not there")
+    monkeypatch.setattr(flashinfer_calls, "import_error", lambda: "it is not there")
     with pytest.raises(ModelNotSupported, match="cannot be used: it is not there"):
         FlashInferBackend(torch.zeros(1, 2, 1, 1, 2, 64, dtype=BF16), 2)
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, masking_utils
 
-from radixserve.attention.choice import features_of
+from radixserve.attention.choice import BACKENDS
 from radixserve.config import EngineConfig
 from radixserve.errors import ModelNotSupported
 from radixserve.models import attention_probe, hf
@@ -168,7 +168,7 @@ def test_features_are_found(
     assert model.info.attention_features == features
     assert model.info.attention_variants == variants
     assert not model.info.is_native
-    others = features_of("flashinfer")
+    others = BACKENDS["flashinfer"].features
     missing = ", ".join(one for one in features if one not in others)
     reason = f"it has no {missing};" if missing else "the device is cpu;"
     with pytest.raises(ModelNotSupported, match=f'"flashinfer" cannot be used: {reason}'):

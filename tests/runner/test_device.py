@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from radixserve import InvalidRequest, Runtime
-from radixserve.attention.choice import kv_dtypes_of
+from radixserve.attention.choice import BACKENDS
 from radixserve.config import EngineConfig
 from radixserve.models.base import ModelInfo, StateShape
 from radixserve.runner import cuda_graph
@@ -381,7 +381,7 @@ def test_kv_dtypes_that_no_runner_has() -> None:
 
 
 def choose(asked: str, dtype: torch.dtype, device: str, backend_name: str) -> torch.dtype | None:
-    offered = kv_dtypes_of(backend_name)
+    offered = BACKENDS[backend_name].kv_dtypes
     return choose_kv_dtype(asked, dtype, torch.device(device), backend_name, offered=offered)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from radixserve import EngineDead, ModelNotSupported, RequestFailed, Runtime, SamplingParams
-from radixserve.attention.cuda import flashinfer as flashinfer_backend
+from radixserve.attention.cuda import flashinfer_calls
 from radixserve.attention.cuda.flashinfer import FlashInferBackend
 from radixserve.config import EngineConfig
 from radixserve.output import Completion
@@ -105,7 +105,7 @@ def test_a_backend_that_cannot_be_made_ready(
 
 def take_fake_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The flashinfer backend in the place of any other, over a FlashInfer that computes here."""
-    monkeypatch.setattr(flashinfer_backend, "flashinfer_unsupported_reason", lambda *_: "")
+    monkeypatch.setattr(flashinfer_calls, "flashinfer_unsupported_reason", lambda *_: "")
     mark_sides(monkeypatch)
     library = Fake().library
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from radixserve import RequestFailed, Runtime, SamplingParams
+from radixserve.attention.choice import BACKENDS
 from radixserve.output import Completion
-from radixserve.runner import cuda_runner
 from radixserve.runner.device_sampler import DeviceSampler
 from radixserve.schedule import ScheduledRows, SchedulerOutput, WindowUpdates
 from tests.checkpoints import load_reference, make_checkpoint
@@ -164,5 +164,5 @@ def test_where_there_are_none(
     assert whole.memory_plan().window_tokens == 0
     plain = make_checkpoint(folder / "plain", "llama")
     assert device_runner(plain, **fields).windows is None
-    monkeypatch.setattr(cuda_runner, "has_window_pages", lambda _: False)
+    monkeypatch.setattr(BACKENDS["triton"], "has_window_pages", False)
     assert device_runner(folder, **fields).windows is None

@@ -20,6 +20,7 @@ from radixserve.attention.base import (
 )
 from radixserve.attention.choice import make_backend
 from radixserve.attention.cuda import flashinfer as flashinfer_backend
+from radixserve.attention.cuda import flashinfer_calls
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo, distinct_variants, layer_windows
@@ -162,8 +163,8 @@ def maker(name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Attention
     """Makes that backend, over a FlashInfer that computes here."""
     if name == "flashinfer":
         mark_sides(monkeypatch)
-        monkeypatch.setattr(flashinfer_backend, "flashinfer_unsupported_reason", lambda *_: "")
-        monkeypatch.setattr(flashinfer_backend, "import_error", lambda: "")
+        monkeypatch.setattr(flashinfer_calls, "flashinfer_unsupported_reason", lambda *_: "")
+        monkeypatch.setattr(flashinfer_calls, "import_error", lambda: "")
         monkeypatch.setattr(flashinfer_backend, "load_library", lambda: Fake().library)
     variants = distinct_variants(FEATURES)
     shares = name in ("cpu", "torch")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from radixserve.attention.base import AttentionVariant, WindowKV
+from radixserve.attention.cuda import flashinfer_calls
 from radixserve.attention.cuda.backend import Launch, PagedBackend
 from radixserve.attention.cuda.flashinfer_calls import (
     PLAIN_VARIANT,
@@ -32,8 +33,6 @@ from radixserve.attention.cuda.flashinfer_calls import (
     PrefillCalls,
     VariantCalls,
     compile_modules,
-    flashinfer_unsupported_reason,
-    import_error,
     load_library,
 )
 from radixserve.attention.cuda.metadata import GraphBuffers, LaunchMetadata
@@ -70,6 +69,9 @@ class FlashInferBackend(PagedBackend):
     """
 
     name = "flashinfer"
+    device_types = frozenset(("cuda",))
+    package = "flashinfer-python"
+    options = frozenset(("variants",))
     features = frozenset(("sliding_window", "logits_soft_cap"))
     has_window_pages = True
     kv_dtypes = frozenset((torch.float8_e4m3fn,))
@@ -88,8 +90,8 @@ class FlashInferBackend(PagedBackend):
     ) -> None:
         num_kv_heads, head_dim = kv.shape[-2:]
         dtype = kv.dtype if dtype is None else dtype
-        reason = flashinfer_unsupported_reason(dtype, head_dim)
-        if reason or (library is None and (reason := import_error())):
+        reason = flashinfer_calls.flashinfer_unsupported_reason(dtype, head_dim)
+        if reason or (library is None and (reason := flashinfer_calls.import_error())):
             raise ModelNotSupported(f"the flashinfer backend cannot be used: {reason}")
         self._variants = tuple(dict.fromkeys(variants)) or (PLAIN_VARIANT,)
         has_windows = any(variant.sliding_window for variant in self._variants)
@@ -109,6 +111,19 @@ class FlashInferBackend(PagedBackend):
         self._pages = [(k.view(shape), v.view(shape)) for k, v in self.slots]
         self._wrappers: dict[Planned, PagedCalls] = {}  # of steps without a graph
         self._int_workspaces: dict[Planned, Tensor] = {}  # of graphs
+
+    @classmethod
+    def unsupported_reason(
+        cls, dtype: torch.dtype, device: torch.device, head_dim: int | None = None
+    ) -> str:
+        del device
+        reason = flashinfer_calls.flashinfer_unsupported_reason(dtype, head_dim)
+        return reason or flashinfer_calls.import_error()
+
+    @classmethod
+    def about(cls, device_type: str) -> str:
+        del device_type
+        return "FlashInfer's kernels, for bfloat16 and float16"
 
     def prepare(self, features: frozenset[str] = frozenset()) -> None:
         del features  # the variants say more

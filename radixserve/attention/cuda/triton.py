@@ -34,6 +34,10 @@ class TritonBackend(PagedBackend):
     """
 
     name = "triton"
+    device_types = frozenset(("cuda", "cpu"))
+    auto_device_types = frozenset(("cuda",))
+    package = "triton"
+    options = frozenset(("is_exact",))
     features = frozenset(("sliding_window", "attention_chunk_size", "logits_soft_cap", "sinks"))
     has_window_pages = True
     kv_dtypes = frozenset(KV_DTYPES.values())
@@ -62,6 +66,19 @@ class TritonBackend(PagedBackend):
         if kv.is_cuda:
             properties = torch.cuda.get_device_properties(kv.device)
             self._num_sms = properties.multi_processor_count
+
+    @classmethod
+    def unsupported_reason(
+        cls, dtype: torch.dtype, device: torch.device, head_dim: int | None = None
+    ) -> str:
+        del dtype, head_dim
+        return gpu_ops.triton_unsupported_reason() if device.type == "cuda" else ""
+
+    @classmethod
+    def about(cls, device_type: str) -> str:
+        if device_type == "cuda":
+            return "kernels of our own, compiled by Triton"
+        return "its kernels' references in PyTorch, only where it is asked for: slow, for tests"
 
     def prepare(self, features: frozenset[str] = frozenset()) -> None:
         if self.kv.is_cuda:
