@@ -100,6 +100,36 @@ class _RayLink:
         return await self._handle.ask.remote(self.name, "call", message)
 
 
+def _check_replicable(config: EngineConfig) -> None:
+    """Raise InvalidRequest for settings that name one file or address."""
+    if config.trace is not None:
+        raise InvalidRequest("trace cannot be given with replicas: each would write the file")
+    if config.kv_events is not None:
+        raise InvalidRequest(
+            "kv_events cannot be given with replicas: each would take the address; other routers "
+            "need a server for each replica"
+        )
+
+
+def _join_ray(address: str) -> None:
+    if not ray.is_initialized():
+        ray.init(
+            address=address,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
+
+
+def _cores_of_each(num_replicas: int, *, is_new: bool, may_grow: bool) -> float:
+    """The cores that Ray reserves for a replica. `is_new`: the cluster is this machine alone.
+    `may_grow`: Ray may add machines to a running one."""
+    cores: float = max(1, (os.cpu_count() or 1) // num_replicas) if is_new else 1
+    if is_new or not may_grow:
+        cores = min(cores, ray.cluster_resources().get("CPU", 1) / num_replicas)
+    return cores
+
+
 def start_replicas(
     model: str,
     settings: Mapping[str, Any],
@@ -133,28 +163,14 @@ def start_replicas(
         check_int("num_replicas", num_replicas, rule.min_replicas, rule.max_replicas)
         max_replicas, target = rule.max_replicas, rule.target(config.max_running_requests)
         scale = {"autoscaling_config": serve_config(rule, num_replicas, target)}
-    if config.trace is not None:
-        raise InvalidRequest("trace cannot be given with replicas: each would write the file")
-    if config.kv_events is not None:
-        raise InvalidRequest(
-            "kv_events cannot be given with replicas: each would take the address; other routers "
-            "need a server for each replica"
-        )
+    _check_replicable(config)
     check_model_name(model)
     # Replicas have another working directory.
     model = os.path.abspath(model) if os.path.exists(model) else model
     is_new = address is None
-    if not ray.is_initialized():
-        ray.init(
-            address="local" if is_new else address,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-        )
+    _join_ray("local" if address is None else address)
     if num_cpus is None:
-        num_cpus = max(1, (os.cpu_count() or 1) // max_replicas) if is_new else 1
-        if is_new or rule is None:  # otherwise Ray may add machines
-            num_cpus = min(num_cpus, ray.cluster_resources().get("CPU", 1) / max_replicas)
+        num_cpus = _cores_of_each(max_replicas, is_new=is_new, may_grow=rule is not None)
     name = name or f"radixserve-{uuid.uuid4().hex[:8]}"
     num_gpus = config.tensor_parallel_size if config.device.startswith("cuda") else 0
     client = ClusterClient(ReplicaRouter(), silence_s=silence_s)

@@ -40,13 +40,15 @@ class _Keys(NamedTuple):
     def union(cls, first: _Keys, *others: _Keys) -> _Keys:
         """All keys; `first` itself if the others add none."""
         more = [keys for keys in others if not keys.is_within(first)]
-        return first if not more else cls(
+        if not more:
+            return first
+        return cls(
             first.names.union(*(keys.names for keys in more)),
             first.patterns.union(*(keys.patterns for keys in more)),
             first.required.union(*(keys.required for keys in more)),
             first.is_open or any(keys.is_open for keys in more),
             first.has_choices or any(keys.has_choices for keys in more),
-        )  # fmt: skip
+        )
 
     def is_within(self, other: _Keys) -> bool:
         return (

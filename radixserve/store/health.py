@@ -46,8 +46,8 @@ class StoreHealth:
             _log.warning(
                 "kv_store: %s has failed %d times in a row and is left alone for %g s, then "
                 "tried again with growing pauses: %s",
-                self._what, self._num_failures, limits.first_pause_s, reason,
-            )  # fmt: skip
+                *(self._what, self._num_failures, limits.first_pause_s, reason),
+            )
         self.num_pauses += 1
         self._pause_s = min(max(limits.first_pause_s, 2 * self._pause_s), limits.last_pause_s)
         self._until = self._clock() + self._pause_s

@@ -436,9 +436,12 @@ class Tokenizer:
             tokenizer = self._tokenizer
             special = {name: str(text) for name, text in tokenizer.special_tokens_map.items()}
             named = {name: special.get(name) for name in ("bos_token", "eos_token", "pad_token")}
-            return {**named, "unk_token": special.get("unk_token"),
-                    "chat_template": tokenizer.chat_template,
-                    "tokenizer_class": type(tokenizer).__name__}  # fmt: skip
+            return {
+                **named,
+                "unk_token": special.get("unk_token"),
+                "chat_template": tokenizer.chat_template,
+                "tokenizer_class": type(tokenizer).__name__,
+            }
 
     def fingerprint(self) -> str:
         """Returns 16 hex digits that identify the vocabulary (tokens and ids). O(vocabulary)."""

@@ -12,15 +12,18 @@ from collections.abc import Sequence
 from radixserve.output import Completion
 
 # Upper bounds of the buckets in seconds: for times of tokens, and for times of whole requests.
-FINE = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
-        1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)  # fmt: skip
-COARSE = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0,
-          120.0, 240.0, 480.0, 960.0)  # fmt: skip
+FINE = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+COARSE = (
+    *(0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0),
+)
 
 
 # Of numbers of tokens.
-TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000,
-          200_000, 500_000, 1_000_000)  # fmt: skip
+TOKENS = (*(factor * 10**power for power in range(6) for factor in (1, 2, 5)), 1_000_000)
 
 
 class Histogram:

@@ -28,11 +28,10 @@ MAX_DEPTH = 256
 # Maps from token ids to numbers: they may have more members; their readers check them.
 _MAPS = frozenset({"logit_bias"})
 # Places of lists of token ids, which may be longer than other lists and then become arrays.
-TOKEN_IDS = frozenset({
-    ".prompt", ".prompt[]", ".text", ".text[]", ".input_ids", ".input_ids[]", ".candidates",
-    ".candidates[]", ".hints[].prompt", ".hints[].prompt[]", ".tokens", ".allowed_token_ids",
-    ".opened", ".path",
-})  # fmt: skip
+TOKEN_IDS = frozenset(
+    ".prompt .prompt[] .text .text[] .input_ids .input_ids[] .candidates .candidates[] "
+    ".hints[].prompt .hints[].prompt[] .tokens .allowed_token_ids .opened .path".split()
+)
 _SMALL = 16 * 1024  # bytes; a smaller text can exceed only the bound of depth
 _MARKS = re.compile(rb'[",\[{]')  # begins a string, list or object, or separates values
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)

@@ -112,13 +112,9 @@ class PromptRecords:
         """Add a record. O(1), and O(records that are dropped)."""
         if not self._max_records:
             return
-        slim = tuple(
-            replace(
-                completion, text="", logprobs=None, top_logprobs=None,
-                prompt_logprobs=None, prompt_top_logprobs=None, prompt_ranks=None,
-            )
-            for completion in completions
-        )  # fmt: skip
+        scores = ("logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs")
+        dropped: dict[str, Any] = dict.fromkeys((*scores, "prompt_ranks"))
+        slim = tuple(replace(completion, text="", **dropped) for completion in completions)
         own = self._by_tenant.setdefault(tenant_of(namespace), _TenantRecords())
         own.records[request_id] = PromptRecord(namespace, parts, slim)
         own.num_tokens += own.records[request_id].num_tokens

@@ -100,11 +100,10 @@ ANSWER_COST_S = 0.0005  # estimated cost of an answer with a snapshot that exist
 _MAX_KEPT = 32
 _MAX_TEXTS = 8192
 _COUNTERS = (
-    "prompted_tokens", "reused_tokens", "computed_tokens", "generated_tokens", "prefilled_tokens",
-    "decoded_tokens", "evicted_tokens", "preemptions", "splits", "finished", "nodes", "namespaces",
-    "sessions", "pages_total", "pages_free", "pages_tree", "pages_locked", "pages_private",
-    "pages_leased", "pages_shared",
-)  # fmt: skip
+    "prompted_tokens reused_tokens computed_tokens generated_tokens prefilled_tokens "
+    "decoded_tokens evicted_tokens preemptions splits finished nodes namespaces sessions "
+    "pages_total pages_free pages_tree pages_locked pages_private pages_leased pages_shared"
+).split()
 
 
 class Snapshots:
@@ -318,12 +317,9 @@ def _play_script(runtime: Runtime) -> PlayedScript:
         start = time.perf_counter()
         done = runtime.generate(messages, params, progress=False)
         ids.append(done.token_ids)
-        requests.append({
-            "title": title,
-            "cached_tokens": done.usage.cached_tokens,
-            "computed_tokens": done.usage.computed_tokens,
-            "time_s": time.perf_counter() - start,
-        })  # fmt: skip
+        cached, computed = done.usage.cached_tokens, done.usage.computed_tokens
+        counts = {"cached_tokens": cached, "computed_tokens": computed}
+        requests.append({"title": title, **counts, "time_s": time.perf_counter() - start})
         return done.text
 
     history: list[dict[str, str]] = []

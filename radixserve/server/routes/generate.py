@@ -87,10 +87,8 @@ def _params(
     if is_native:
         beside = [name for name in Sampling.model_fields if getattr(body, name) is not None]
         if beside and beside != ["priority"]:
-            raise ApiError(
-                400, f"with text or input_ids {beside[0]} goes into sampling_params",
-                param=beside[0],
-            )  # fmt: skip
+            message = f"with text or input_ids {beside[0]} goes into sampling_params"
+            raise ApiError(400, message, param=beside[0])
         sampling = body.sampling_params or NativeSampling()
         own = {_RENAMED.get(name, name): value for name, value in sampling if name not in NATIVE}
         renamed = {ours: theirs for theirs, ours in _RENAMED.items()}

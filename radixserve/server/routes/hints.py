@@ -56,10 +56,7 @@ async def _read(server: AppState, caller: Caller, given: PrefixHint, place: str)
     """Check a hint and read its prompt. `place`: its place in the body, for errors. Raises
     ApiError."""
     namespace = caller.namespace(given.cache_salt)
-    hint = read_hint(
-        server, caller, namespace, place, given.verb,
-        seconds=given.seconds, max_tokens=given.max_tokens,
-    )  # fmt: skip
+    hint = read_hint(server, caller, namespace, place, given)
     named = [name for name in ("prompt", "messages", "session_id") if getattr(given, name)]
     if len(named) != 1:
         raise ApiError(400, f"{place}: give one of prompt, messages and session_id", param=place)

@@ -151,9 +151,11 @@ class ChatTurn:
             params, structured=structured_outputs, keep_special_ids=parser_config.keep_special_ids
         )
         generation = HttpGeneration(
-            server, request, [prompt.token_ids], params, asked.cache, streams=asked.stream,
-            beams=None if asked.prewarm else asked.beams, outlives_client=asked.background,
-        )  # fmt: skip
+            *(server, request, [prompt.token_ids], params, asked.cache),
+            streams=asked.stream,
+            beams=None if asked.prewarm else asked.beams,
+            outlives_client=asked.background,
+        )
         read_parts = partial(
             PromptParts.of,
             asked.tools.functions,
@@ -165,10 +167,11 @@ class ChatTurn:
         if asked.compare_with is not None:
             previous = server.prompt_records.find(asked.cache.namespace, asked.compare_with)
         return cls(
-            server, prompt, params, parser_config, generation, parts, previous,
+            *(server, prompt, params, parser_config, generation, parts, previous),
             request_id=request_id_of(request),
-            streams=asked.stream, prewarms=asked.prewarm,
-        )  # fmt: skip
+            streams=asked.stream,
+            prewarms=asked.prewarm,
+        )
 
     async def answers(self) -> list[tuple[ParsedAnswer, Completion]]:
         """Wait until all samples have ended. Returns the parsed answer and the completion of

@@ -13,7 +13,12 @@ from radixserve.errors import InvalidRequest
 from radixserve.hints.hint import Hint, HintAnswer, check_hint, join_answers
 from radixserve.server.gate.state import AppState, caller_of, server_of
 from radixserve.server.gate.tenants import Caller
-from radixserve.server.turn.kv_hints import PREFETCH_REASON, ActionHints, read_actions
+from radixserve.server.turn.kv_hints import (
+    PREFETCH_REASON,
+    ActionHints,
+    WantedHint,
+    read_actions,
+)
 from radixserve.server.wire.cache_fields import MAX_HINTS, CacheHint, KVHints
 from radixserve.server.wire.errors import ApiError, invalid
 
@@ -103,21 +108,13 @@ def request_hints(
         place = f"cache_hints[{index}]"
         if hint.verb == "prefetch":
             raise ApiError(400, f"{place}: {PREFETCH_REASON}", param=f"{place}.verb")
-        made.append(
-            read_hint(
-                server, caller, namespace, place, hint.verb,
-                seconds=hint.seconds, max_tokens=hint.max_tokens,
-            )
-        )  # fmt: skip
+        made.append(read_hint(server, caller, namespace, place, hint))
     if envelope is None:
         return RequestHints(server, tuple(made))
     actions = read_actions(envelope)
     for action in actions:
         for wanted in action.hints:
-            read = read_hint(
-                server, caller, namespace, wanted.place, wanted.verb,
-                seconds=wanted.seconds, max_tokens=wanted.max_tokens,
-            )  # fmt: skip
+            read = read_hint(server, caller, namespace, wanted.place, wanted)
             if wanted.session_id is not None:
                 read = replace(read, session=server.sessions.name(namespace, wanted.session_id))
             made.append(read)
@@ -130,25 +127,22 @@ def read_hint(
     caller: Caller,
     namespace: str,
     place: str,
-    verb: str,
-    *,
-    seconds: Any,
-    max_tokens: Any,
+    given: CacheHint | WantedHint,
 ) -> Hint:
     """Check a hint. Returns it without the prompt or session that it is for. `place`: its place in
     the body, for errors. Raises ApiError."""
     try:
-        check_hint(verb, seconds, max_tokens)
+        check_hint(given.verb, given.seconds, given.max_tokens)
     except InvalidRequest as error:
         api_error = invalid(error)
         param = f"{place}.{api_error.param}" if api_error.param else place
         raise ApiError(400, f"{place}: {api_error.message}", param=param) from None
     return Hint(
-        verb,
+        given.verb,
         None,
         namespace=namespace,
-        seconds=None if seconds is None else float(seconds),
-        max_tokens=max_tokens,
+        seconds=None if given.seconds is None else float(given.seconds),
+        max_tokens=given.max_tokens,
         owner=caller.tenant,
         budget_tokens=budget_of(server),
         may_share=caller.may_share,

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from radixserve.text.tool_functions import is_deep
 
 _MAX_UNFINISHED = 64  # openings of one answer without an end after which a call is looked for
-_CALL_MEMBERS = frozenset(("name", "tool_name", "arguments", "parameters", "id", "tool_call_id",
-                           "index", "type"))  # fmt: skip
+_CALL_MEMBERS = frozenset("name tool_name arguments parameters id tool_call_id index type".split())
 _WORD = re.compile(r"[\w.:-]")
 
 

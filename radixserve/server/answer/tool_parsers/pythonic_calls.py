@@ -31,8 +31,7 @@ _STRING = re.compile(
     re.DOTALL,
 )
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
-_ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "v": "\v", "a": "\a",
-            "0": "\0", "\n": ""}  # fmt: skip
+_ESCAPED = {**dict(zip("nrtbfva0", "\n\r\t\b\f\v\a\0", strict=True)), "\n": ""}
 _AS_THEY_ARE = frozenset("\\'\"/")
 _CONSTANTS = {"True": True, "False": False, "None": None}
 _SURROGATES = re.compile("[\ud800-\udbff][\udc00-\udfff]")

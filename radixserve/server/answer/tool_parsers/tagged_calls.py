@@ -163,8 +163,8 @@ class TaggedParser(MarkedParser):
             self._position = len(mark) - len(tags.key_head)
             return True
         start = skip_space(text, len(mark)) if mark == tags.block else 0
-        begins = begins_with_any(text[start : start + _LONGEST_TAG], (tags.call_head,),
-                                 is_last=is_last)  # fmt: skip
+        tag = text[start : start + _LONGEST_TAG]
+        begins = begins_with_any(tag, (tags.call_head,), is_last=is_last)
         if not begins:
             return begins
         call = tags.call.match(text, start)
@@ -248,8 +248,8 @@ class TaggedParser(MarkedParser):
         tags = self._tags
         if tags.block and text.startswith(tags.block, start):
             start = skip_space(text, start + len(tags.block))
-        begins = begins_with_any(text[start : start + _LONGEST_TAG], (tags.call_head,),
-                                 is_last=is_last)  # fmt: skip
+        tag = text[start : start + _LONGEST_TAG]
+        begins = begins_with_any(tag, (tags.call_head,), is_last=is_last)
         if not begins:
             return begins
         call = tags.call.match(text, start)
