@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = {"radixserve": ROOT / "radixserve", "kernels": ROOT / "kernels" / "radixserve_kernels"}
 MOST_LINES = 80  # of a function
 # Functions that are longer, by package. Kernels for GPUs have a line for each of many arguments.
-NUM_LONG = {"radixserve": 1, "kernels": 7}
+NUM_LONG = {"radixserve": 1, "kernels": 5}
 MOST_BRANCHES = 15  # McCabe's complexity of a function
 NUM_BRANCHED = 2  # functions with more, of both packages
 NUM_SKIPS = 5  # lines that ruff does not format, of both packages

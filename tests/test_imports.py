@@ -49,6 +49,7 @@ CONTROL_PLANE = (
     "radixserve.fleet.tree_router",
     "radixserve.fleet.token_index",
     "radixserve.fleet.index_node",
+    "radixserve.fleet.autoscaling",
 )
 WORKERS = ("radixserve.runner", "radixserve.models", "radixserve.attention", "radixserve_kernels")
 LIGHT = {"numpy", "sortedcontainers"}  # what the control plane may import from elsewhere

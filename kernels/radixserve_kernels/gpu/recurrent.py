@@ -9,6 +9,8 @@ channels, the recurrence of each head, and the gate with its norm; between them 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -361,35 +363,40 @@ def recurrence(
         "block_k": power_of_2(k_dim),
         "block_v": block_v,
     }
-    z = rows[:, channels : channels + values]
-    block = power_of_2(group)
     gate = {
-        "values_ptr": recurred,
-        "z_ptr": z,
         "norm_ptr": norm,
-        "out_ptr": out,
-        "num_values": values,
         "group": group,
         "stride_norm": stride_norm,
         "eps": eps,
         "z_scale": float(z_scale),
-        "stride_values": recurred.stride(0),
-        "stride_z": z.stride(0),
-        "stride_out": out.stride(0),
         "gates_first": gates_first,
-        "block": block,
     }
-    num_rows = len(states.read)
+    num_rows, z = len(states.read), rows[:, channels : channels + values]
     return [
         _convolve(net.conv, bias, rows, states, inputs, mixed, heads=heads, other_width=v_dim),
         KernelLaunch(recur_kernel, (num_rows, num_heads, -(-v_dim // block_v)), recur),
-        KernelLaunch(
-            gate_values_kernel,
-            (len(rows), -(-values // group)),
-            gate,
-            min(max(block // 512, 1), 16),
-        ),
+        _gate_values(recurred, z, out, gate),
     ]
+
+
+def _gate_values(values: Tensor, z: Tensor, out: Tensor, settings: dict[str, Any]) -> KernelLaunch:
+    """`settings`: the arguments of the kernel that belong to the layer."""
+    group, num_values = settings["group"], values.shape[1]
+    block = power_of_2(group)
+    arguments = {
+        "values_ptr": values,
+        "z_ptr": z,
+        "out_ptr": out,
+        "num_values": num_values,
+        "stride_values": values.stride(0),
+        "stride_z": z.stride(0),
+        "stride_out": out.stride(0),
+        "block": block,
+        **settings,
+    }
+    num_warps = min(max(block // 512, 1), 16)
+    grid = len(values), -(-num_values // group)
+    return KernelLaunch(gate_values_kernel, grid, arguments, num_warps)
 
 
 def _convolve(
