@@ -100,6 +100,7 @@ class EngineStats(TypedDict):
     duplicate_tokens: int
     evicted_tokens: int
     retained_evicted_pages: int
+    superseded_tokens: int
     num_acquired: int
     num_resets: int
     # requests now

@@ -337,6 +337,7 @@ class PrefixCache(ABC):
         pages_retained      by hints: evicted after all others
         pages_pinned        by hints: locked; pinned pages are retained, too
         retained_evicted_pages  since the start: evicted while they were retained
+        superseded_tokens   since the start: left behind by sessions that went on without them
 
         O(1) but for three: pages_shared and pages_pinned cost O(nodes or blocks that live sequences
         lock), leases O(leases).
@@ -360,6 +361,7 @@ class PrefixCache(ABC):
             "pages_retained": 0,
             "pages_pinned": 0,
             "retained_evicted_pages": 0,
+            "superseded_tokens": 0,
         }
 
     def gauges(self) -> dict[str, int]:
@@ -407,7 +409,7 @@ class PrefixCache(ABC):
         node        {"start", "tokens", "num_tokens", "pages", "lock_ref", "sequences", "state",
                     "last_use", "children"}. state: "shared" (two or more sequences use it),
                     "referenced" (one does), "pinned" (only pins lock it), "cached", and for
-                    sessions "leased", "retained" and "closed".
+                    sessions "leased", "retained", "closed" and "superseded".
                     last_use: when its last sequence was released, in seconds of the cache's
                     clock, None while one uses it; read when that sequence last committed or was
                     acquired

@@ -15,6 +15,9 @@ deadline. While all leased nodes together fill more than a share of the pool, th
 first end early; a path longer than that share gets none. A retaining session's leases end at its
 `retain_until`; the caller that opens it bounds their pages. Leased and retained pages remain
 evictable, so they never block an allocation.
+
+A prompt of a session that parts from all its end nodes supersedes those that it shares most tokens
+with, see `on_prompt`: the session no longer reaches them, and what nobody else reaches is closed.
 """
 
 from __future__ import annotations
@@ -31,10 +34,13 @@ from radixserve.cache.radix.eviction import EvictionOrder, EvictionPoint, PathUs
 from radixserve.cache.radix.node import Match, NamespaceTree, Node, path
 from radixserve.cache.radix.retention import RetentionPolicy
 from radixserve.cache.sequence import ReturnEstimate
+from radixserve.cache.tokens import TOKEN_BYTES
 from radixserve.errors import InvalidRequest
 from radixserve.retention.hinted_nodes import demotable, nodes_above, num_demoted
+from radixserve.retention.partings import NUM_COMPARED, Partings, SessionPartings, checksum
 
 LEASE_S = 300.0  # seconds that an open session's pages are preferred after their last use
+_MAX_ENDS = 32  # of a session that supersedes some: it uses more in turn
 
 Deadline = tuple[float, int]  # a lease's end on the cache's clock; a number that makes it unique
 
@@ -43,7 +49,14 @@ class SessionRefs:
     """The sessions that reach a node. `Node.retention` is None if only sequences without a session
     used the node."""
 
-    __slots__ = ("num_leased", "num_open", "num_retained", "sessions", "used_without_session")
+    __slots__ = (
+        "is_superseded",
+        "num_leased",
+        "num_open",
+        "num_retained",
+        "sessions",
+        "used_without_session",
+    )
 
     def __init__(self, *, used_without_session: bool) -> None:
         # a sequence without a session reached it, and it has not been demoted since
@@ -52,12 +65,22 @@ class SessionRefs:
         self.num_leased = 0  # of both, the leased ones
         self.num_retained = 0  # of both, those that a retaining session reaches
         self.sessions: set[RadixSession] = set()  # open ones that end in this node
+        self.is_superseded = False  # its session went on without it, and none has reached it since
 
 
 class RadixSession:
     """A session's end nodes in one `RadixCache`, which made it with `open_session`."""
 
-    __slots__ = ("_order", "end_nodes", "is_open", "lease_s", "name", "retain_until")
+    __slots__ = (
+        "_order",
+        "end_nodes",
+        "is_open",
+        "lease_s",
+        "name",
+        "partings",
+        "release_numbers",
+        "retain_until",
+    )
 
     def __init__(
         self, order: SessionRetention, name: str, lease_s: float, retain_until: float | None
@@ -68,6 +91,8 @@ class RadixSession:
         self.retain_until = retain_until  # on the cache's clock; None: it does not retain
         self.is_open = True
         self.end_nodes: dict[Node, Deadline | None] = {}  # None: no lease
+        self.release_numbers: dict[Node, int] = {}  # when its last sequence ended in an end node
+        self.partings = SessionPartings()
 
     def __repr__(self) -> str:
         state = "" if self.is_open else ", closed"
@@ -168,6 +193,9 @@ class SessionRetention(RetentionPolicy):
         self._retained: Leases = Leases()
         self._num_leases = 0  # ever given
         self.open_sessions: set[RadixSession] = set()
+        self.num_releases = 0  # of sequences of sessions
+        self.partings = Partings()
+        self.num_superseded = 0  # tokens, since the start
         self.num_retained_evicted = 0  # pages evicted while retained
 
     # -- EvictionOrder ------------------------------------------------------------------------
@@ -216,7 +244,10 @@ class SessionRetention(RetentionPolicy):
     def preview(self) -> Iterator[tuple[Node, str]]:
         self.end_leases()
         for node in self._closed:
-            yield node, "only closed sessions reached it"
+            if _is_superseded(node):
+                yield node, "superseded: its session went on without it"
+            else:
+                yield node, "only closed sessions reached it"
         for node in self._expired:
             yield node, "kept by a lease that has ended"
         leased, retained = [*self._leased.chosen], [*self._retained.chosen]
@@ -315,6 +346,8 @@ class SessionRetention(RetentionPolicy):
         """
         if not session.is_open or node.namespace.is_dead or node.parent is None:
             return
+        self.num_releases += 1
+        session.release_numbers[node] = self.num_releases
         if node in session.end_nodes:
             self._end_lease(session, node)
         else:
@@ -330,8 +363,44 @@ class SessionRetention(RetentionPolicy):
     def close(self, session: RadixSession) -> None:
         session.is_open = False
         self.open_sessions.discard(session)
+        self.partings.close(session.partings)
         for node in list(session.end_nodes):
             self._remove_end(session, node)
+
+    def on_prompt(
+        self, match: Match, prompt: memoryview, session: CacheSession, num_releases: int | None
+    ) -> None:
+        """Supersede what the prompt leaves behind: if it continues none of the session's end nodes,
+        those that share most tokens with it, unless sessions come back to what they leave there.
+
+        Left alone are end nodes where sequences ended after the prompt was sent: sub-agents at work
+        together. O(depth times end nodes of the session); O(tokens) if the prompt leaves any.
+        """
+        mine = self.check_session(session)
+        self.partings.note_prompt(mine.partings, prompt)
+        if not mine.is_open or len(mine.end_nodes) > _MAX_ENDS:
+            return
+        since = self.num_releases if num_releases is None else num_releases
+        position, ends = _left_behind(mine, match, prompt, since)
+        if not ends:
+            return
+        prefix = checksum(prompt, position)
+        is_past = self.partings.is_left_for_good(prefix)
+        for end in ends:
+            left = _tokens_after(end, position)
+            self.partings.begin(mine.partings, prefix, position, left)
+            if is_past:
+                self._supersede(mine, end, position)
+
+    def _supersede(self, session: RadixSession, end: Node, position: int) -> None:
+        """The session left `end` after `position` tokens."""
+        self._remove_end(session, end)
+        for node in path(end):
+            refs = node.retention
+            if node.end <= position or refs is None or refs.used_without_session or refs.num_open:
+                return
+            refs.is_superseded = True
+            self.num_superseded += node.end - max(node.start, position)
 
     def mark_used_without_session(self, node: Node) -> None:
         """Note that a sequence without a session used the path to `node`, which is locked. O(nodes
@@ -375,6 +444,7 @@ class SessionRetention(RetentionPolicy):
         above.num_open = int(below.num_open > 0)
         above.num_leased = int(below.num_leased > 0)
         above.num_retained = int(below.num_retained > 0)
+        above.is_superseded = below.is_superseded
 
     def on_removed(self, node: Node) -> None:
         """Move the sessions that end in `node` to its parent: `node` and its pages are removed.
@@ -418,9 +488,10 @@ class SessionRetention(RetentionPolicy):
         ]
 
     def state(self, node: Node) -> str:
-        """Returns the state of an unlocked node: "closed", "retained", "leased" or "cached"."""
+        """Returns the state of an unlocked node: "closed", "superseded", "retained", "leased" or
+        "cached"."""
         if node in self._closed:
-            return "closed"
+            return "superseded" if _is_superseded(node) else "closed"
         refs = node.retention
         if refs is None or not (refs.num_leased or refs.num_retained):
             return "cached"
@@ -451,6 +522,7 @@ class SessionRetention(RetentionPolicy):
         return {
             "pages_retained": self.num_retained_pages,
             "retained_evicted_pages": self.num_retained_evicted,
+            "superseded_tokens": self.num_superseded,
             "sessions": len(self.open_sessions),
             "leases": self.leases(),
             "pages_leased": self.num_leased_pages,
@@ -473,6 +545,8 @@ class SessionRetention(RetentionPolicy):
         leases: dict[bool, dict[Deadline, tuple[RadixSession, Node]]] = {False: {}, True: {}}
         for session in self.open_sessions:
             assert session.is_open, f"{session!r} is among the open ones"
+            ends = session.end_nodes.keys()
+            assert ends == session.release_numbers.keys(), f"{session!r}: end nodes without number"
             for node, deadline in session.end_nodes.items():
                 assert node.parent is not None, f"{session!r} ends in a node that is gone"
                 assert session in _refs(node).sessions, f"{session!r} is unknown to its end node"
@@ -496,7 +570,7 @@ class SessionRetention(RetentionPolicy):
     def _remove_end(self, session: RadixSession, node: Node) -> None:
         """Remove `node` from the end nodes of `session`; its lease ends."""
         self._end_lease(session, node)
-        del session.end_nodes[node]
+        del session.end_nodes[node], session.release_numbers[node]
         _refs(node).sessions.discard(session)
         self._drop_refs(node, True, False, False)
 
@@ -507,6 +581,7 @@ class SessionRetention(RetentionPolicy):
         deadline = session.end_nodes.pop(node)
         kind = (False, False) if deadline is None else _kind(session)
         session.end_nodes[parent] = deadline
+        session.release_numbers[parent] = session.release_numbers.pop(node)
         _refs(parent).sessions.add(session)
         self._add_refs(parent, True, *kind)
         if deadline is not None:
@@ -521,6 +596,7 @@ class SessionRetention(RetentionPolicy):
             if is_open:
                 refs.num_open += 1
                 is_open = refs.num_open == 1
+                refs.is_superseded = False
             if is_leased:
                 refs.num_leased += 1
                 is_leased = refs.num_leased == 1
@@ -611,6 +687,46 @@ class SessionRetention(RetentionPolicy):
             self._end_lease(*first)
         while leased.num_pages > self._max_leased and (oldest := leased.oldest()) is not None:
             self._end_lease(*oldest)
+
+
+def _left_behind(
+    session: RadixSession, match: Match, prompt: memoryview, num_releases: int
+) -> tuple[int, list[Node]]:
+    """Returns the end nodes of a session that share most tokens with a prompt, which continues
+    none, and the number of these tokens. Only of sequences that ended by that number of releases.
+    """
+    length, last, _, _ = match
+    matched = set(path(last))
+    most, ends = 0, list[Node]()
+    for end in session.end_nodes:
+        shared = next((node for node in path(end) if node in matched), None)
+        if shared is None:
+            continue
+        common = min(length, shared.end)
+        if common == len(prompt) - 1:  # a prompt's last token is not looked for
+            common += _tokens_after(end, common)[:TOKEN_BYTES] == prompt[common:].tobytes()
+        if common >= end.end:
+            return 0, []
+        if session.release_numbers[end] <= num_releases and common >= most:
+            ends = [*ends, end] if common == most else [end]
+            most = common
+    return most, ends
+
+
+def _tokens_after(end: Node, position: int) -> bytes:
+    """Returns the first tokens (int32 bytes) after a position on the path to `end`, which is
+    deeper."""
+    edges, size = [], NUM_COMPARED * TOKEN_BYTES
+    for node in path(end):
+        if node.end <= position:
+            break
+        start = max(0, position - node.start) * TOKEN_BYTES
+        edges.append(bytes(node.tokens[start : start + size]))
+    return b"".join(reversed(edges))[:size]
+
+
+def _is_superseded(node: Node) -> bool:
+    return node.retention is not None and node.retention.is_superseded
 
 
 def _kind(session: RadixSession) -> tuple[bool, bool]:

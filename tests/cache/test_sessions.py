@@ -230,9 +230,12 @@ class TestLeases:
     def test_each_branch_of_a_session_has_its_own(self, clock: Clock) -> None:
         cache = make(clock)
         tree = cache.open_session("tree search", lease_s=60)
+        later = cache.acquire(block(1) + block(3), session=tree)  # at work together
+        later.extend(block(1) + block(3))
         serve(cache, block(1) + block(2), tree)
         clock.now += 40
-        serve(cache, block(1) + block(3), tree)
+        later.commit(20)
+        later.release()
         assert len(cache.stats()["leases"]) == 2
         clock.now += 30
         assert [lease["seconds_left"] for lease in cache.stats()["leases"]] == [30.0]

@@ -128,7 +128,7 @@ def never_saw(tree: RadixTree, namespace: NamespaceTree, first_page: bytes) -> b
 class RadixPrefixWatch(PrefixWatch):
     """The cached prefix of one prompt. Watches the node where its match ends."""
 
-    __slots__ = ("_limit", "_tree", "data", "match", "namespace")
+    __slots__ = ("_limit", "_tree", "data", "match", "namespace", "num_releases")
 
     def __init__(self, tree: RadixTree, tokens: IntArray, namespace: str, *, reuse: bool) -> None:
         super().__init__(tree.watch_registry, len(tokens))
@@ -136,6 +136,8 @@ class RadixPrefixWatch(PrefixWatch):
         self._limit = max(0, len(tokens) - 1) if reuse else 0
         self.data = as_view(tokens.copy())  # the whole prompt
         self.namespace = namespace
+        # of sequences of sessions, before the prompt was sent
+        self.num_releases = 0 if tree.retention is None else tree.retention.num_releases
         self.match: Match
         self.refresh()
 

@@ -217,7 +217,7 @@ class RadixCache(PrefixCache):
         space = tree.namespaces.get(namespace) or self._open_namespace(namespace)
         limit = count - 1 if count and not allow_full else count
         match = match_prefix(space, data, limit, tree.page_size)
-        return self._acquire_match(match, data, limit, session, priority)
+        return self._acquire_match(match, data, limit, session, priority, None)
 
     def acquire_watched(
         self, watch: PrefixWatch, *, session: CacheSession | None = None, priority: int = 0
@@ -241,7 +241,7 @@ class RadixCache(PrefixCache):
             length, _ = self.layers.resumable_prefix(node, match_len)
             if length < match_len:
                 lookup = Lookup(length, self.layers.missing_reason, lookup.position)
-        sequence = self._acquire_match(match, data, limit, session, priority)
+        sequence = self._acquire_match(match, data, limit, session, priority, watch.num_releases)
         if sequence.cached_len != lookup.cached_len:
             lookup = lookup._replace(cached_len=sequence.cached_len)
         return sequence, lookup
@@ -269,9 +269,11 @@ class RadixCache(PrefixCache):
         limit: int,
         session: CacheSession | None,
         priority: int,
+        num_releases: int | None,
     ) -> RadixSequence:
         """Returns a sequence over the part of a prompt's match that it can resume. `data`: the
-        whole prompt; `limit`: the tokens that were looked for."""
+        whole prompt; `limit`: the tokens that were looked for; `num_releases`: see
+        `RetentionPolicy.on_prompt`."""
         tree, allocator = self._tree, self._allocator
         layers = self.layers
         size, count, copy = tree.page_size, len(data), None
@@ -282,6 +284,8 @@ class RadixCache(PrefixCache):
         if self._freezer is not None:
             self._note_growth()
         tree.lock(node)
+        if session is not None and limit < count:
+            self._retention().on_prompt(match, data, session, num_releases)
         shared = path_pages(node, length // size) if length else array("i")
         if layers is not None:
             layers.begin_sequence(match, node, length)

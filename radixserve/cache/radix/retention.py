@@ -31,7 +31,16 @@ class RetentionPolicy(EvictionOrder):
     def check_session(self, session: object) -> CacheSession:
         """`session` if this policy opened it; else InvalidRequest."""
 
-    # -- the tree changes ---------------------------------------------------------------------
+    # -- prompts, and the tree changes -----------------------------------------------------------
+
+    num_releases = 0  # calls of `on_released` with a session
+
+    @abstractmethod
+    def on_prompt(
+        self, match: Match, prompt: memoryview, session: CacheSession, num_releases: int | None
+    ) -> None:
+        """A sequence of that session was acquired for a prompt; its path is locked. `num_releases`:
+        when the prompt was sent; None: now."""
 
     @abstractmethod
     def on_attached(self, leaf: Node, session: CacheSession | None) -> None:
@@ -102,7 +111,8 @@ class RetentionPolicy(EvictionOrder):
 
     @abstractmethod
     def state(self, node: Node) -> str:
-        """Returns "closed", "retained", "leased" or "cached", for an unlocked node."""
+        """Returns "closed", "superseded", "retained", "leased" or "cached", for an unlocked
+        node."""
 
     @abstractmethod
     def names(self, node: Node, limit: int) -> tuple[list[str], int]:

@@ -102,7 +102,8 @@ _MAX_TEXTS = 8192
 _COUNTERS = (
     "prompted_tokens reused_tokens computed_tokens generated_tokens prefilled_tokens "
     "decoded_tokens evicted_tokens preemptions splits finished nodes namespaces sessions "
-    "pages_total pages_free pages_tree pages_locked pages_private pages_leased pages_shared"
+    "pages_total pages_free pages_tree pages_locked pages_private pages_leased pages_shared "
+    "superseded_tokens"
 ).split()
 
 

@@ -47,6 +47,7 @@ _COUNTERS = (
     ("recomputed_tokens", None, "recomputed_tokens", "computed again after a preemption"),
     ("generation_tokens", "generation_tokens", "generated_tokens", "tokens of answers"),
     ("evicted_tokens", None, "evicted_tokens", "tokens dropped from the cache"),
+    ("superseded_tokens", None, "superseded_tokens", "that sessions have left behind"),
     ("evicted_window_pages", None, "evicted_window_pages", "dropped, their tokens not"),
     ("evicted_checkpoints", None, "evicted_checkpoints", "states dropped, their tokens not"),
     ("preemptions", "num_preemptions", "preemptions", "running requests put back into the queue"),

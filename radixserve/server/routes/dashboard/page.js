@@ -153,8 +153,8 @@ function note(found, before) {
     evicted: gain("evicted_tokens"),
   });
   if (view.history.length > HISTORY) view.history.shift();
-  const gone = gain("evicted_tokens");
-  if (gone) $("evicted-note").textContent = `${count(gone, "token")} went just now`;
+  const gone = gain("evicted_tokens"), past = gain("superseded_tokens");
+  if (gone || past) $("evicted-note").textContent = `${count(gone || past, "token")} ${gone ? "went" : "superseded"} just now`;
   const rounded = (tokens) => number.format(Math.round(tokens / seconds));
   $("rate-note").textContent = `${rounded(computed)} computed, ${rounded(gain("generated_tokens"))} generated`;
 }
@@ -373,7 +373,7 @@ function fillRow(item, row, isOnPath, turn) {
       const names = node.sessions.length ? node.sessions.join(", ") : count(node.num_sessions, "session");
       parts.push(element("span", "chip lease", names));
     }
-    if (["closed", "retained", "pinned"].includes(node.state)) parts.push(element("span", "chip", node.state));
+    if (["closed", "superseded", "retained", "pinned"].includes(node.state)) parts.push(element("span", "chip", node.state));
     if (turn) parts.push(element("span", "chip next", turn === 1 ? "next to go" : `no. ${turn} to go`));
   }
   item.replaceChildren(...parts);
