@@ -604,9 +604,14 @@ class Runtime:
         With `compare_namespaces` False the answer does not depend on other namespaces.
         """
         self._core.check_alive()
-        ids = self._builder.reader.read(prompt, options=chat_options(chat))
+        reader = self._builder.reader
+        options = reader.at_its_start(prompt, chat_options(chat), is_noted=False)
+        ids = reader.read(prompt, options=options)
         name = check_text("namespace", namespace)
-        return self._client.lookup(ids, name, compare_namespaces=compare_namespaces)
+        answer = self._client.lookup(ids, name, compare_namespaces=compare_namespaces)
+        if answer.reason == "diverged" and reader.is_in_date(prompt, answer.position, options):
+            return answer._replace(reason="date")
+        return answer
 
     def status(self) -> EngineStatus:
         """Returns the engine's load and statistics. Never waits for the engine."""

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 MissReason = Literal[
     "full",
     "diverged",
+    "date",
     "evicted",
     "namespace",
     "no_checkpoint",
@@ -32,6 +33,7 @@ class Lookup(NamedTuple):
     reason is one of
       full        all tokens that may be reused are cached
       diverged    cached sequences continue with another token at `position`
+      date        the same, inside the date or time that the chat template prints; of chat messages
       evicted     the next tokens were cached and have been evicted
       namespace   another namespace has more of these tokens cached
       no_checkpoint  K/V is cached up to `position`, but the deepest recurrent state kept for it is
@@ -47,8 +49,8 @@ class Lookup(NamedTuple):
     cached_len: int  # tokens that acquire() would reuse now
     reason: MissReason
     position: int  # first position of the prompt that does not match cached tokens
-    expected: int | None = None  # for diverged: a token cached at that position
-    found: int | None = None  # for diverged: the prompt's token there
+    expected: int | None = None  # for diverged and date: a token cached at that position
+    found: int | None = None  # for diverged and date: the prompt's token there
     stored: StoredLookup | None = None  # of an engine with a kv_store
 
     @property

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -14,23 +15,30 @@ from radixserve.arrays import IntArray, pack_int32
 from radixserve.checks import shown
 from radixserve.errors import InvalidRequest, PromptTooLong
 from radixserve.request import TruncationSide
+from radixserve.text.chat_clocks import ChatClocks, clock_span
 from radixserve.text.chat_options import ChatOptions
 from radixserve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Mapping[str, Any]]
 ROLE = re.compile(r"[A-Za-z][\w-]{0,63}")  # of a chat message
 _CONTEXTS_OF_TEXT = 4  # contexts of the model that a tokenised text may have at most
+_MAX_CONVERSATIONS = 10_000  # whose date is remembered
 _KINDS = "a prompt is text, a list of token ids, or a list of chat messages"
 
 
 @dataclass(frozen=True, slots=True)
 class PromptReader:
-    """Turns prompts into token ids within the model's limits."""
+    """Turns prompts into token ids within the model's limits.
+
+    A conversation that goes on keeps the date and time of its first prompt, where the template
+    prints them.
+    """
 
     tokenizer: Tokenizer | None
     vocab_size: int
     max_seq_len: int  # of prompt and output together
     limit_name: str  # for errors: the setting or size that limits it
+    clocks: ChatClocks = field(default_factory=lambda: ChatClocks(_MAX_CONVERSATIONS))
 
     def read(
         self,
@@ -55,6 +63,34 @@ class PromptReader:
         if len(ids) >= self.max_seq_len:
             raise self.too_long(len(ids))
         return self._checked(ids)
+
+    def at_its_start(
+        self, prompt: Prompt, options: ChatOptions | None, *, is_noted: bool = True
+    ) -> ChatOptions | None:
+        """Returns the options with the time at which the conversation in `prompt` began, for
+        templates that print it. `is_noted` False: the prompt is not sent."""
+        how = options or ChatOptions()
+        if how.now is not None or not is_conversation(prompt):
+            return options
+        if not self._tokenizer().reads_clock(how.template):
+            return options
+        known = [(message["role"], repr(message)) for message in check_messages(prompt)]
+        start = self.clocks.start_of("", known, is_noted=is_noted)
+        return replace(how, now=start.began)
+
+    def is_in_date(self, prompt: Prompt, position: int, options: ChatOptions | None) -> bool:
+        """Whether a prompt, read with these options of `at_its_start`, has the date or time at that
+        token, as its template prints it. O(characters)."""
+        how = options or ChatOptions()
+        if how.now is None or not is_conversation(prompt):
+            return False
+        messages, tokenizer = check_messages(prompt), self._tokenizer()
+
+        def encode(at: datetime) -> list[int]:
+            return tokenizer.encode_chat(messages, replace(how, now=at))
+
+        first, end = clock_span(np.asarray(encode(how.now), np.int32), how.now, encode)
+        return first <= position < end
 
     def check_length(self, text: str, *, num_before: int = 0, is_prompt: bool = True) -> None:
         """Raise PromptTooLong if a text, rendered or not, is certainly too long for a prompt after
@@ -103,7 +139,8 @@ class PromptReader:
     def _ids(self, prompt: Prompt, options: ChatOptions | None) -> NDArray[np.integer[Any]]:
         if is_conversation(prompt):
             messages = check_messages(prompt)
-            return np.asarray(self._tokenizer().encode_chat(messages, options), np.int64)
+            begun = self.at_its_start(messages, options)
+            return np.asarray(self._tokenizer().encode_chat(messages, begun), np.int64)
         if options is not None and options.is_given:
             raise InvalidRequest(
                 "tools and chat_template_kwargs are for chat messages; the prompt is "

@@ -6,12 +6,15 @@ import copy
 import pickle
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from datetime import datetime
 
 import numpy as np
 import pytest
 
 from radixserve import Completion, InvalidRequest, Runtime, SamplingParams
 from radixserve.cache.diagnosis import common_length, diagnose, is_time
+from radixserve.text import chat_clocks
+from radixserve.text.chat_clocks import clock_span
 
 FOUR = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 TEXT = "The urllib module opens addresses, and what else does it do for a program?"
@@ -124,6 +127,48 @@ def test_common_length() -> None:
 )
 def test_is_time(text: str, expected: bool) -> None:
     assert is_time(text) is expected
+
+
+class Clock:
+    """Stands for `datetime`; its time is set by tests."""
+
+    time = datetime(2026, 3, 31, 23, 59)
+
+    @classmethod
+    def now(cls) -> datetime:
+        return cls.time
+
+
+def test_a_day_ends_in_a_conversation_of_messages(
+    rt: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps the date that it began with; a new one has today's, and `lookup` tells the cause."""
+    assert rt.tokenizer is not None
+    template = "Today: {{ strftime_now('%d %B %Y') }}\n" + rt.tokenizer.chat_template
+    monkeypatch.setattr(rt.tokenizer._tokenizer, "chat_template", template)
+    monkeypatch.setattr(chat_clocks, "datetime", Clock)
+    asked = [{"role": "user", "content": "What is a socket?"}]
+    first = ask(rt, asked)
+    known = first.usage.prompt_tokens + first.usage.completion_tokens
+    more = [*asked, {"role": "assistant", "content": first.text}, {"role": "user", "content": "4"}]
+    monkeypatch.setattr(Clock, "time", datetime(2026, 4, 1, 0, 1))
+    missed = rt.lookup(asked)
+    assert missed.reason == "date"
+    assert missed.position < 12
+    assert rt.lookup(more).cached_len >= known - 2
+    assert ask(rt, more).usage.cached_tokens >= known - 2
+    assert ask(rt, asked).usage.cached_tokens == missed.cached_len
+    assert rt.lookup([{"role": "user", "content": "What is 5?"}]).reason == "diverged"
+
+
+def test_where_a_prompt_has_the_date() -> None:
+    def encode(day: int, month: int) -> list[int]:
+        return [1, 2, 100 + day, 200 + month, 300, 4, 5]
+
+    now = datetime(2026, 3, 31)
+    found = clock_span(ids(*encode(31, 3)), now, lambda other: encode(other.day, other.month))
+    assert found == (2, 4)
+    assert clock_span(ids(1, 2), now, lambda _: [1, 2]) == (2, 2)
 
 
 def test_completions_are_copied_pickled_and_compared(rt: Runtime) -> None:

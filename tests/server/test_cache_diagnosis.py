@@ -115,6 +115,25 @@ def test_each_part_has_its_reason(served: LocalServer) -> None:
         assert given["detail"]["expected"] != given["detail"]["found"]
 
 
+def test_a_date_of_the_template_is_told_apart(
+    served: LocalServer, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has forgotten when the conversation began."""
+    assert runtime.tokenizer is not None
+    template = runtime.tokenizer.chat_template
+
+    def print_date(date: str) -> None:
+        tokenizer = runtime.tokenizer._tokenizer  # type: ignore[union-attr]
+        monkeypatch.setattr(tokenizer, "chat_template", f"{date} 2026\n{template}")
+
+    print_date("31 March")
+    first = first_turn(served)
+    print_date("1 April")
+    _, given = chat(served, history(first), first["id"])
+    assert given["detail"]["part"] == "date"
+    assert given["detail"]["found"].startswith("1 April")
+
+
 def test_parts_are_told_apart() -> None:
     system, ask = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
     said = {"role": "assistant", "content": "a"}

@@ -133,6 +133,25 @@ def test_a_session_is_closed_when_its_time_is_over(
         assert served.client.delete("/v1/sessions/short").status_code == 404
 
 
+def test_leased_pages_fall_back_after_a_compaction() -> None:
+    """What the session has left behind is superseded, in the counts and in the metrics."""
+    with (
+        Runtime("demo", num_pages=1_024, admission="greedy") as runtime,
+        LocalServer(runtime) as served,
+    ):
+        system, leased = list(range(300, 320)), []
+        for number, size in enumerate((300, 20, 30)):  # the second history begins anew
+            history = [*system, *range(400 + min(1, number), 400 + number + size)]
+            body = {"prompt": history, "max_tokens": 1, "session_id": "agent"}
+            served.post("/v1/completions", body)
+            leased.append(runtime.cache_stats()["pages_leased"])
+        assert leased == [320, 40, 51]
+        assert runtime.cache_stats()["superseded_tokens"] == 300
+        assert "radixserve:superseded_tokens_total 300.0" in served.client.get("/metrics").text
+        (victim, *_) = runtime.eviction_preview(1)
+        assert victim["reason"] == "superseded: its session went on without it"
+
+
 def test_a_newer_request_takes_the_place_of_one_that_waits(
     served: LocalServer, runtime: Runtime
 ) -> None:
@@ -231,7 +250,7 @@ def test_a_day_ends_and_open_conversations_stay_cached(
 ) -> None:
     """Over chat and messages: the template's date is that of the first turn."""
     assert runtime.tokenizer is not None
-    template = "{{ strftime_now('%d %B %Y') }}\n" + runtime.tokenizer.chat_template
+    template = "Today: {{ strftime_now('%d %B %Y') }}\n" + runtime.tokenizer.chat_template
     monkeypatch.setattr(runtime.tokenizer._tokenizer, "chat_template", template)
     monkeypatch.setattr(chat_clocks, "datetime", Clock)
     for month, path in ((3, CHAT), (5, "/v1/messages")):
@@ -240,8 +259,14 @@ def test_a_day_ends_and_open_conversations_stay_cached(
         said, known, _ = answer_of(served, path, asked)
         more = [*asked, {"role": "assistant", "content": said}, {"role": "user", "content": "?"}]
         monkeypatch.setattr(Clock, "time", datetime(2026, month + 1, 1, 0, 1))
+        miss = served.post("/v1/cache/lookup", {"messages": asked})
+        assert miss["reason"] == "date"
+        other = served.post("/v1/cache/lookup", {"messages": [{"role": "user", "content": "3"}]})
+        assert other["reason"] == "date"
         _, _, num_cached = answer_of(served, path, asked)  # a new one, with the new date
         assert num_cached < known // 2
+        other = served.post("/v1/cache/lookup", {"messages": [{"role": "user", "content": "3"}]})
+        assert other["reason"] == "diverged"
         _, _, num_cached = answer_of(served, path, more)
         assert num_cached >= known - 2
 

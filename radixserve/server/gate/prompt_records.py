@@ -57,6 +57,12 @@ class PromptParts:
             messages=array("q", hashes[num_system:]),
         )
 
+    def goes_on_from(self, previous: PromptParts) -> bool:
+        """Whether nothing but new messages at the end differs."""
+        if self.messages[: len(previous.messages)] != previous.messages:
+            return False
+        return self == replace(previous, messages=self.messages)
+
     def changed_since(self, previous: PromptParts) -> str:
         """The first part that differs from that of `previous`, in the order in which templates
         render them: "tools", "system", "reasoning" or "verbosity" (variables), or "messages".

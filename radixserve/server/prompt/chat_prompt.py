@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 
 import numpy as np
@@ -31,6 +32,7 @@ from radixserve.server.prompt.prompt_input import (
 from radixserve.server.prompt.rendering import RenderedPrompt, render, tokenizer_of
 from radixserve.server.wire.errors import invalid
 from radixserve.server.wire.schema import ChatMessage, TemplateFields
+from radixserve.text.chat_clocks import clock_span
 from radixserve.text.content_marks import unmarked
 from radixserve.text.conversations import Answer, AnsweredChat
 from radixserve.text.template_traits import Message
@@ -55,6 +57,19 @@ class ChatPrompt:
     @property
     def text(self) -> str:
         return self.rendered.text
+
+    def is_in_date(self, server: AppState, position: int) -> bool:
+        """Whether the prompt has the date or time there, as its template prints it. O(tokens)."""
+        start, tokenizer = self.rendered.start, tokenizer_of(server.runtime)
+        if start is None or not self.is_whole:
+            return False
+
+        def encode(now: datetime) -> list[int]:
+            at = replace(self.rendered, options={**self.rendered.options, "now": now})
+            return tokenizer.encode_rendered(at.with_answer(tokenizer, []))
+
+        first, end = clock_span(self.token_ids, start.began, encode)
+        return first <= position < end
 
     async def note_answer(
         self, server: AppState, answer: ParsedAnswer, completion: Completion

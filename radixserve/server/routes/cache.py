@@ -14,7 +14,7 @@ from radixserve.server.gate.json_body import JsonRoute
 from radixserve.server.gate.limits import Ration
 from radixserve.server.gate.state import caller_of, check_admin, server_of
 from radixserve.server.gate.tenants import Caller
-from radixserve.server.prompt.chat_prompt import read_chat
+from radixserve.server.prompt.chat_prompt import ChatPrompt, read_chat
 from radixserve.server.prompt.prompt_input import read_prompts
 from radixserve.server.turn.request_hints import budget_of
 from radixserve.server.wire.errors import ApiError
@@ -39,11 +39,10 @@ async def lookup(request: Request, body: LookupRequest) -> Response:
     namespace = caller_of(request).namespace(body.cache_salt)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give prompt or messages", param="prompt")
+    chat: ChatPrompt | None = None
     if body.prompt is None:
-        prompts, is_list = (
-            [(await read_chat(server, body, body.messages or (), namespace)).token_ids],
-            False,
-        )
+        chat = await read_chat(server, body, body.messages or (), namespace)
+        prompts, is_list = [chat.token_ids], False
     else:
         limit = server.config.max_prompts
         prompts, is_list = await read_prompts(server.runtime, body.prompt, "prompt", limit)
@@ -60,6 +59,9 @@ async def lookup(request: Request, body: LookupRequest) -> Response:
 
     lookups = await asyncio.to_thread(look_up_all)
     for lookup_fields in lookups:
+        if chat is not None and lookup_fields["reason"] == "diverged":
+            is_date = await asyncio.to_thread(chat.is_in_date, server, lookup_fields["position"])
+            lookup_fields["reason"] = "date" if is_date else "diverged"
         lookup_fields["cached_tokens"] = lookup_fields.pop("cached_len")
         stored = lookup_fields.pop("stored")
         if stored is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from radixserve.arrays import IntArray
-from radixserve.cache.diagnosis import Decode, Diagnosis, diagnose
+from radixserve.cache.diagnosis import Decode, Diagnosis, diagnose, is_time
 from radixserve.output import Completion
 from radixserve.server.gate.prompt_records import PromptParts, PromptRecord
 
@@ -21,6 +21,7 @@ _OPENAI_REASONS = {
 _ANTHROPIC_REASONS = {
     "tools": "tools_changed",
     "system": "system_changed",
+    "date": "system_changed",
     "messages": "messages_changed",
     "answer": "messages_changed",
 }
@@ -30,7 +31,8 @@ class TurnDiagnosis(NamedTuple):
     """A turn compared with an earlier one.
 
     part  the first part of the prompt that differs: "tools", "system", "messages", "answer" (of
-          the earlier turn), "reasoning" or "verbosity" (variables of the template); "" if none does
+          the earlier turn), "reasoning" or "verbosity" (variables of the template), "date" (that
+          the template prints, where nothing else has changed); "" if none does
     """
 
     diagnosis: Diagnosis
@@ -67,7 +69,11 @@ class TurnDiagnosis(NamedTuple):
         if diagnosis.reason == "diverged":
             part = parts.changed_since(previous.parts)
             in_answer = diagnosis.position >= num_prompt
-            part = "answer" if part == "messages" and in_answer else part
+            times = diagnosis.expected or "", diagnosis.found or ""
+            if part == "messages" and in_answer:
+                part = "answer"
+            elif parts.goes_on_from(previous.parts) and all(map(is_time, times)):
+                part = "date"
         return cls(diagnosis, part)
 
     def openai(self) -> dict[str, Any]:
