@@ -83,6 +83,7 @@ class EngineSettings(TypedDict, total=False):
     max_wait_s: float | None
     tenant_weights: Mapping[str, float] | None
     admission: AdmissionRule
+    max_draft_tokens: int | None
     attention_backend: AttentionBackendName
     cuda_graphs: bool
     overlap: bool
@@ -171,6 +172,8 @@ class EngineConfig(StrictFields):
                         request's namespace. `radixserve serve` takes them from the key file
     admission           "greedy" (a request starts if it fits), or "priced": a request waits that
                         would evict K/V of more worth; see docs/scheduling.md
+    max_draft_tokens    most guessed tokens of a request that a step verifies beside its last token;
+                        answers stay the same, see docs/drafts.md. 0: none
     attention_backend   "cpu" (kernels compiled for this processor on first use), "torch" (PyTorch's
                         operations), on CUDA "flashinfer" and "triton", or "auto": the first that
                         can be used of "cpu" on a CPU, "flashinfer" and "triton" on CUDA
@@ -243,6 +246,7 @@ class EngineConfig(StrictFields):
     max_wait_s: float | None = None
     tenant_weights: Mapping[str, float] | None = field(default=None, hash=False)
     admission: AdmissionRule = "greedy"
+    max_draft_tokens: int | None = 0
     attention_backend: AttentionBackendName = "auto"
     cuda_graphs: bool = True
     overlap: bool = True
@@ -287,6 +291,7 @@ class EngineConfig(StrictFields):
             num_states=(1, 2**31 - 1),
             checkpoint_interval=(1, None),
             max_overtake=(0, None),
+            max_draft_tokens=(0, 256),
             kv_store_min_uses=(1, None),
             trace_hash_block=(1, 4096),
             kv_events_block_size=(1, 4096),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -33,6 +33,9 @@ class Usage:
     completion_tokens: int
     missing_state_tokens: int = 0
     loaded_tokens: int = 0  # cached tokens that were read from the kv_store for this request
+    # Tokens of the prediction that the answer has in their places, and the others.
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
     def with_answer(self, num_tokens: int) -> Usage:
         """Returns the usage of the same prompt with an answer of `num_tokens` tokens."""
@@ -52,6 +55,8 @@ def add_usages(usages: Sequence[Usage]) -> Usage:
         sum(usage.completion_tokens for usage in usages),
         sum(usage.missing_state_tokens for usage in usages),
         sum(usage.loaded_tokens for usage in usages),
+        sum(usage.accepted_prediction_tokens for usage in usages),
+        sum(usage.rejected_prediction_tokens for usage in usages),
     )
 
 
@@ -118,6 +123,19 @@ class RequestOutput(NamedTuple):
     beams: tuple[Beam, ...] = ()  # the answers of a beam search, best first, when it has ended
     beam_samples: tuple[SampleOutput, ...] = ()  # for a beam search: one sample per beam
     cached_tokens: int = 0  # `Usage.cached_tokens` so far
+
+
+def single_tokens(output: RequestOutput) -> Iterator[RequestOutput]:
+    """Yields an output of several tokens as outputs of one token each; the last one has
+    `finish`."""
+    last = len(output.token_ids) - 1
+    for index, token_id in enumerate(output.token_ids):
+        yield output._replace(
+            token_ids=(token_id,),
+            logprobs=output.logprobs[index : index + 1],
+            top_logprobs=output.top_logprobs[index : index + 1],
+            finish=output.finish if index == last else None,
+        )
 
 
 class PromptTokens:

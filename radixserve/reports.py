@@ -124,6 +124,9 @@ class EngineStats(TypedDict):
     discarded_tokens: int
     prefetched_tokens: int
     generated_tokens: int
+    drafted_tokens: int
+    accepted_draft_tokens: int
+    drafts: NotRequired[dict[str, dict[str, int]]]  # by source: see docs/drafts.md
     # hints
     hints: int
     broken_pins: int

@@ -91,6 +91,9 @@ class SamplingParams(StrictFields):
                           tenant
     namespace             requests of different namespaces share no cache. What stands before its
                           first "/" names the tenant: tenants share the engine's time
+    prediction            the expected answer, or a text with many of its parts, such as a file
+                          before an edit: text or token ids. Parts that the answer repeats are
+                          computed several tokens a step. The answer does not depend on it
     digest                report a hash of each token's logits, as logits_processors get them, to
                           compare answers bit by bit
     """
@@ -125,6 +128,7 @@ class SamplingParams(StrictFields):
     truncation_side: TruncationSide = "left"
     priority: int = 0
     namespace: str = ""
+    prediction: str | Iterable[int] | None = field(default=None, hash=False)
     digest: bool = False
 
     def __post_init__(self) -> None:
@@ -161,6 +165,7 @@ class SamplingParams(StrictFields):
         put("logits_processors", _processors(self.logits_processors))
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         put("stop", _strings("stop", stop, MAX_STOP_STRINGS))
+        put("prediction", _prediction(self.prediction))
         put("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         put("keep_special_ids", _token_ids("keep_special_ids", self.keep_special_ids))
         self._check_bools(
@@ -285,8 +290,15 @@ def _strings(name: str, value: object, most: int) -> tuple[str, ...]:
     return tuple(map(str, strings))
 
 
-def _token_ids(name: str, value: object) -> tuple[int, ...]:
-    ids = _several(name, value, "a list of token ids")
+def _prediction(value: object) -> str | tuple[int, ...] | None:
+    if isinstance(value, str):
+        check_text("prediction", value)
+        return value
+    return None if value is None else _token_ids("prediction", value, "text or a list of token ids")
+
+
+def _token_ids(name: str, value: object, what: str = "a list of token ids") -> tuple[int, ...]:
+    ids = _several(name, value, what)
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < 2**31:  # fast where many
         return ids
     return tuple(check_int(name, token_id, 0, 2**31 - 1) for token_id in ids)
@@ -375,6 +387,7 @@ class Request:
     digest: LogitsDigest | None = None  # with params.digest, also the first of logits_processors
     turn_starts: tuple[int, ...] = ()  # ascending positions at which messages of a chat begin, the
     # generation prompt's last; known only where the model has recurrent layers
+    prediction: IntArray | None = None  # [n] params.prediction as token ids
     num_resumed_tokens: int = 0  # last tokens of `token_ids` that the answer begins with
 
     def with_digest(self) -> Request:

@@ -47,6 +47,16 @@ class SampleSpec(NamedTuple):
         `token_ids`."""
         return len(self.token_ids) + self.num_placeholders - self.num_prompt
 
+    def after(self, token_id: int) -> SampleSpec:
+        """Returns the input for the token after that one, once `token_id` is sampled here."""
+        if self.is_greedy_only:
+            return self
+        is_pending = self.num_sampled + 1 < self.params.min_tokens
+        return self._replace(
+            token_ids=np.append(self.token_ids, np.int32(token_id)),
+            banned_ids=self.banned_ids if is_pending else (),
+        )
+
     @property
     def on_host(self) -> bool:
         """Whether the output is made on the host, which needs all earlier tokens."""
@@ -77,6 +87,11 @@ class ScheduledRequest(NamedTuple):
     # the first row after the request got the slot
     req_pool_idx: int = 0  # slot in the page table, 0 <= req_pool_idx < max_running_requests;
     # distinct within a step
+
+    num_drafts: int = (
+        0  # the row's last tokens that are drafts: guesses of what is sampled. A token
+    )
+    # is sampled before the first of them, and after each one that equals the sample before it
 
     state_id: int = -1  # of a model with recurrent layers: the state before the first token, zeros
     # at start 0
@@ -124,6 +139,9 @@ class ScheduledRows:
         self.req_pool_indices: list[int] = []
         self.future_indices: list[int] = []  # [] if all tokens are known
         self.targets: dict[int, LogprobTargets] = {}  # by row
+        self.drafts: dict[
+            int, int
+        ] = {}  # by row: `ScheduledRequest.num_drafts`; never beside targets
         self.states: list[RowStates] = []  # [] if the model has no states
 
     @classmethod
@@ -144,6 +162,8 @@ class ScheduledRows:
                 columns.targets[number] = LogprobTargets(
                     row.logprob_targets, row.num_top_logprobs, row.wants_ranks
                 )
+            if row.num_drafts:
+                columns.drafts[number] = row.num_drafts
         if any(row.future_index >= 0 for row in rows):
             columns.future_indices = [row.future_index for row in rows]
         return columns
@@ -178,6 +198,7 @@ class ScheduledRows:
             future_index=self.future_indices[row] if self.future_indices else -1,
             first_new_page=self.first_new_pages[row],
             req_pool_idx=self.req_pool_indices[row],
+            num_drafts=self.drafts.get(row, 0),
             state_id=states.state_id,
             checkpoints=states.checkpoints,
             written_state_id=states.written_state_id,
@@ -236,6 +257,8 @@ class SampleOutput(NamedTuple):
     is_complete: bool = False  # the answer's grammar is at its end: no token can follow
     # Tokens that must follow it, with params.structured_outputs.jump_forward.
     forced_ids: tuple[int, ...] = ()
+    more: tuple[SampleOutput, ...] = ()  # the samples after it, of a row with drafts: one for each
+    # draft that equals the sample before it, as far as these are equal
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ FLOORS = [
     ["radixserve.scheduler", "radixserve.models", "radixserve.grammar"],
     ["radixserve.admission_policies", "radixserve.hints", "radixserve.runner", "radixserve.text"],
     ["radixserve.engine"],
-    ["radixserve.kv_events", "radixserve.store"],
+    ["radixserve.drafts", "radixserve.kv_events", "radixserve.store"],
     ["radixserve.api"],
     ["radixserve.recipes"],
     ["radixserve"],  # the face, which names everything below it

@@ -33,6 +33,7 @@ _REFUSED = (
     "prompt_logprobs",
     "logprob_token_ids",
     "logits_processors",
+    "prediction",
     "digest",
 )
 _CONTEXT = 5  # tokens decoded before the longest stop string, so that words keep their spaces

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from radixserve.drafts.extension import DraftExtension, num_draft_tokens
 from radixserve.engine.engine import Engine
 from radixserve.engine.trace_recorder import TraceRecorder
 from radixserve.errors import InvalidRequest
@@ -10,8 +11,8 @@ from radixserve.store.saved_caches import SavedCaches
 
 
 def extend(engine: Engine) -> None:
-    """Plug in the K/V store, the KV events and the trace that `engine.config` names. Raises
-    InvalidRequest for one that cannot be opened."""
+    """Plug in the K/V store, the KV events, the trace and the drafts that `engine.config` names.
+    Raises InvalidRequest for one that cannot be opened."""
     config, main = engine.config, None
     try:
         if config.trace is not None:
@@ -20,6 +21,7 @@ def extend(engine: Engine) -> None:
             main = open_connector(engine, config)
             engine.extend(main)
         engine.extend(SavedCaches(engine, main))
+        engine.extend(DraftExtension(engine, num_draft_tokens(engine)))
         if config.kv_events is not None:
             _publish_events(engine, config.kv_events)
     except BaseException:

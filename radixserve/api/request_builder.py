@@ -11,6 +11,8 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from radixserve.api.beam_search import as_search
 from radixserve.arrays import IntArray
 from radixserve.checks import shown
@@ -307,6 +309,7 @@ class RequestBuilder:
             end_ids=self._end_ids(params),
             bad_words_ids=self._bad_words_ids(params.bad_words),
             grammar=None if structured is None else self.grammars.compile(structured),
+            prediction=self._prediction(params.prediction),
         )
 
     def _check(self, params: SamplingParams) -> None:
@@ -319,7 +322,8 @@ class RequestBuilder:
             raise InvalidRequest("the model has no tokenizer: stop strings cannot be found")
         if params.min_tokens and len(self._end_ids(params)) >= vocab_size:
             raise InvalidRequest("min_tokens cannot hold when every token ends the request")
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
+        names = "stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"
+        for name in names if isinstance(params.prediction, str) else (*names, "prediction"):
             tokens = getattr(params, name) or ()
             if tokens and max(tokens) >= vocab_size:
                 outside = [token for token in tokens if token >= vocab_size]
@@ -339,6 +343,13 @@ class RequestBuilder:
                 f"{self.reader.max_seq_len} ({self.reader.limit_name})"
             )
         return room
+
+    def _prediction(self, text: str | Iterable[int] | None) -> IntArray | None:
+        if isinstance(text, str):
+            if self.reader.tokenizer is None:
+                raise InvalidRequest("the model has no tokenizer: give a prediction as token ids")
+            text = self.reader.tokenizer.encode_more(text)
+        return None if text is None else np.array(tuple(text), np.int32)
 
     def _bad_words_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Returns the token ids of each word at the start of a text, and of the word after a space

@@ -46,6 +46,8 @@ from radixserve.cache import Lookup, SnapshotView
 from radixserve.checks import check_int, check_str, check_text, shown
 from radixserve.config import EngineConfig, EngineSettings
 from radixserve.decisions import Decision, Question
+from radixserve.drafts.extension import AddDraftSource
+from radixserve.drafts.source import DraftSource
 from radixserve.engine import messages
 from radixserve.engine.core_client import EngineCoreClient, EngineFacts
 from radixserve.engine.engine import Engine
@@ -735,6 +737,11 @@ class Runtime:
         """Plug an extension into the engine, see `radixserve.engine.extension`. It lives until the
         engine ends."""
         self._core.call(AddExtension(extension))
+
+    def add_draft_source(self, source: DraftSource) -> None:
+        """Let `source` guess next tokens, before the sources that are there. A wrong guess changes
+        no answer. See docs/drafts.md."""
+        self._core.call(AddDraftSource(source))
 
     def check(self) -> None:
         """Audit the cache, the scheduler and the kv_store. Raises AssertionError, which names the

@@ -73,6 +73,19 @@ class PagePool:
         self._ring[: count - left] = pages[left:]
         self._tail = count - left
 
+    def free_end(self, pages: array[int]) -> None:
+        """Give back the last pages of a growing sequence. If they are consecutive they are reserved
+        for it again. O(pages)."""
+        count, first, end = len(pages), pages[0], pages[-1] + 1
+        if end - first != count or pages != array("i", range(first, end)):
+            self.free(pages)
+            return
+        self._runs[first] = self._runs.pop(end, end)
+        self.num_free += count
+        self._num_reserved += count
+        if len(self._runs) > MAX_RUNS:
+            self._end_run(next(iter(self._runs)))
+
     def allocate_after(self, page: int, count: int = 1) -> Sequence[int]:
         """Take `count` pages, `page` + 1 and so on where a run is reserved there, else a new run.
 

@@ -166,6 +166,10 @@ class PageAllocator:
         """Give private pages back."""
         self.pool.free(pages)
 
+    def free_end(self, pages: array[int]) -> None:
+        """Give back the last private pages of a sequence, see `PagePool.free_end`."""
+        self.pool.free_end(pages)
+
     def take_after(self, page: int) -> int:
         """See `PagePool.take_after`. Never evicts."""
         return self.pool.take_after(page)
@@ -444,6 +448,25 @@ class CacheSequence(ABC):
         self.length = length
         self.committed_len = min(self.committed_len, length)
         self.cached_len = min(self.cached_len, length)
+
+    def reserve_rewind(self, num_tokens: int) -> int:
+        """Returns how many of the next `num_tokens` tokens `rewind` could take back after the step
+        that computes them together with the token before them."""
+        return num_tokens
+
+    def rewind(self, length: int) -> None:
+        """Take back computed tokens after the first `length`, which are all that are committed:
+        drafts that were wrong. Their pages are kept free for it."""
+        assert length == self.committed_len, "only drafts are taken back"
+        keep = -(-length // self._allocator.page_size)
+        if keep < len(self._pages):
+            self._pages_change(keep)
+            dropped = self._pages[keep:]
+            self._pages = self._pages[:keep]
+            self._allocator.free_end(dropped)
+            self._owns_reserved_run = True
+        self._tokens = self._tokens[: length * TOKEN_BYTES]
+        self.length = length
 
     def release(self) -> None:
         """Unlock published pages, which stay cached, and free the others. Idempotent."""

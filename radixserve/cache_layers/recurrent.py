@@ -414,8 +414,10 @@ class RecurrentLayers(RadixLayers):
     def plan_step(self, sequences: Sequence[CacheSequence], rows: ScheduledRows) -> dict[str, Any]:
         mine = cast(Sequence[StatefulSequence], sequences)
         kept = [
-            sequence.take_checkpoints(start)
-            for sequence, start in zip(mine, rows.starts, strict=True)
+            sequence.take_draft_states(start, rows.drafts[row])
+            if row in rows.drafts
+            else sequence.take_checkpoints(start)
+            for row, (sequence, start) in enumerate(zip(mine, rows.starts, strict=True))
         ]
         # Last of all: no row of this step may read what `take_checkpoints` evicts.
         futures = rows.future_indices or [-1] * len(kept)
@@ -478,11 +480,13 @@ class StatefulSequence(RadixSequence):
 
     __slots__ = (
         "_begin_state",
+        "_draft_states",
         "_former",
         "_former_len",
         "_former_uses",
         "_kinds",
         "_last_kept",
+        "_spare_states",
         "_state",
         "_taken",
         "_wanted",
@@ -492,6 +496,8 @@ class StatefulSequence(RadixSequence):
     _state: int  # state after `length` tokens, which this sequence alone uses
     _former: int  # state after _former_len tokens, before a step ahead; lent, so it may be taken
     _former_len: int
+    _spare_states: list[int]  # reserved for the next drafts
+    _draft_states: dict[int, int]  # length -> state between the drafts in flight
     _taken: dict[int, int]  # length -> state of the checkpoints that are still to be published
     _kinds: dict[int, str]  # length -> kind of these checkpoints
     _wanted: dict[int, str]  # length -> kind of checkpoints to take besides the spacing's
@@ -508,6 +514,7 @@ class StatefulSequence(RadixSequence):
         `missed`: kinds and uses of evicted ones to take again."""
         self._state, self._begin_state = NO_STATE, checkpoint.state_id
         self._former, self._former_len = NO_STATE, -1
+        self._spare_states, self._draft_states = [], {}
         self._taken, self._kinds, self._wanted = {}, {}, wanted
         self._former_uses = {}
         for length, (kind, uses) in missed.items():
@@ -530,6 +537,7 @@ class StatefulSequence(RadixSequence):
     def owned_states(self) -> tuple[list[int], list[int]]:
         """Returns the states that it owns, and those that it has pinned, for audits."""
         own = [self._state, self._former, *self._taken.values()]
+        own += [*self._spare_states, *self._draft_states.values()]
         pinned = [self._begin_state] if self._begin_state != NO_STATE else []
         return [state_id for state_id in own if state_id != NO_STATE], pinned
 
@@ -590,6 +598,33 @@ class StatefulSequence(RadixSequence):
             self._last_kept = length
             taken.append((length, state_id))
         return tuple(taken)
+
+    def reserve_rewind(self, num_tokens: int) -> int:
+        """See `CacheSequence.reserve_rewind`: a state for each token, as far as there are any that
+        no sequence uses."""
+        spare = self._spare_states
+        while len(spare) < num_tokens and self._checkpoints.can_lend:
+            spare.append(self._checkpoints.allocate())
+        return min(len(spare), num_tokens)
+
+    def take_draft_states(self, start: int, num_drafts: int) -> tuple[tuple[int, int], ...]:
+        """Returns (length, state id), ascending, of the states to keep while the token at `start`
+        and `num_drafts` drafts are computed: those before each draft. `rewind` follows."""
+        lengths = range(start + 1, start + 1 + num_drafts)
+        self._draft_states = {length: self._spare_states.pop() for length in lengths}
+        return tuple(self._draft_states.items())
+
+    def rewind(self, length: int) -> None:
+        checkpoints, states = self._checkpoints, self._draft_states
+        start, self._draft_states = min(states) - 1, {}
+        if length < self.length:
+            checkpoints.pool.free(self._state)
+            self._state = states.pop(length)
+        super().rewind(length)
+        for kept_len, checkpoint in self.take_checkpoints(start):
+            checkpoints.pool.copy(states.get(kept_len, self._state), checkpoint)
+        for state_id in states.values():  # copied before another sequence writes them
+            checkpoints.pool.free(state_id)
 
     def _append(self, data: bytes) -> None:
         if self._state != NO_STATE:
@@ -698,8 +733,10 @@ class StatefulSequence(RadixSequence):
 
     def _drop_states(self) -> None:
         checkpoints = self._checkpoints
-        for state_id in self._taken.values():
+        for state_id in (*self._taken.values(), *self._spare_states, *self._draft_states.values()):
             checkpoints.pool.free(state_id)
+        self._spare_states.clear()
+        self._draft_states.clear()
         self._taken.clear()
         self._kinds.clear()
         if self._state != NO_STATE:

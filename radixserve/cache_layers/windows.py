@@ -242,6 +242,10 @@ class WindowedPagePool(PagePool):
         self._windows.detach(pages)
         super().free(pages)
 
+    def free_end(self, pages: array[int]) -> None:
+        self._windows.detach(pages)
+        super().free_end(pages)
+
 
 class WindowedAllocator(PageAllocator):
     """A `PageAllocator` that gives each new page a window page."""

@@ -47,6 +47,7 @@ from radixserve.output import RequestOutput
 from radixserve.request import Request
 from radixserve.schedule import SchedulerOutput, WindowLayers
 from radixserve.scheduler import Scheduler
+from radixserve.scheduler.drafter import Drafter
 
 if TYPE_CHECKING:
     from radixserve.runner.base import ModelRunner
@@ -277,6 +278,10 @@ class Engine:
         """Plug an extension in. In the engine's thread, or before it begins."""
         self.extensions.add(extension)
         self._scheduler.set_finish_hook(self.extensions.on_release)
+
+    def set_drafter(self, drafter: Drafter) -> None:
+        """See `Scheduler.set_drafter`."""
+        self._scheduler.set_drafter(drafter)
 
     @property
     def cache(self) -> PrefixCache:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -18,8 +19,10 @@ from radixserve.output import (
     PromptTokens,
     RequestOutput,
     Usage,
+    single_tokens,
 )
 from radixserve.request import Request
+from radixserve.text.prediction import count_matched
 from radixserve.text.tokenizer import StopStringMatcher, Tokenizer
 
 Event = Chunk | Completion | tuple[Completion, ...] | BaseException
@@ -90,22 +93,31 @@ class OutputCollector:
         request."""
         if self._has_ended:
             return False
-        self._token_ids += output.token_ids
-        self._logprobs += output.logprobs
-        self._top_logprobs += output.top_logprobs
-        self._cached_tokens = output.cached_tokens
         finish = output.finish
         if finish is not None and finish.error is not None:
             self.fail(finish.error)
             return False
-        if self._is_eager and self._text is not None and output.token_ids:
-            visible = output.token_ids[: -1 if self._hides_last(finish) else None]
-            self._add_text(self._text.push(visible))
+        self._cached_tokens = output.cached_tokens
+        if self._stop is None or len(output.token_ids) < 2:
+            self._add_tokens(output)
+        else:  # the answer ends with the token that completes a stop string
+            for part in single_tokens(output):
+                self._add_tokens(part)
+                if self._has_stop_string:
+                    break
         if finish is not None:
             self._complete(finish)
         elif self.streams:
             self._send_chunk()
         return self._stop is not None and self._stop.is_stopped and not self._has_ended
+
+    def _add_tokens(self, output: RequestOutput) -> None:
+        self._token_ids += output.token_ids
+        self._logprobs += output.logprobs
+        self._top_logprobs += output.top_logprobs
+        if self._is_eager and self._text is not None and output.token_ids:
+            visible = output.token_ids[: -1 if self._hides_last(output.finish) else None]
+            self._add_text(self._text.push(visible))
 
     def aborted(self) -> RequestOutput:
         """Returns the last output of a request that ends while no engine has it."""
@@ -166,14 +178,23 @@ class OutputCollector:
     def _completion(self, finish: Finish) -> Completion:
         wanted = self.request.params.logprobs
         prompt_logprobs, prompt_ranks, prompt_top_logprobs = self._of_prompt(finish)
-        digest = self.request.digest
+        digest, usage = self.request.digest, finish.usage
+        if self._has_stop_string:  # more tokens may have been sampled in the last step
+            usage = usage.with_answer(len(self._token_ids))
+        if (prediction := self.request.prediction) is not None:
+            num_accepted = count_matched(prediction, self._token_ids)
+            usage = replace(
+                usage,
+                accepted_prediction_tokens=num_accepted,
+                rejected_prediction_tokens=len(prediction) - num_accepted,
+            )
         return Completion(
             request_id=self.request.request_id,
             text="".join(self._pieces),
             token_ids=list(self._token_ids),
             finish_reason=self._reason(finish),
             stop_reason=self._stop_reason(finish),
-            usage=finish.usage,
+            usage=usage,
             metrics=finish.metrics,
             miss=finish.miss,
             logprobs=None if wanted is None else list(self._logprobs),

@@ -111,14 +111,20 @@ class GrammarMatcher:
             self.finish_row(row)
             self.is_complete = self.only_ends
 
+    def forced_ids(self, answer: IntArray) -> list[int]:
+        """Returns the tokens of the only text that can follow `answer`, up to one that ends the
+        request. Other tokens of the same text may be allowed, too."""
+        self.sync(answer)
+        if self.is_complete or self.error is not None:
+            return []
+        forced: list[int] = self._native.compute_ff_tokens()
+        ends = [index for index, token_id in enumerate(forced) if token_id in self.end_ids]
+        return forced[: ends[0]] if ends else forced
+
     def force(self) -> list[int]:
         """Append the tokens that must follow, up to one that ends the request. Returns them."""
         taken: list[int] = []
-        if self.is_complete or self.error is not None:
-            return taken
-        for token_id in self._native.compute_ff_tokens():
-            if token_id in self.end_ids:
-                break
+        for token_id in self.forced_ids(self._consumed.view()):
             self.accept(token_id)
             if self.error is not None:
                 break

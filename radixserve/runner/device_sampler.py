@@ -28,6 +28,7 @@ from radixserve.runner.sampler import (
     score_tensors,
     scored_output,
     token_logprobs,
+    verify_drafts,
     with_scores,
 )
 from radixserve.runner.transfers import D2HBuffer, DeviceQueue, H2DBuffer, PendingD2H
@@ -178,3 +179,4 @@ def _sample_on_host(plan: SamplePlan, logits: Tensor, outputs: list[SampleOutput
     sampled = sample(logits.index_select(0, index), rows.specs)
     for row, output in zip(rows.outputs, sampled, strict=True):
         outputs[row] = output
+    verify_drafts(logits, plan, outputs)

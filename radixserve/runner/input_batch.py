@@ -204,6 +204,8 @@ def num_logits(rows: ScheduledRows) -> IndexArray:
     counts = np.array([spec is not None for spec in rows.samples], np.int64)
     for row, targets in rows.targets.items():
         counts[row] += len(targets.token_ids)
+    for row, num_drafts in rows.drafts.items():
+        counts[row] += num_drafts
     return counts
 
 

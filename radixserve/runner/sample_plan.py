@@ -2,7 +2,7 @@
 
 Both runners sample by a `SamplePlan`. Rows that a device samples have their parameters in it as
 arrays to upload. The host samples rows of beams, which need several tokens, rows with a caller's
-logits_processors, and rows with jump_forward, which appends several tokens.
+logits_processors, rows with jump_forward, which appends several tokens, and rows with drafts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
+from itertools import accumulate, compress
 from operator import attrgetter, not_
 from typing import Any, NamedTuple
 
@@ -63,6 +63,15 @@ class SampledRows(NamedTuple):
 _NO_ROWS = SampledRows([], [], [], [])
 
 
+class DraftedRow(NamedTuple):
+    """A row with drafts, whose first token is sampled like those of other rows."""
+
+    output: int
+    logit: int  # of the token after the first draft
+    spec: SampleSpec  # of the first sample
+    token_ids: tuple[int, ...]  # the drafts
+
+
 class Scoring(NamedTuple):
     """Targets to score after consecutive rows of the logits."""
 
@@ -104,6 +113,7 @@ class SamplePlan:
     has_gaps: bool  # whether their outputs are not just 0, 1 ... n - 1 of n
     is_whole: bool  # whether these are rows 0, 1 ... of the logits
     host_rows: SampledRows = _NO_ROWS  # rows that a device leaves to the host
+    drafted: tuple[DraftedRow, ...] = ()  # verified once their first tokens are sampled
     scored: tuple[Scoring, ...] = ()
     has_grammar: bool = False  # whether one of `rows` has one
     penalized: tuple[int, ...] = ()  # of `rows` those with penalties
@@ -130,22 +140,37 @@ def plan_samples(inputs: InputBatch) -> SamplePlan:
     """Sort the rows of a step. O(rows) of Python, but for steps of greedy rows alone."""
     rows = inputs.rows
     specs = [spec for spec in rows.samples if spec is not None]
-    is_greedy = are_greedy_only(specs)
+    is_greedy = are_greedy_only(specs) and not rows.drafts
     num_rows = len(rows.samples)
     if is_greedy and inputs.num_tokens == inputs.num_rows and len(specs) == num_rows:
         return _greedy_decodes(num_rows)
     first, counts = inputs.logit_ranges()
     is_sampled = [spec is not None for spec in rows.samples]
+    logits = (first + counts - 1).tolist()
+    for row, num_drafts in rows.drafts.items():
+        logits[row] -= num_drafts
     sampled = SampledRows(
         outputs=list(compress(range(num_rows), is_sampled)),
-        logits=list(compress((first + counts - 1).tolist(), is_sampled)),
+        logits=list(compress(logits, is_sampled)),
         specs=specs,
         future_indices=list(compress(rows.future_indices or [-1] * num_rows, is_sampled)),
     )
     scored = tuple(
         Scoring(row, int(first[row]), *targets) for row, targets in sorted(rows.targets.items())
     )
-    return _plan_of(num_rows, sampled, scored, is_greedy=is_greedy)
+    plan = _plan_of(num_rows, sampled, scored, is_greedy=is_greedy)
+    return replace(plan, drafted=_drafted_rows(rows, logits)) if rows.drafts else plan
+
+
+def _drafted_rows(rows: ScheduledRows, logits: Sequence[int]) -> tuple[DraftedRow, ...]:
+    """logits: of each row, that of its first sample."""
+    ends, drafted = list(accumulate(rows.num_tokens)), []
+    for row, num_drafts in rows.drafts.items():
+        spec = rows.samples[row]
+        assert spec is not None, "drafts are verified by sampling"
+        token_ids = tuple(rows.input_ids[ends[row] - num_drafts : ends[row]])
+        drafted.append(DraftedRow(row, logits[row] + 1, spec, token_ids))
+    return tuple(drafted)
 
 
 def plan_device_samples(inputs: InputBatch, vocab_size: int) -> SamplePlan:
@@ -153,11 +178,24 @@ def plan_device_samples(inputs: InputBatch, vocab_size: int) -> SamplePlan:
     plan = plan_samples(inputs)
     if not plan.is_greedy:
         on_host = list(map(_ON_HOST, plan.rows.specs))
+        if plan.drafted:  # the number of samples is known from their values alone
+            drafts = inputs.rows.drafts
+            on_host = [
+                is_host or output in drafts
+                for is_host, output in zip(on_host, plan.rows.outputs, strict=True)
+            ]
         host_rows, rows = plan.rows.select(on_host), plan.rows.select(list(map(not_, on_host)))
+        drafted = plan.drafted
         plan = _plan_of(plan.num_outputs, rows, plan.scored, is_greedy=False)
         parameters = row_parameters(rows.specs, vocab_size, rows.future_indices)
         penalized = tuple(row for row, spec in enumerate(rows.specs) if spec.params.has_penalty)
-        plan = replace(plan, host_rows=host_rows, parameters=parameters, penalized=penalized)
+        plan = replace(
+            plan,
+            host_rows=host_rows,
+            drafted=drafted,
+            parameters=parameters,
+            penalized=penalized,
+        )
     arrays = dict(plan.parameters.arrays)
     if plan.has_gaps:
         arrays["outputs"] = plan.sampled_outputs

@@ -54,7 +54,7 @@ def sample_step(
     logits [S, V] float32, left unchanged; mask_future: the masks of the rows with a grammar.
     """
     if plan.is_greedy and plan.is_whole and not plan.has_gaps and not plan.scored:
-        return tuple(sample_greedy(logits))
+        return tuple(sample_greedy(logits))  # without drafts: `is_greedy` is false with them
     rows = plan.rows
     sampled_logits = logits if plan.is_whole else logits[rows.logits]
     sampled = sample(sampled_logits[: plan.num_sampled], rows.specs, mask_future)
@@ -68,7 +68,32 @@ def sample_step(
             target_logits, targets, scoring.num_top_logprobs, wants_ranks=scoring.wants_ranks
         )
         outputs[scoring.output] = with_scores(outputs[scoring.output], scored)
+    verify_drafts(logits, plan, outputs)
     return tuple(outputs)
+
+
+def verify_drafts(logits: Tensor, plan: SamplePlan, outputs: list[SampleOutput | None]) -> None:
+    """Add the further samples to the outputs of rows with drafts, whose first token is sampled.
+
+    logits [S, V] of the step. The token after a draft is sampled only if the draft equals the
+    sample before it: each sample follows the request's own tokens, as without drafts. So grammars
+    and logits_processors see no other token.
+    """
+    for row in plan.drafted:
+        first = output = outputs[row.output]
+        assert first is not None
+        assert output is not None
+        spec, more = row.spec, []
+        for index, draft in enumerate(row.token_ids, row.logit):
+            if output.token_id != draft or output.is_complete or output.forced_ids:
+                break
+            spec = spec.after(draft)
+            (output,) = sample(logits[index : index + 1], [spec])
+            if output.error is not None:  # the next step finds it, before the K/V is published
+                break
+            more.append(output)
+        if more:
+            outputs[row.output] = first._replace(more=tuple(more))
 
 
 def sample(

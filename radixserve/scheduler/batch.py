@@ -44,9 +44,9 @@ class Batch:
         self._step = step
         self._rows = ScheduledRows()
         self._planned: set[RequestState] = set()  # see `has`
-        self._host_sampled_rows: list[
-            tuple[RequestState, CacheSequence]
-        ] = []  # rows sampled on the host
+        self.num_decode_rows = 0  # rows of one token that decode
+        # Rows that are sampled on the host, or sample an unknown number of tokens.
+        self._deciding_rows: list[tuple[RequestState, CacheSequence]] = []
         self._num_decode = self._num_prefill = 0  # tokens
         self._copies: list[tuple[int, int, int]] = []
 
@@ -71,7 +71,8 @@ class Batch:
         start = end - num_tokens
         assert start >= sequence.committed_len
         if is_decode:
-            assert self._num_decode == len(self.states), "decodes come first"
+            assert self.num_decode_rows == len(self.states), "decodes come first"
+            self.num_decode_rows += 1
             self._num_decode += 1
         else:
             self._num_prefill += num_tokens
@@ -85,6 +86,30 @@ class Batch:
         spec, request = None, state.request
         if end >= tokens.size and request.has_answer:
             spec = state.greedy_only_spec or self._make_spec(state, sequence, end - tokens.size)
+        self._add_row(state, sequence, num_tokens, spec)
+
+    def add_drafted(self, state: RequestState, num_drafts: int) -> None:
+        """Compute the request's last token and the drafts after it, its sequence's last tokens."""
+        sequence, rows = state.sequence, self._rows
+        assert sequence is not None
+        start = state.tokens.size - 1
+        assert sequence.committed_len == start == sequence.length - num_drafts - 1
+        assert start >= state.num_prompt
+        rows.input_ids.frombytes(sequence.tokens[start:].tobytes())
+        rows.drafts[len(self.states)] = num_drafts
+        self._num_decode += 1 + num_drafts
+        self._deciding_rows.append((state, sequence))
+        spec = state.greedy_only_spec or self._make_spec(state, sequence, 0)
+        self._add_row(state, sequence, 1 + num_drafts, spec)
+
+    def _add_row(
+        self,
+        state: RequestState,
+        sequence: CacheSequence,
+        num_tokens: int,
+        spec: SampleSpec | None,
+    ) -> None:
+        rows, start = self._rows, sequence.length - num_tokens
         if sequence.cow_copies and start == sequence.committed_len:  # else a step in flight copies
             self._copies += sequence.cow_copies
         pages, first_new_page = sequence.take_page_table_delta()
@@ -114,7 +139,7 @@ class Batch:
         assert not self.states
         self.states += states
         self.sequences += sequences
-        self._num_decode = num_rows = len(states)
+        self._num_decode = self.num_decode_rows = num_rows = len(states)
         rows = self._rows
         rows.num_tokens = [1] * num_rows
         num_placeholders = 0
@@ -163,11 +188,12 @@ class Batch:
     def decides_next(self) -> bool:
         """Whether the next step cannot be planned before this one's output.
 
-        It has beams, which begin, end and share pages by what was sampled, or samples by a caller's
-        function. All other sampling depends only on the number of tokens before, penalties on token
-        counts that the runner keeps, and bad words on a last token that the device compares.
+        It has beams, which begin, end and share pages by what was sampled, rows with drafts, which
+        sample an unknown number of tokens, or samples by a caller's function. All other sampling
+        depends only on the number of tokens before, penalties on token counts that the runner
+        keeps, and bad words on a last token that the device compares.
         """
-        return any(state.sequence is sequence for state, sequence in self._host_sampled_rows)
+        return any(state.sequence is sequence for state, sequence in self._deciding_rows)
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -176,7 +202,7 @@ class Batch:
     ) -> SampleSpec:
         spec = _sample_spec(state, num_placeholders)
         if spec.on_host:
-            self._host_sampled_rows.append((state, sequence))
+            self._deciding_rows.append((state, sequence))
         return spec
 
     def _add_targets(self, state: RequestState, start: int, end: int) -> None:

@@ -177,6 +177,15 @@ class RequestState:
             reason = self.append(token_id, is_complete=sample.is_complete and is_last)
         return sample, reason
 
+    def append_several(self, sample: SampleOutput) -> str | None:
+        """Append the samples of a row with drafts, of which only the last one may end the request.
+        Returns the finish reason."""
+        for each in (sample, *sample.more[:-1]):
+            reason = self.append(each.token_id, is_complete=each.is_complete)
+            assert reason is None, "a draft would have ended the request"
+        last = sample.more[-1]
+        return self.append(last.token_id, is_complete=last.is_complete)
+
     @property
     def is_scored(self) -> bool:
         """Whether all targets have been scored, so that tokens may be sampled."""
@@ -240,19 +249,21 @@ class RequestState:
         """One step's output: the sampled token, if any, and `finish` at the end."""
         if sample is None:
             return RequestOutput(self.request_id, (), (), (), finish)
+        token_ids: tuple[int, ...] = (sample.token_id,)
+        if sample.more:
+            token_ids += tuple([each.token_id for each in sample.more])
         if sample.logprob is None:
-            token_ids: tuple[int, ...] = (sample.token_id,)
             if sample.forced_ids:
                 token_ids += sample.forced_ids
             return RequestOutput(
                 self.request_id, token_ids, (), (), finish, cached_tokens=self.num_reused
             )
-        top = dict(sample.top_logprobs)
+        samples = (sample, *sample.more)
         return RequestOutput(
             self.request_id,
-            (sample.token_id,),
-            (sample.logprob,),
-            (top,),
+            token_ids,
+            tuple([each.logprob for each in samples if each.logprob is not None]),
+            tuple([dict(each.top_logprobs) for each in samples]),
             finish,
             cached_tokens=self.num_reused,
         )

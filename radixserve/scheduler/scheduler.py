@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from radixserve.schedule import ModelRunnerOutput, SampleOutput, SchedulerOutput
 from radixserve.scheduler.admission import Admission, PageBudget, wake_waiters
 from radixserve.scheduler.batch import Batch, plan_ahead
 from radixserve.scheduler.beam_searches import BeamSearches, Child
+from radixserve.scheduler.drafter import Drafter
 from radixserve.scheduler.extension import SchedulerExtension
 from radixserve.scheduler.policy import AdmissionPolicy, SchedulerView
 from radixserve.scheduler.request_state import BeamSearch, RequestState
@@ -98,6 +100,7 @@ class Scheduler:
             self._page_budget.num_startable,
             self.counts,
         )
+        self._drafter: Drafter | None = None
         self._in_flight: list[Batch] = []  # at most two, the older one first
         self._num_arrived = 0
         self._finish_hook: Callable[[CacheSequence, int, int], None] | None = None
@@ -123,6 +126,11 @@ class Scheduler:
     def plug_in(self, extension: SchedulerExtension) -> None:
         """Have the scheduler call `extension` from now on."""
         self._extensions.append(extension)
+
+    def set_drafter(self, drafter: Drafter) -> None:
+        """Have `drafter` propose drafts from now on, in place of another one."""
+        self._drafter = drafter
+        drafter.attach(self._cache, self._clock)
 
     def set_finish_hook(self, function: Callable[[CacheSequence, int, int], None]) -> None:
         """Have it called before a running request ends and its pages are released, with its
@@ -279,6 +287,8 @@ class Scheduler:
         assert len(self._in_flight) == 1, "two steps are in flight"
         if self._admission.starved(self.counts.steps) is not None:
             return None  # others may have to be preempted
+        if self._drafter is not None and self._drafter.needs_output(len(self._running)):
+            return None
         batch = Batch(self.counts.steps, self._step_tokens())
         keep = self._admission.tokens_to_keep
         if not plan_ahead(self._in_flight[0], batch, self._running, self._cache, keep):
@@ -338,6 +348,8 @@ class Scheduler:
             self._step_costs.note_step(schedule, step.begun_at)
         failed: list[tuple[RequestState, SampleOutput]] = []
         scored: list[tuple[RequestState, int, SampleOutput]] = []  # with the row's end
+        if self._drafter is not None:
+            self._drafter.note_step(schedule)
         states, samples, other_rows = self._commit_decodes(step, sampled)
         for row in other_rows:
             state, sample = step.states[row], sampled[row]
@@ -347,7 +359,10 @@ class Scheduler:
             elif sample is not None and sample.error is not None:
                 failed.append((state, sample))
             else:
-                self._commit_row(state, schedule.rows.starts[row], end)
+                if row in schedule.rows.drafts:
+                    self._commit_drafted(state, sample, schedule.rows.drafts[row])
+                else:
+                    self._commit_row(state, schedule.rows.starts[row], end)
                 if sample is not None and row in schedule.rows.targets:
                     scored.append((state, end, sample))
                 if sample is not None and schedule.rows.samples[row] is not None:
@@ -375,7 +390,7 @@ class Scheduler:
         samples: list[SampleOutput] = []
         other_rows: list[int] = []
         assert step.schedule is not None
-        num_decode = step.schedule.num_decode_tokens
+        num_decode = step.num_decode_rows
         rows = zip(range(num_decode), step.states, step.sequences, sampled, strict=False)
         for row, state, sequence, sample in rows:
             if (
@@ -406,6 +421,24 @@ class Scheduler:
         else:
             self.counts.count_prefill(start, end - start, state.num_prompt_done)
             state.note_committed(end)
+        if state.waiters:
+            self._waiting.mark_unblocked(wake_waiters(state))
+
+    def _commit_drafted(
+        self, state: RequestState, sample: SampleOutput | None, num_drafts: int
+    ) -> None:
+        """Publish a request's last token and the drafts that were right; take back the others."""
+        assert state.sequence is not None
+        assert sample is not None
+        assert self._drafter is not None
+        num_accepted = len(sample.more)
+        end = state.tokens.size + num_accepted
+        state.sequence.commit(end)
+        state.sequence.rewind(end)
+        self.counts.decoded_tokens += 1 + num_accepted
+        self.counts.drafted_tokens += num_drafts
+        self.counts.accepted_draft_tokens += num_accepted
+        self._drafter.note_verified(state, num_drafts, num_accepted)
         if state.waiters:
             self._waiting.mark_unblocked(wake_waiters(state))
 
@@ -454,7 +487,10 @@ class Scheduler:
         return [RequestOutput(state.request_id, (), sampled.scores, (), finish)]
 
     def _append(self, state: RequestState, sampled: SampleOutput) -> RequestOutput:
-        if sampled.forced_ids:
+        if sampled.more:
+            reason = state.append_several(sampled)
+            self.counts.generated_tokens += len(sampled.more)
+        elif sampled.forced_ids:
             sampled, reason = state.append_forced(sampled)
             self.counts.generated_tokens += len(sampled.forced_ids)
         else:
@@ -475,10 +511,17 @@ class Scheduler:
         prefills: list[RequestState] = []
         for state in self._running.by_priority():
             (decodes if state.is_decoding else prefills).append(state)
+        drafts: Mapping[RequestState, Sequence[int]] = {}
+        if self._drafter is not None and decodes:
+            drafts = self._drafter.propose(decodes)
+            if drafts:
+                decodes = [state for state in decodes if state not in drafts]
         num_planned = self._plan_decodes(decodes, batch)
         for state in decodes[num_planned:]:
             if state.sequence is not None and self._allocate(state, 1, batch):
                 batch.add(state, 1, is_decode=True)
+        for state, token_ids in drafts.items():
+            self._plan_drafted(state, token_ids, batch)
         num_kept = self._admission.tokens_to_keep(batch, prefills)
         if self._running.are_shared:
             prefills = [state for state in prefills if state.sequence is not None]
@@ -504,6 +547,19 @@ class Scheduler:
                 count -= 1  # no page was left for it
         batch.add_decodes(decodes[:count], sequences[:count])
         return count
+
+    def _plan_drafted(self, state: RequestState, drafts: Sequence[int], batch: Batch) -> None:
+        """Plan a decode row with drafts: none of them where no pages are left."""
+        sequence = state.sequence
+        if sequence is None:  # preempted for a request before it
+            return
+        if num_drafts := sequence.reserve_rewind(len(drafts)):
+            with suppress(OutOfPages):
+                sequence.extend([state.tokens.last, *drafts[:num_drafts]])
+                batch.add_drafted(state, num_drafts)
+                return
+        if self._allocate(state, 1, batch):
+            batch.add(state, 1, is_decode=False)
 
     def _allocate(self, state: RequestState, wanted: int, batch: Batch) -> int:
         """Allocate up to `wanted` tokens, preempting if none fits; returns how many."""
@@ -596,6 +652,8 @@ class Scheduler:
     ) -> Finish:
         """Take a request out of every queue, free its private pages, and add up its numbers."""
         self.policy.note_ended(state, reason)
+        if self._drafter is not None:
+            self._drafter.note_ended(state)
         # After an error pages may hold less than was committed: a copied head that no step made.
         if self._finish_hook is not None and state.sequence is not None and reason != "error":
             self._finish_hook(state.sequence, state.num_prompt, state.num_reused)

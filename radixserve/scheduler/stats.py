@@ -34,6 +34,8 @@ class SchedulerStats:
     discarded_tokens: int = 0  # in rows whose request had ended when their step was answered
     prefetched_tokens: int = 0  # computed by hints, in none of the prompts' counts
     generated_tokens: int = 0  # in answers; those of a beam search when it ends
+    drafted_tokens: int = 0  # computed beside a last token, to be verified
+    accepted_draft_tokens: int = 0  # of these the ones that were sampled: as many steps saved
 
     def tokens(self) -> dict[str, int]:
         """The counters of tokens whose rates are reported."""

@@ -32,6 +32,7 @@ class Answer:
     what: str
     values: Any
     ask: Ask  # returns what `values` should be
+    output: tuple[list[int], list[int]] | None = None  # prompt and answer, where it is one
 
 
 @dataclass
@@ -159,6 +160,7 @@ class Program:
                 f"{len(ids)} tokens, {params}",
                 _values(completion),
                 lambda alone: _values(alone.generate(ids, params)),
+                (ids, completion.token_ids),
             )
         )
 

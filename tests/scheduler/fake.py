@@ -177,6 +177,9 @@ class FakeRunner:
 
     def _check_reads(self, row: ScheduledRequest, written: set[tuple[int, int]]) -> None:
         tokens = self.tokens[row.request_id]
+        if row.num_drafts:
+            assert len(tokens) == row.end - row.num_drafts, "drafts follow the last token"
+            tokens = tokens + row.token_ids[-row.num_drafts :].tolist()
         assert row.token_ids.tolist() == tokens[row.start : row.end]
         hashes = prefix_hashes(tokens, self.hashes.get(row.request_id))
         self.hashes[row.request_id] = hashes
@@ -210,6 +213,7 @@ class FakeRunner:
         if row.state_id >= 0:
             self.states[row.written_state_id] = hashes[row.end - 1]
         output = self._sample_rows(row)
+        self.hashes[row.request_id] = hashes[: row.end - row.num_drafts]
         if row.logprob_targets is None:
             return output
         end = row.end - (output is not None)
@@ -234,7 +238,14 @@ class FakeRunner:
             assert row.sample.num_sampled == len(tokens) - row.sample.num_prompt
         if row.sample.num_candidates:
             return self.candidates(hashes[row.end - 1], row)
-        return SampleOutput(self.next_token(hashes[: row.end], row.sample.seed), None, ())
+        first, seed = row.end - row.num_drafts, row.sample.seed
+        sampled = [self.next_token(hashes[:first], seed)]
+        for place in range(first, row.end):
+            if row.token_ids[place - row.start] != sampled[-1]:
+                break
+            sampled.append(self.next_token(hashes[: place + 1], seed))
+        output, *more = [SampleOutput(token_id) for token_id in sampled]
+        return output._replace(more=tuple(more))
 
 
 def _states(row: ScheduledRequest) -> list[int]:

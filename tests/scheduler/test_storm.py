@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
@@ -15,7 +16,12 @@ from tests.scheduler.fake import Driver, counters, random_prompt
 SESSIONS = ["chat", "agent", "tenant"]
 
 
-def storm(seed: int, steps: int, kind: str = "radix") -> Counter[str]:
+def storm(
+    seed: int,
+    steps: int,
+    kind: str = "radix",
+    prepare: Callable[[Driver, random.Random], None] = lambda _driver, _rng: None,
+) -> Counter[str]:
     """Random requests and interruptions; `check()` after every step; returns what happened."""
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 16, 64])
@@ -39,6 +45,7 @@ def storm(seed: int, steps: int, kind: str = "radix") -> Counter[str]:
         windows=windows,
         clock=lambda: 0.0,  # measured times would differ each time
     )
+    prepare(driver, rng)
     share_plain = rng.choice([0.5, 1.0])
     names: list[str] = []
     for _ in range(steps):

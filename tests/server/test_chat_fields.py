@@ -194,3 +194,25 @@ def test_the_times_of_a_request(wide: LocalServer, served: LocalServer) -> None:
             assert times["tokens_per_second"] > 0
             assert times["queue_time_ms"] >= 0
         assert wide.post(path, {**body, "n": 2})["metrics"] is None  # of no single answer
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_a_prediction_is_counted_and_changes_nothing(served: LocalServer, is_list: bool) -> None:
+    body = {**BODY, "max_tokens": 20}
+    plain = served.post(CHAT, body)
+    text = plain["choices"][0]["message"]["content"]
+    content: Any = [{"type": "text", "text": text[:20]}, {"type": "text", "text": text[20:]}]
+    predicted = {"type": "content", "content": content if is_list else text}
+    answer = served.post(CHAT, {**body, "prediction": predicted})
+    assert answer["choices"][0]["message"]["content"] == text
+    details = answer["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 10
+    assert details["rejected_prediction_tokens"] <= 5
+    assert "accepted_prediction_tokens" not in plain["usage"]["completion_tokens_details"]
+
+
+def test_bad_predictions_are_refused(served: LocalServer) -> None:
+    for predicted in ("text", {"type": "other", "content": "x"}, {"type": "content"}):
+        answer = served.client.post(CHAT, json={**BODY, "prediction": predicted})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"].startswith("prediction")

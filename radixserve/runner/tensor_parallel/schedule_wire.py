@@ -19,7 +19,7 @@ from radixserve.schedule import LogprobTargets, SampleSpec, ScheduledRows, Sched
 _SAMPLED_ON_RANK0 = SampleSpec(SamplingParams(), 0, 0, np.empty(0, np.int32), ())
 _COLUMNS = (  # of ScheduledRows, sent as they are
     *("request_ids", "input_ids", "num_tokens", "starts"),
-    *("first_new_pages", "req_pool_indices", "future_indices"),
+    *("first_new_pages", "req_pool_indices", "future_indices", "drafts"),
 )
 
 

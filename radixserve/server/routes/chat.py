@@ -34,7 +34,7 @@ from radixserve.server.wire.errors import ApiError
 from radixserve.server.wire.json_response import dump, quote
 from radixserve.server.wire.sampling import check_stream, read_beams, read_sampling, token_limit
 from radixserve.server.wire.schema import ChatReasoning, ChatRequest, NamedTool, TemplateFields
-from radixserve.server.wire.usage import Group
+from radixserve.server.wire.usage import Group, prediction_details
 from radixserve.text.content_marks import unmarked
 
 router = APIRouter(route_class=JsonRoute)
@@ -66,6 +66,7 @@ def _turn_request(server: AppState, request: Request, body: ChatRequest) -> Turn
         server.config,
         renamed={"logprobs": "top_logprobs", "max_tokens": limit_name},
         max_tokens=server.runtime.max_seq_len if max_tokens is None else max_tokens,
+        prediction=None if body.prediction is None else body.prediction.text,
         **_logprobs(body),
     )
     return TurnRequest(
@@ -162,15 +163,17 @@ class _ChatCompletionBuilder(ChoicesBuilder):
         self._echoed = _echoed(body)
 
     def usage(self, groups: Sequence[Group]) -> dict[str, Any]:
-        """The usage, with the tokens of reasoning."""
+        """The usage, with the tokens of reasoning and those of a prediction."""
         tokenizer = tokenizer_of(self.server.runtime)
         num_reasoning = sum(
             count_reasoning(tokenizer, "".join(self._reasoning.get(index, ())), completion)
             for group in groups  # one, since a chat is one prompt
             for index, completion in enumerate(group)
         )
-        details = {"completion_tokens_details": {"reasoning_tokens": num_reasoning}}
-        return {**super().usage(groups), **details}
+        details = {"reasoning_tokens": num_reasoning}
+        if self._request.prediction is not None:
+            details |= prediction_details(groups)
+        return {**super().usage(groups), "completion_tokens_details": details}
 
     async def full_body(self) -> Callable[[], dict[str, Any]]:
         answers = await self._turn.answers()

@@ -46,6 +46,18 @@ _COUNTERS = (
     ("prefix_cache_hits", "prefix_cache_hits", "reused_tokens", "of these, found"),
     ("recomputed_tokens", None, "recomputed_tokens", "computed again after a preemption"),
     ("generation_tokens", "generation_tokens", "generated_tokens", "tokens of answers"),
+    (
+        "draft_tokens",
+        "spec_decode_num_draft_tokens",
+        "drafted_tokens",
+        "guessed tokens that steps verified",
+    ),
+    (
+        "accepted_draft_tokens",
+        "spec_decode_num_accepted_tokens",
+        "accepted_draft_tokens",
+        "of these, right ones: as many steps saved",
+    ),
     ("evicted_tokens", None, "evicted_tokens", "tokens dropped from the cache"),
     ("superseded_tokens", None, "superseded_tokens", "that sessions have left behind"),
     ("evicted_window_pages", None, "evicted_window_pages", "dropped, their tokens not"),
@@ -57,6 +69,11 @@ _COUNTERS = (
     ("aborted_requests", None, "aborted", "requests that were ended from outside"),
     ("failed_requests", None, "failed", "requests that ended with an error"),
     ("steps", None, "steps", "forward passes"),
+)
+# Of drafts by their source: ours, key of its "drafts", help.
+_DRAFT_COUNTERS = (
+    ("source_draft_tokens", "drafted_tokens", "guessed tokens that steps verified, by source"),
+    ("source_accepted_draft_tokens", "accepted_tokens", "of these, right ones"),
 )
 # Of an engine with a kv_store: ours, key of its "kv_store", help.
 _STORE_COUNTERS = (
@@ -128,6 +145,9 @@ class _Figures(Collector):
             yield family
         for ours, vllms, key, text in _COUNTERS:
             yield from self._counters(ours, vllms, text, float(stats[key]))
+        for name, key, text in _DRAFT_COUNTERS:
+            by_source = {source: each[key] for source, each in stats.get("drafts", {}).items()}
+            yield from self._by_label(name, "source", Counter(by_source), text)
         ended = float(len(stats["ended_extensions"]))
         text = "extensions of the engine, such as the store, that have failed"
         yield from self._gauges("ended_extensions", None, text, ended)

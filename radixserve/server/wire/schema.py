@@ -317,6 +317,19 @@ class ChatMessage(Body):
         return message
 
 
+class PredictedContent(Body):
+    """A text that large parts of the answer are probably equal to."""
+
+    type: Literal["content"]
+    content: TextOrList[ContentPart]
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content if isinstance(part, TextPart))
+
+
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
 
 
@@ -401,6 +414,7 @@ class ChatRequest(GenerationFields, TemplateFields, ThinkingFields, PromptCacheF
     include_reasoning: bool | None = None
     return_prompt_text: bool | None = None
     verbosity: Verbosity | None = None
+    prediction: PredictedContent | None = None
 
     def breakpoints(self) -> Iterator[CacheBreakpoint]:
         """The cache breakpoints of all messages."""

@@ -60,6 +60,15 @@ def usage_body(prompt: int, cached: int, generated: int, loaded: int = 0) -> dic
     }
 
 
+def prediction_details(groups: Iterable[Group]) -> dict[str, int]:
+    """OpenAI's counts of the tokens of a prediction, over all completions."""
+    usages = [completion.usage for group in groups for completion in group]
+    return {
+        "accepted_prediction_tokens": sum(usage.accepted_prediction_tokens for usage in usages),
+        "rejected_prediction_tokens": sum(usage.rejected_prediction_tokens for usage in usages),
+    }
+
+
 def loaded_field(loaded: int, name: str = "loaded_tokens") -> dict[str, int]:
     """The tokens among the cached ones that came from the kv_store, where there are any."""
     return {name: loaded} if loaded else {}

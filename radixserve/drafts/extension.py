@@ -1,0 +1,68 @@
+"""`DraftExtension`: the drafts of an engine, and the message that adds a source to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from radixserve.cache import PrefixCache, RadixCache
+from radixserve.drafts.drafter import Drafts
+from radixserve.drafts.source import DraftSource
+from radixserve.engine.engine import Engine
+from radixserve.engine.extension import EngineExtension
+from radixserve.engine.messages import EngineMessage
+
+NUM_DRAFT_TOKENS = 32  # most of a row, by default
+
+
+@dataclass(frozen=True, slots=True)
+class AddDraftSource(EngineMessage[None]):
+    """Ask another source for drafts, before those that are there."""
+
+    source: DraftSource
+
+
+class DraftExtension(EngineExtension):
+    """Makes the scheduler's drafter once there is a source and a row may have drafts."""
+
+    name = "drafts"
+
+    def __init__(self, engine: Engine, max_tokens: int) -> None:
+        """`max_tokens`: most drafts of a row."""
+        self._drafts = Drafts(default_sources(engine.cache) if max_tokens else (), max_tokens)
+        if max_tokens:
+            engine.set_drafter(self._drafts)
+
+    def answer(self, message: EngineMessage[Any], answer: Any) -> Any:
+        if isinstance(message, AddDraftSource):
+            self._drafts.sources.insert(0, message.source)
+        return answer
+
+    def on_reset(self, namespace: str | None) -> None:
+        for source in self._drafts.sources:
+            source.reset(namespace)
+
+    def stats(self) -> dict[str, Any]:
+        return self._drafts.stats()
+
+
+def num_draft_tokens(engine: Engine) -> int:
+    """Returns the most drafts of a row: as the settings say; by default NUM_DRAFT_TOKENS on a CPU
+    where answers are exact, since drafts change none there, and 0 elsewhere."""
+    wanted = engine.config.max_draft_tokens
+    if wanted is not None:
+        return wanted
+    resolved = engine.runner.resolved_config
+    return NUM_DRAFT_TOKENS if resolved.device == "cpu" and not resolved.inexact else 0
+
+
+def default_sources(cache: PrefixCache) -> list[DraftSource]:
+    """Returns all sources, the first to be asked first."""
+    from radixserve.drafts.forced import ForcedTokens
+    from radixserve.drafts.namespace_text import NamespaceText
+    from radixserve.drafts.own_text import OwnText
+    from radixserve.drafts.prediction import Prediction
+    from radixserve.drafts.tree import CachedContinuation
+
+    sources = [ForcedTokens(), Prediction(), CachedContinuation(), OwnText()]
+    return [*sources, NamespaceText(cache)] if isinstance(cache, RadixCache) else sources

@@ -1,0 +1,22 @@
+"""`ForcedTokens`: what a request's grammar leaves no choice about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from radixserve.drafts.source import DraftContext, DraftSource
+from radixserve.grammar.matcher import GrammarMatcher
+
+
+class ForcedTokens(DraftSource):
+    """Drafts the tokens of the only text that can follow. The model may still divide that text into
+    other tokens."""
+
+    name = "grammar"
+    is_sure = True
+
+    def draft(self, context: DraftContext, most: int) -> Sequence[int]:
+        matcher = context.matcher
+        if not isinstance(matcher, GrammarMatcher):
+            return ()
+        return matcher.forced_ids(context.output)[:most]
