@@ -1,7 +1,7 @@
 """The JSON body of a request: it is parsed once, a large one in a child process.
 
-Python's JSON parser keeps the GIL while it runs, even in another thread: a body of several
-megabytes would stall every stream.
+A JSON parser keeps the GIL while it runs, even in another thread: a body of the largest size would
+stall every stream for more than 50 ms, whichever parser (benchmarks/bench_json_bodies.py).
 """
 
 from __future__ import annotations
