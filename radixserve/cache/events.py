@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+from radixserve.errors import InvalidRequest
 
 ROOT = 0  # the parent of nodes that begin at position 0
 _MAX_PENDING_BYTES = 1 << 26
@@ -156,6 +158,28 @@ class EventLog:
         self.first += len(self._pending)
         self._pending, self._size = [], 0
         self._growing.clear()
+
+
+class EventSource(Protocol):
+    """What stores and evicts: it adds its events to `events`, if there is a log."""
+
+    events: EventLog | None
+
+
+def open_log(
+    source: EventSource, stored_nodes: Callable[[], Iterator[Stored]], epoch: int | None
+) -> EventLog:
+    """Returns a new log of `source`, see `PrefixCache.open_events`. Raises InvalidRequest while it
+    has one."""
+    if source.events is not None:
+        raise InvalidRequest("this cache's events are open already: close that log first")
+
+    def close() -> None:
+        if source.events is log:
+            source.events = None
+
+    log = source.events = EventLog(stored_nodes, close, epoch)
+    return log
 
 
 class EventCursor:

@@ -20,13 +20,11 @@ import numpy as np
 from radixserve.arrays import IntArray
 from radixserve.checks import check_float
 from radixserve.errors import InvalidRequest
-from radixserve.output import RequestOutput
-from radixserve.replay.caches import CacheSpec, ReplayResult, TraceClock
+from radixserve.output import Finish
+from radixserve.replay.caches import CacheSpec, ReplayResult
 from radixserve.replay.paths import PathTable
-from radixserve.replay.scheduled import Serving, StepModel, recorded_samples
+from radixserve.replay.scheduled import Serving, SimulatedServer, StepModel
 from radixserve.replay.trace import Floats, Ints, Trace
-from radixserve.request import Request, SamplingParams
-from radixserve.schedule import ModelRunnerOutput
 from radixserve.scheduler import Scheduler
 
 MAX_THINK_S = 900.0  # a longer gap in a trace is a break, and is shortened to this
@@ -185,12 +183,14 @@ def replay_closed_loop(
     The cache is audited at the end. About 30 us per row of a step.
     """
     begin = time.perf_counter()
-    run = _Run(trace, loop, spec, serving, lease_s, make_gate, on_request)
+    run = _ClosedReplay(trace, loop, spec, serving, lease_s, make_gate, on_request)
     run.drain()
     return run.result(time.perf_counter() - begin)
 
 
-class _Run:
+class _ClosedReplay(SimulatedServer):
+    """Requests are sent when their session wants them and the gate lets them through."""
+
     def __init__(
         self,
         trace: Trace,
@@ -201,11 +201,8 @@ class _Run:
         make_gate: Callable[[Scheduler, ClosedLoop], ClientGate],
         on_request: Callable[[], object],
     ) -> None:
-        self._trace, self._loop, self._spec, self._serving = trace, loop, spec, serving
-        self._lease_s, self._on_request = lease_s, on_request
-        self._clock = TraceClock()
-        self._cache = spec.make(self._clock)
-        self._scheduler = serving.make_scheduler(self._cache, self._clock)
+        super().__init__(trace, spec, serving, lease_s, on_request)
+        self._loop = loop
         self._gate = make_gate(self._scheduler, loop)
         self._session_of = np.zeros(len(trace), np.int64)  # [requests]
         self._next = np.full(len(trace), -1, np.int64)  # [requests] the next one of its session
@@ -214,12 +211,8 @@ class _Run:
             self._session_of[requests] = session
             self._next[requests[:-1]] = requests[1:]
             heapq.heappush(self._arrivals, (float(loop.starts[session]), requests[0]))
-        self._wanted_at = np.full(len(trace), np.nan)  # [requests] when its session wanted it sent
         self._ended_at = np.full(len(trace), np.nan)
-        self._ttft = np.full(len(trace), np.nan)
-        self._hits = np.zeros(len(trace), np.int64)
         self._is_served = np.zeros(len(trace), np.bool_)
-        self._outputs: dict[str, IntArray] = {}  # recorded ones, of requests in the scheduler
         self._max_queue_s = 0.0
         self._max_running = 0
 
@@ -233,10 +226,7 @@ class _Run:
                 self._wait()
                 continue
             self._max_running = max(self._max_running, scheduler.num_running)
-            clock.now += self._serving.step.seconds(schedule)
-            sampled = ModelRunnerOutput(recorded_samples(schedule, self._outputs), {})
-            for output in scheduler.update(schedule, sampled):
-                self._note_output(output)
+            self._run_step(schedule)
 
     def _wait(self) -> None:
         """Advance the time to the next arrival, since no request runs."""
@@ -271,44 +261,16 @@ class _Run:
         )
 
     def _arrive(self, index: int) -> None:
-        self._wanted_at[index] = self._clock.now
+        self._sent_at[index] = self._clock.now  # its session wants it now
         for ready in self._gate.arrive(int(self._session_of[index]), index):
             self._send(ready)
 
     def _send(self, index: int) -> None:
-        trace, name = self._trace, str(index)
-        num_output = max(1, int(trace.num_output[index]))
-        max_len = int(trace.num_prompt[index]) + num_output
-        if max_len > self._cache.num_pages * self._cache.page_size:
-            self._end(index)
-            return
-        recorded = trace.request(index)
-        session = recorded.session if self._spec.use_sessions else None
-        if session is not None:
-            self._scheduler.sessions.open(session, self._lease_s)
-        self._outputs[name], self._is_served[index] = recorded.output, True
-        params = SamplingParams(max_tokens=num_output, namespace=recorded.namespace)
-        self._scheduler.add(
-            Request(
-                request_id=name,
-                token_ids=recorded.prompt,
-                params=params,
-                seed=0,
-                end_ids=frozenset(),
-                max_len=max_len,
-                session=session or "",
-            )
-        )
+        self._is_served[index] = self._add(index)
 
-    def _note_output(self, output: RequestOutput) -> None:
-        index = int(output.request_id)
-        if output.token_ids and np.isnan(self._ttft[index]):
-            self._ttft[index] = self._clock.now - self._wanted_at[index]
-        if output.finish is not None:
-            self._hits[index] = output.finish.usage.cached_tokens
-            self._max_queue_s = max(self._max_queue_s, output.finish.metrics.queue_s or 0.0)
-            del self._outputs[output.request_id]
-            self._end(index)
+    def _note_finish(self, index: int, finish: Finish) -> None:
+        del index
+        self._max_queue_s = max(self._max_queue_s, finish.metrics.queue_s or 0.0)
 
     def _end(self, index: int) -> None:
         self._on_request()

@@ -8,6 +8,7 @@ sent only after that request has ended, since its client could not have known th
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 
@@ -20,7 +21,7 @@ from radixserve.arrays import IntArray
 from radixserve.cache import PrefixCache
 from radixserve.checks import check_choice, check_float, check_int
 from radixserve.config import ADMISSIONS, default_max_overtake
-from radixserve.output import RequestOutput
+from radixserve.output import Finish
 from radixserve.replay.caches import CacheSpec, ReplayResult, TraceClock
 from radixserve.replay.paths import PathTable
 from radixserve.replay.trace import Floats, Ints, Trace
@@ -214,16 +215,18 @@ def replay_scheduled(
     The cache is audited at the end. About 30 us per row of a step.
     """
     start = time.perf_counter()
-    run = _Run(trace, paths, spec, serving, lease_s, on_request)
+    run = _OpenReplay(trace, paths, spec, serving, lease_s, on_request)
     run.drain()
     return run.result(time.perf_counter() - start)
 
 
-class _Run:
+class SimulatedServer(ABC):
+    """A scheduler and a cache that serve a trace's requests in simulated time. Subclasses decide
+    when a request is sent."""
+
     def __init__(
         self,
         trace: Trace,
-        paths: PathTable,
         spec: CacheSpec,
         serving: Serving,
         lease_s: float | None,
@@ -234,16 +237,80 @@ class _Run:
         self._clock = TraceClock()
         self._cache = spec.make(self._clock)
         self._scheduler = serving.make_scheduler(self._cache, self._clock)
+        self._hits = np.zeros(len(trace), np.int64)
+        self._sent_at = np.full(len(trace), np.nan)  # [requests] seconds; its first token counts
+        self._ttft = np.full(len(trace), np.nan)  # from then on
+        self._outputs: dict[str, IntArray] = {}  # recorded ones, of requests in the scheduler
+
+    def _add(self, index: int) -> bool:
+        """Add a request to the scheduler. False: it alone exceeds the cache, and has ended."""
+        trace, name = self._trace, str(index)
+        num_output = max(1, int(trace.num_output[index]))
+        max_len = int(trace.num_prompt[index]) + num_output
+        if max_len > self._cache.num_pages * self._cache.page_size:
+            self._end(index)
+            return False
+        recorded = trace.request(index)
+        session = recorded.session if self._spec.use_sessions else None
+        if session is not None:
+            self._scheduler.sessions.open(session, self._lease_s)
+        self._outputs[name] = recorded.output
+        self._scheduler.add(
+            Request(
+                request_id=name,
+                token_ids=recorded.prompt,
+                params=SamplingParams(max_tokens=num_output, namespace=recorded.namespace),
+                seed=0,
+                end_ids=frozenset(),
+                max_len=max_len,
+                session=session or "",
+            )
+        )
+        return True
+
+    def _run_step(self, schedule: SchedulerOutput) -> None:
+        """Let a step's time pass; its rows sample what was recorded."""
+        self._clock.now += self._serving.step.seconds(schedule)
+        sampled = ModelRunnerOutput(recorded_samples(schedule, self._outputs), {})
+        for output in self._scheduler.update(schedule, sampled):
+            index = int(output.request_id)
+            if output.token_ids and np.isnan(self._ttft[index]):
+                self._ttft[index] = self._clock.now - self._sent_at[index]
+            if output.finish is not None:
+                self._hits[index] = output.finish.usage.cached_tokens
+                del self._outputs[output.request_id]
+                self._note_finish(index, output.finish)
+                self._end(index)
+
+    @abstractmethod
+    def _note_finish(self, index: int, finish: Finish) -> None:
+        """A served request has ended; `_end` follows."""
+
+    @abstractmethod
+    def _end(self, index: int) -> None:
+        """A request has ended, served or not: send those that wait for it."""
+
+
+class _OpenReplay(SimulatedServer):
+    """Requests are sent at their recorded times, or when the request has ended whose output is in
+    their prompt."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        paths: PathTable,
+        spec: CacheSpec,
+        serving: Serving,
+        lease_s: float | None,
+        on_request: Callable[[], object],
+    ) -> None:
+        super().__init__(trace, spec, serving, lease_s, on_request)
         self._ledger = ComputeLedger(trace, paths)
         self._num_arrived = 0
         self._arrivals = trace.times * serving.time_scale  # [requests] seconds
         self._predecessors = predecessors(trace, paths)
         self._waiting: dict[int, list[int]] = {}  # {predecessor: requests that wait for its end}
         self._has_ended = np.zeros(len(trace), np.bool_)
-        self._hits = np.zeros(len(trace), np.int64)
-        self._sent_at = np.full(len(trace), np.nan)  # [requests] seconds
-        self._ttft = np.full(len(trace), np.nan)
-        self._outputs: dict[str, IntArray] = {}  # recorded ones, of requests in the scheduler
         self._sent_as: dict[int, int] = {}  # {request: its place in the order of sending}
         self._admitted: dict[int, None] = {}  # requests in order of admission
         self._num_left = trace.session_sizes()  # by session: its requests that have not ended
@@ -264,10 +331,7 @@ class _Run:
             ):
                 self._admitted.setdefault(int(name))
                 self._ledger.note(int(name), start, start + count)
-            clock.now += self._serving.step.seconds(schedule)
-            sampled = ModelRunnerOutput(recorded_samples(schedule, self._outputs), {})
-            for output in scheduler.update(schedule, sampled):
-                self._note_output(output)
+            self._run_step(schedule)
 
     def result(self, seconds: float) -> ScheduledResult:
         self._cache.check()
@@ -304,39 +368,12 @@ class _Run:
         self._num_arrived = max(self._num_arrived, due)
 
     def _send(self, index: int, now: float) -> None:
-        trace, name = self._trace, str(index)
         self._sent_at[index], self._sent_as[index] = now, len(self._sent_as)
-        num_output = max(1, int(trace.num_output[index]))
-        max_len = int(trace.num_prompt[index]) + num_output
-        if max_len > self._cache.num_pages * self._cache.page_size:
-            self._end(index)
-            return
-        recorded = trace.request(index)
-        session = recorded.session if self._spec.use_sessions else None
-        if session is not None:
-            self._scheduler.sessions.open(session, self._lease_s)
-        self._outputs[name] = recorded.output
-        self._scheduler.add(
-            Request(
-                request_id=name,
-                token_ids=recorded.prompt,
-                params=SamplingParams(max_tokens=num_output, namespace=recorded.namespace),
-                seed=0,
-                end_ids=frozenset(),
-                max_len=max_len,
-                session=session or "",
-            )
-        )
+        self._add(index)
 
-    def _note_output(self, output: RequestOutput) -> None:
-        index = int(output.request_id)
-        if output.token_ids and np.isnan(self._ttft[index]):
-            self._ttft[index] = self._clock.now - self._sent_at[index]
-        if output.finish is not None:
-            self._hits[index] = output.finish.usage.cached_tokens
-            del self._outputs[output.request_id]
-            self._ledger.close(index)
-            self._end(index)
+    def _note_finish(self, index: int, finish: Finish) -> None:
+        del finish
+        self._ledger.close(index)
 
     def _end(self, index: int) -> None:
         self._on_request()

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any, Self
 
 from radixserve.arrays import IntArray
-from radixserve.cache.events import EventLog, Stored
+from radixserve.cache.events import EventLog, Stored, open_log
 from radixserve.cache.hash.audit import check_blocks, count_shared, dump_blocks, preview_blocks
 from radixserve.cache.hash.block import Block, BlockNamespace
 from radixserve.cache.hash.block_hash import BlockChain, make_digest
@@ -278,16 +278,7 @@ class HashBlockCache(PrefixCache):
 
     def open_events(self, epoch: int | None = None) -> EventLog:
         """See `PrefixCache.open_events`. A node is a block."""
-        pool = self._pool
-        if pool.events is not None:
-            raise InvalidRequest("this cache's events are open already: close that log first")
-
-        def close() -> None:
-            if pool.events is log:
-                pool.events = None
-
-        log = pool.events = EventLog(self._stored_blocks, close, epoch)
-        return log
+        return open_log(self._pool, self._stored_blocks, epoch)
 
     def _stored_blocks(self) -> Iterator[Stored]:
         """Yields all findable blocks, each after the one before it in its prefix."""

@@ -22,7 +22,7 @@ from typing import Any, cast
 import numpy as np
 
 from radixserve.arrays import IntArray
-from radixserve.cache.events import EventLog
+from radixserve.cache.events import EventLog, open_log
 from radixserve.cache.interface import CacheSession, PrefixCache
 from radixserve.cache.lookup import Lookup
 from radixserve.cache.page_pool import PagePool
@@ -60,7 +60,7 @@ from radixserve.cache.snapshot import SnapshotView
 from radixserve.cache.tokens import TOKEN_BYTES, TokenIds, as_token_ids, token_view
 from radixserve.cache.watch import PrefixWatch
 from radixserve.checks import check_choice, check_float, check_int, check_str
-from radixserve.errors import InvalidRequest, OutOfPages
+from radixserve.errors import OutOfPages
 
 LEAST_BATCH = 3  # fewer sequences are committed faster one by one than in one loop
 
@@ -457,16 +457,7 @@ class RadixCache(PrefixCache):
 
     def open_events(self, epoch: int | None = None) -> EventLog:
         """See `PrefixCache.open_events`."""
-        tree = self._tree
-        if tree.events is not None:
-            raise InvalidRequest("this cache's events are open already: close that log first")
-
-        def close() -> None:
-            if tree.events is log:
-                tree.events = None
-
-        log = tree.events = EventLog(tree.stored_nodes, close, epoch)
-        return log
+        return open_log(self._tree, self._tree.stored_nodes, epoch)
 
     # -- inspection ---------------------------------------------------------------------------
 
