@@ -72,8 +72,8 @@ class HotSessions:
             last = f"{name}-{self.turns[name]}"
             if last in self.driver.finished:
                 self.texts[name] = self.texts[name] + self.driver.output(last)
-                if len(self.texts[name]) > 60:
-                    self.texts[name] = self.texts[name][:30]
+                if len(self.texts[name]) > 60:  # a text with the same beginning would supersede it
+                    self.texts[name] = prompt(1_000 + self.turns.total(), 30)
                 self.send(name)
 
 
