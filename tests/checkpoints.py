@@ -242,7 +242,8 @@ NATIVE = ("llama", "mistral", "qwen2", "qwen3")
 EXPERTS = ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")  # of four experts a token has two
 DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # layers with states
 STATE_SPACES = ("granitemoehybrid", "granite_hybrid_dense", "nemotron_h", "falcon_h1")
-RECURRENT = (*DELTA_NETS, *STATE_SPACES, "lfm2", "lfm2_moe")
+CONVOLUTIONS = ("lfm2", "lfm2_moe")
+RECURRENT = (*DELTA_NETS, *STATE_SPACES, *CONVOLUTIONS)
 SHAPED = ("gemma4", "gemma4_moe")  # layers differ in their shapes: native on the cpu backend only
 NATIVE_PARTS = (  # other native families: each has parts that these do not have
     *("cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3", "glm", "glm4", "granite"),

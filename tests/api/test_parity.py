@@ -59,7 +59,7 @@ CASES = [
     Case("stablelm", 10),
     Case("glm4", 22),
 ]
-OTHER_SHAPES = [  # and other families: two settings each, the others with the marker `long`
+OTHER_SHAPES = [  # and other families
     Case("mistral", 12, shape(4, 1, 32, True)),
     Case("qwen2", 13, (("num_attention_heads", 4), ("num_key_value_heads", 4))),
     Case("gpt_neox", 16, (("num_attention_heads", 2),)),
@@ -187,26 +187,25 @@ def run(
 SETTINGS: list[dict[str, Any]] = [
     {"page_size": 2, "chunked_prefill_size": 7},
     {"page_size": 16, "chunked_prefill_size": 7, "is_tight": True},
-    {"page_size": 1, "chunked_prefill_size": 64},
     {"page_size": 16, "chunked_prefill_size": 1},
-    {"page_size": 16, "chunked_prefill_size": 64, "cache": "off"},
+    {"page_size": 1, "chunked_prefill_size": 64},
     {"page_size": 64, "chunked_prefill_size": 64, "is_tight": True},
+    {"page_size": 16, "chunked_prefill_size": 64, "cache": "off"},
 ]
 
 
-@pytest.mark.parametrize(
-    ("case", "settings"),
-    [
-        *((case, settings) for case in CASES for settings in SETTINGS),
-        *((case, settings) for case in OTHER_SHAPES for settings in SETTINGS[:2]),
-        *(
-            pytest.param(case, settings, marks=pytest.mark.long)
-            for case in OTHER_SHAPES
-            for settings in SETTINGS[2:]
-        ),
-    ],
-    ids=str,
-)
+def cases_of_families() -> list[Any]:
+    """(case, settings). Each of CASES runs with every second of SETTINGS, one of them tight, and
+    each of OTHER_SHAPES with one of the first two. The others are long runs."""
+    found = []
+    for number, case in enumerate([*CASES, *OTHER_SHAPES]):
+        for index, settings in enumerate(SETTINGS):
+            is_short = index % 2 == number % 2 and (case in CASES or index < 2)
+            found.append(pytest.param(case, settings, marks=() if is_short else pytest.mark.long))
+    return found
+
+
+@pytest.mark.parametrize(("case", "settings"), cases_of_families(), ids=str)
 def test_every_family(
     case: Case,
     settings: dict[str, Any],
@@ -216,10 +215,22 @@ def test_every_family(
     run(reference(case, references, tmp_path_factory), **settings)
 
 
-@pytest.mark.parametrize("chunked_prefill_size", [1, 7, 64])
-@pytest.mark.parametrize("page_size", [1, 2, 16, 64])
-@pytest.mark.parametrize("cache", ["radix", "off"])
-@pytest.mark.parametrize("is_tight", [False, True], ids=["roomy", "tight"])
+def combinations() -> list[Any]:
+    """(chunk size, page size, cache, tight). Without a cache each page size runs with one chunk
+    size; the others are long runs."""
+    return [
+        pytest.param(
+            *(chunk, page_size, cache, is_tight),
+            marks=() if cache == "radix" or chunk == 7 else pytest.mark.long,
+        )
+        for is_tight in (False, True)
+        for cache in ("radix", "off")
+        for page_size in (1, 2, 16, 64)
+        for chunk in (1, 7, 64)
+    ]
+
+
+@pytest.mark.parametrize(("chunked_prefill_size", "page_size", "cache", "is_tight"), combinations())
 def test_every_combination(
     chunked_prefill_size: int,
     page_size: int,

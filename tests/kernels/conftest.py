@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -60,7 +61,23 @@ class DeviceOps:
         return received(result)
 
 
-@pytest.fixture(params=["reference", "triton", "cuda"])
+PATHS = ("reference", "triton", "cuda")
+
+
+def on_each_path(
+    names: Sequence[str], cells: Iterable[tuple[Any, ...]], is_short: Callable[..., bool]
+) -> pytest.MarkDecorator:
+    """Parametrizes a test with `path` and `names`. Interpreted kernels take seconds: their cells
+    that are not `is_short` are long runs."""
+    found = []
+    for path, cell in itertools.product(PATHS, cells):
+        is_long = path == "triton" and not is_short(*cell)
+        label = "-".join(map(str, (path, *cell)))
+        found.append(pytest.param(path, *cell, marks=pytest.mark.long if is_long else (), id=label))
+    return pytest.mark.parametrize(("path", *names), found, indirect=["path"])
+
+
+@pytest.fixture(params=PATHS)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The torch references and the interpreted Triton kernels on the CPU, or the compiled ones on
     a CUDA device, where fresh memory holds NaN. What is expected of them is computed on the CPU."""

@@ -16,6 +16,7 @@ from radixserve_kernels import gpu_ops
 from radixserve_kernels.attention_features import PLAIN, AttentionFeatures
 from radixserve_kernels.gpu import records
 from radixserve_kernels.stored_kv import from_stored, to_stored
+from tests.kernels.conftest import on_each_path
 from tests.kernels.paged_case import TOLERANCE, PagedCase, assert_near, attention, make_case
 
 both = pytest.mark.usefixtures("path")  # references, interpreted kernels, compiled ones
@@ -144,8 +145,11 @@ def stored_in(case: PagedCase, stored: torch.dtype) -> tuple[PagedCase, PagedCas
     )
 
 
-@pytest.mark.parametrize("fields", [{}, FEATURES[1], FEATURES[4]], ids=str)
-@pytest.mark.parametrize(("dtype", "stored"), STORED)
+@on_each_path(
+    ("dtype", "stored", "fields"),
+    [(*kind, fields) for kind in STORED for fields in ({}, FEATURES[1], FEATURES[4])],
+    lambda dtype, stored, fields: not fields or (dtype, stored) in (STORED[0], STORED[3]),
+)
 @both
 def test_stored_in_another_dtype(
     dtype: torch.dtype, stored: torch.dtype, fields: dict[str, Any]
@@ -170,9 +174,14 @@ def test_stored_in_another_dtype(
         assert_near(*result, expected, lse_tolerance)
 
 
-@pytest.mark.parametrize("fields", [{}, *FEATURES[1:]], ids=str)
-@pytest.mark.parametrize(
-    ("dtype", "stored"), [(F32, None), (BF16, None), (F32, torch.int8), (BF16, FP8)]
+@on_each_path(
+    ("dtype", "stored", "fields"),
+    [
+        (dtype, stored, fields)
+        for dtype, stored in ((F32, None), (BF16, None), (F32, torch.int8), (BF16, FP8))
+        for fields in ({}, *FEATURES[1:])
+    ],
+    lambda dtype, stored, fields: fields in ({}, FEATURES[4]) or (dtype, stored) == (F32, None),
 )
 @both
 def test_exact_bits(
@@ -213,22 +222,25 @@ def test_exact_bits(
             assert torch.equal(lse[0], whole_lse[length - 1])
 
 
-@pytest.mark.parametrize("fields", FEATURES, ids=str)
+@on_each_path(
+    ("dtype", "num_splits", "fields"),
+    [(*kind, fields) for kind in ((F32, 1), (BF16, 3)) for fields in FEATURES],
+    lambda dtype, num_splits, fields: (dtype, num_splits) == (F32, 1) or fields == FEATURES[4],
+)
 @both
-def test_features(fields: dict) -> None:
+def test_features(dtype: torch.dtype, num_splits: int, fields: dict[str, Any]) -> None:
     """Of rows whose keys are split, with sequences shorter and longer than what they see."""
     features = AttentionFeatures(**fields)
     torch.manual_seed(0)
-    for dtype, num_splits in ((F32, 1), (BF16, 3)):
-        case = make_case([300, 0, 20, 129], 2, 16, 4, dtype)
-        q = queries(4, 4, 16, dtype)
-        expected = attention(case, q, range(5), 0.25, causal=True, features=features)
-        assert_near(*decode(case, q, num_splits, None, features), expected)
-        case = make_case([70, 0, 150, 12], 2, 16, 4, dtype)
-        qo_indptr = [0, 70, 70, 90, 91]
-        q = queries(91, 4, 16, dtype)
-        expected = attention(case, q, qo_indptr, 0.25, causal=True, features=features)
-        assert_near(*extend(case, q, qo_indptr, 70, num_splits, True, features), expected)
+    case = make_case([300, 0, 20, 129], 2, 16, 4, dtype)
+    q = queries(4, 4, 16, dtype)
+    expected = attention(case, q, range(5), 0.25, causal=True, features=features)
+    assert_near(*decode(case, q, num_splits, None, features), expected)
+    case = make_case([70, 0, 150, 12], 2, 16, 4, dtype)
+    qo_indptr = [0, 70, 70, 90, 91]
+    q = queries(91, 4, 16, dtype)
+    expected = attention(case, q, qo_indptr, 0.25, causal=True, features=features)
+    assert_near(*extend(case, q, qo_indptr, 70, num_splits, True, features), expected)
 
 
 @both

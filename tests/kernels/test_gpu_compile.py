@@ -7,15 +7,18 @@ import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from radixserve_kernels import gpu_ops
+
+if TYPE_CHECKING:
+    from radixserve_kernels.gpu.variants import Variant
 
 TARGETS = [80, 90, 100]
 SOURCES = Path(gpu_ops.__file__).parent / "gpu"
@@ -42,22 +45,34 @@ def kernels_in_sources() -> set[str]:
     return {name.removesuffix("_kernel") for name in names if name.endswith("_kernel")}
 
 
-def check(compiler: ModuleType, target: int, *, every: bool) -> Iterator[str]:
+def check(
+    compiler: ModuleType, target: int, variants: Iterable[Variant], *, every: bool = False
+) -> Iterator[str]:
     print()
-    for made in compiler.compile_all([target], every=every):
+    for variant in variants:
+        made = compiler.compile_launch(variant, target)
         print(compiler.table_line((f"sm_{target}", *made[1:])))
         assert made.fits, f"{made} takes more than {compiler.SHARED_BYTES[target]} bytes"
         assert made.stack_bytes <= (16 if every else 0), f"{made} spills registers"
         yield made.kernel
 
 
-@pytest.mark.parametrize(
-    "target",
-    [pytest.param(target, marks=[] if target == 90 else pytest.mark.long) for target in TARGETS],
-)
-def test_every_kernel_compiles(compiler: ModuleType, target: int) -> None:
-    """Without spills, within the shared memory of the target; see the table with -s."""
-    assert set(check(compiler, target, every=False)) == kernels_in_sources()
+def test_every_kernel_compiles(compiler: ModuleType) -> None:
+    """One variant of each for Hopper: without spills, within its shared memory; see the table with
+    -s."""
+    from radixserve_kernels.gpu.variants import variants
+
+    firsts = {one.launch.kernel: one for one in reversed(variants((9, 0), every=False))}
+    assert set(check(compiler, 90, firsts.values())) == kernels_in_sources()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_usual_variants_compile(compiler: ModuleType, target: int) -> None:
+    from radixserve_kernels.gpu.variants import variants
+
+    usual = variants(divmod(target, 10), every=False)
+    assert set(check(compiler, target, usual)) == kernels_in_sources()
 
 
 @pytest.mark.long
@@ -65,7 +80,10 @@ def test_every_kernel_compiles(compiler: ModuleType, target: int) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_variant_compiles(compiler: ModuleType, target: int) -> None:
     """All dtypes, head dimensions, groups and page sizes; 16 bytes of spills are allowed."""
-    assert set(check(compiler, target, every=True)) == kernels_in_sources()
+    from radixserve_kernels.gpu.variants import variants
+
+    all_variants = variants(divmod(target, 10), every=True)
+    assert set(check(compiler, target, all_variants, every=True)) == kernels_in_sources()
 
 
 def test_compiled_and_interpreted_live_together(

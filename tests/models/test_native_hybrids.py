@@ -20,8 +20,11 @@ import torch
 from radixserve import Runtime, SamplingParams
 from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.checkpoints import (
+    CONVOLUTIONS,
+    DELTA_NETS,
     RECURRENT,
     SHAPED,
+    STATE_SPACES,
     all_logprobs,
     greedy,
     greedy_batch,
@@ -33,7 +36,8 @@ pytestmark = pytest.mark.skipif(
     bool(unsupported_reason(torch.float32)), reason="there are no CPU kernels here"
 )
 PAGE_SIZES, CHUNK_SIZES = (1, 4, 16), (1, 7, 33, 64, 512)
-SHORT = ((1, 512), (4, 1), (16, 33))  # the other pairs are long runs
+SHORT = ((1, 512), (4, 1), (16, 33))  # of the sample; the other pairs are long runs
+KINDS = (DELTA_NETS, STATE_SPACES, CONVOLUTIONS, SHAPED)  # of layers
 NUM_NEW = 24
 PARAMS = SamplingParams(
     temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, digest=True, logprobs=0
@@ -110,10 +114,20 @@ def find(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]
     return cache(lambda family: Reference(make_checkpoint(tmp_path_factory.mktemp(family), family)))
 
 
+def sample() -> set[tuple[str, int, int]]:
+    """Of each kind of layers every pair of SHORT, and of each family at least one."""
+    return {
+        (families[n % len(families)], *SHORT[n % len(SHORT)])
+        for families in KINDS
+        for n in range(max(len(families), len(SHORT)))
+    }
+
+
 def cases() -> list[Any]:
     """(family, page size, chunk size)."""
+    short = sample()
     return [
-        pytest.param(*case, marks=() if case[1:] in SHORT else pytest.mark.long)
+        pytest.param(*case, marks=() if case in short else pytest.mark.long)
         for case in product((*RECURRENT, *SHAPED), PAGE_SIZES, CHUNK_SIZES)
     ]
 
