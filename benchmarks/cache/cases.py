@@ -73,10 +73,11 @@ def _request_all(tree: Tree, prompts: Iterable[Any]) -> None:
 def _look_and_take(
     case: str, what: str, trees: Mapping[str, Tree], row: IntArray, repeats: int
 ) -> Iterator[Figure]:
-    """Two lines: a look-up of a prompt, and its prefix locked and unlocked. `what` has a place for
-    the operation."""
+    """Lines: a look-up of a prompt, its prefix locked and unlocked, and the same with its pages.
+    `what` has a place for the operation."""
     prompts = {who: tree.prompt(row) for who, tree in trees.items()}
-    for verb, name in (("lookup", "look-up"), ("take", "acquire, release")):
+    names = {"lookup": "look-up", "lock": "acquire, release", "take": "acquire, pages, release"}
+    for verb, name in names.items():
         operations = {who: partial(getattr(one, verb), prompts[who]) for who, one in trees.items()}
         yield from interleaved(f"{case}.{verb}", what.format(name), operations, repeats)
 

@@ -4,7 +4,8 @@ A `Tree` is one cache with its own form of a prompt. Cases call nothing else, so
 table says the same thing in every column:
 
     lookup    how much of a prompt is cached (ours also says why not more)
-    take      lock that prefix, name its pages, unlock
+    lock      lock that prefix, unlock
+    take      the same, and name its pages
     request   all that an engine asks for one request: match, lock, room for the rest (by eviction
               when there is none), publish, unlock
     evict     free the room of some tokens
@@ -29,7 +30,9 @@ class Tree(Protocol):
 
     def lookup(self, prompt: Any) -> int: ...
 
-    def take(self, prompt: Any) -> None: ...
+    def lock(self, prompt: Any) -> None: ...
+
+    def take(self, prompt: Any) -> object: ...
 
     def request(self, prompt: Any) -> None: ...
 
@@ -68,8 +71,12 @@ class PagedTree:
     def lookup(self, prompt: IntArray) -> int:
         return int(self.cache.lookup(prompt).cached_len)
 
-    def take(self, prompt: IntArray) -> None:
+    def lock(self, prompt: IntArray) -> None:
         self.cache.acquire(prompt).release()
+
+    def take(self, prompt: IntArray) -> int:
+        with self.cache.acquire(prompt) as sequence:
+            return len(sequence.pages)
 
     def request(self, prompt: IntArray) -> None:
         sequence = self.cache.acquire(prompt)

@@ -123,6 +123,9 @@ class SGLangTree:
         key = self._engine.key(prompt, limit=len(prompt) - 1)
         return int(self.cache.match_prefix(self._engine.match_params(key=key)).device_prefix_len)
 
+    def lock(self, prompt: array[int]) -> None:
+        self.cache.unlock(self._matched(prompt).lock)
+
     def take(self, prompt: array[int]) -> None:
         request = self._matched(prompt)
         self.cache.prefix_device_indices(request)
@@ -191,6 +194,11 @@ class SGLangCore(SGLangTree):
 
     def lookup(self, prompt: array[int]) -> int:
         return int(self._match(prompt).device_prefix_len)
+
+    def lock(self, prompt: array[int]) -> None:
+        node = self._match(prompt).last_device_node_id
+        self._tree.inc_lock_ref(node, [])
+        self._unlock(node)
 
     def take(self, prompt: array[int]) -> None:
         node = self._match(prompt).last_device_node_id

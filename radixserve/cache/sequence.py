@@ -5,6 +5,9 @@
     tokens     [0 ............... committed) [ ... known) [ placeholders ... length)
     pages      [ of the cache, read-only ][ private to this sequence ...           )
 
+A sequence that was acquired has locked its prefix. Its tokens and page ids are read from the cache
+when they are first needed: when it grows, or when a caller asks for them.
+
 A placeholder token has a page but no id yet: a step in flight samples it. Placeholders cannot be
 committed, so none is ever published.
 """
@@ -29,7 +32,7 @@ from radixserve.errors import InvalidRequest, OutOfPages
 PageCopy = tuple[int, int, int]  # (source page, destination page, tokens to copy)
 
 _PLACEHOLDER = np.array([-1], np.int32).tobytes()
-_NO_PAGES: IntArray = np.empty(0, np.int32)
+_UNUSED = array("i", (0,))  # an entry of `_pages` after those in use
 FEW_PAGES = 8  # up to so many at a time come from a reserved run: the sequence grows step by step
 
 
@@ -189,17 +192,22 @@ class CacheSequence(ABC):
 
     A subclass implements publishing, cuts and release of the cache's pages, and calls
     `_pages_change` before it replaces pages.
+
+    `_pages` has room for more than the `_num_pages` page ids in use, and is never resized in place:
+    views of it stay valid. `_pages` and `_tokens` are shorter than the sequence, and have no room,
+    as long as they are still to be read from the cache, see `_read_pages` and `_read_tokens`.
     """
 
     __slots__ = (
         "_allocator",
         "_is_open",
         "_namespace",
+        "_num_pages",
         "_num_shared",
         "_num_synced",
         "_owns_reserved_run",
         "_pages",
-        "_synced_pages",
+        "_table",
         "_tokens",
         "cached_len",
         "committed_len",
@@ -214,34 +222,38 @@ class CacheSequence(ABC):
         self,
         allocator: PageAllocator,
         namespace: Namespace,
+        length: int,
         tokens: bytearray,
-        shared: array[int],
+        pages: array[int],
         copy: PageCopy | None,
     ) -> None:
-        """All of `tokens` (int32 bytes) are committed; `shared` are the cache's pages for them, and
-        `copy` fills one more. The sequence owns the arrays from now on."""
+        """`length` tokens are committed. All whole pages of them belong to the cache, and `copy`
+        fills one more.
+
+        `tokens` (int32 bytes), `pages`: these tokens and whole pages, or empty to be read later.
+        The sequence owns the arrays from now on.
+        """
         self._allocator = allocator
         self._namespace = namespace
         self._tokens = tokens
-        self._pages = shared
-        self._num_shared = len(shared)  # leading pages that belong to the cache
+        self._pages = pages
+        self._num_shared = length // allocator.page_size  # leading pages that belong to the cache
+        self._num_pages = self._num_shared
         # These change by the calls below alone. They are read for every row of every step.
-        self.length = len(tokens) // TOKEN_BYTES  # tokens with pages, those to be computed included
-        self.committed_len = self.length  # tokens whose K/V is in the pages
-        self.cached_len = self.length
+        self.length = length  # tokens with pages, those to be computed included
+        self.committed_len = length  # tokens whose K/V is in the pages
+        self.cached_len = length
         self.num_placeholders = 0  # placeholder tokens at the end, resolved by `fill`
         self._is_open = True
         self._owns_reserved_run = False  # pages after its last one may be reserved for it
         self.expected_return: ReturnEstimate | None = None  # set by its user before `release`
         self.is_pin = False  # a lock that no request needs, see `PrefixCache.pin`
-        self._synced_pages = (
-            _NO_PAGES  # the last `take_page_table_delta`; a copy, not a view of `_pages`
-        )
-        self._num_synced = 0  # leading pages that have not changed since
+        self._table: IntArray | None = None  # a view of `_pages`, for `take_page_table_delta`
+        self._num_synced = 0  # leading pages that have not changed since its last call
         # (source page, own page, tokens to copy): the runner makes them before the next step
         self.cow_copies: list[PageCopy] = []
         if copy is not None:
-            shared.append(copy[1])
+            self._add_pages(array("i", copy[1:2]))
             self.cow_copies.append(copy)
         allocator.live_sequences.add(self)
 
@@ -259,17 +271,24 @@ class CacheSequence(ABC):
     @property
     def tokens(self) -> IntArray:
         """[length] int32 token ids, -1 for placeholders; a read-only view."""
+        if len(self._tokens) < self.length * TOKEN_BYTES:
+            self._read_tokens(0)
         return np.frombuffer(as_view(self._tokens).toreadonly(), np.int32)
 
     @property
     def pages(self) -> IntArray:
         """[ceil(length / page_size)] int32 page ids of positions [0, length); a read-only view."""
-        return np.frombuffer(as_view(self._pages).toreadonly(), np.int32)
+        return self._page_table()[: self._num_pages]
+
+    @property
+    def num_pages(self) -> int:
+        """Number of its pages."""
+        return self._num_pages
 
     @property
     def num_private(self) -> int:
         """Pages that belong to this sequence alone."""
-        return len(self._pages) - self._num_shared
+        return self._num_pages - self._num_shared
 
     @property
     def is_released(self) -> bool:
@@ -288,21 +307,21 @@ class CacheSequence(ABC):
         """Returns the page ids, as `pages`, and the first index at which they may differ from the
         result of the last call, 0 at the first call.
 
-        The array does not change before the next call. O(pages that differ), amortised.
+        The array does not change later. O(1), but for the first call.
         """
-        pages, first, table = self._pages, self._num_synced, self._synced_pages
-        size = len(pages)
-        if first < size:
-            if size > len(table):
-                table = np.empty(max(16, size * 3 // 2), np.int32)
-                table[:first] = self._synced_pages[:first]
-                self._synced_pages = table
-            if first + 1 == size:
-                table[first] = pages[first]
-            else:
-                table[first:size] = np.frombuffer(pages, np.int32)[first:]
-            self._num_synced = size
+        table, first = self._table, self._num_synced
+        if table is None:
+            table = self._page_table()
+        self._num_synced = size = self._num_pages
         return table[:size], first
+
+    def _page_table(self) -> IntArray:
+        """[>= num_pages] the page ids in use, then room; a read-only view."""
+        if self._table is None:
+            if len(self._pages) < self._num_pages:
+                self._read_pages(0)
+            self._table = np.frombuffer(as_view(self._pages).toreadonly(), np.int32)
+        return self._table
 
     def restart_page_table(self) -> None:
         """Make the next `take_page_table_delta` return index 0, for a reader without the earlier
@@ -327,19 +346,20 @@ class CacheSequence(ABC):
 
     def _append(self, data: bytes) -> None:
         """Append int32 tokens and allocate their pages."""
-        pages, allocator = self._pages, self._allocator
+        allocator, count = self._allocator, self._num_pages
         length = self.length + len(data) // TOKEN_BYTES
-        wanted = -(-length // allocator.page_size) - len(pages)
+        wanted = -(-length // allocator.page_size) - count
         if wanted > 0:
-            more: Sequence[int]
-            if wanted > FEW_PAGES or not pages:
-                more = allocator.allocate(wanted)
+            if not count:
+                self._set_pages(allocator.allocate(wanted))
+                self._num_pages = wanted
+            elif wanted > FEW_PAGES:
+                self._add_pages(allocator.allocate(wanted))
             else:
-                more, self._owns_reserved_run = allocator.allocate_after(pages[-1], wanted), True
-            try:
-                pages.extend(more)
-            except BufferError:  # a view of the old buffer is still exported
-                self._pages = pages + array("i", more)
+                self._reserve(count + wanted)
+                more = allocator.allocate_after(self._pages[count - 1], wanted)
+                self._owns_reserved_run = True
+                self._add_pages(array("i", more))
         try:
             self._tokens += data
         except BufferError:
@@ -434,6 +454,7 @@ class CacheSequence(ABC):
         """
         self._check_open()
         length = check_int("length", length, 0)
+        self._read()
         if length > self.length:
             raise InvalidRequest(f"truncate takes a length up to {self.length}, got {length}")
         whole, extra = divmod(length, self._allocator.page_size)
@@ -459,10 +480,10 @@ class CacheSequence(ABC):
         drafts that were wrong. Their pages are kept free for it."""
         assert length == self.committed_len, "only drafts are taken back"
         keep = -(-length // self._allocator.page_size)
-        if keep < len(self._pages):
+        if keep < self._num_pages:
+            dropped = self._pages[keep : self._num_pages]
             self._pages_change(keep)
-            dropped = self._pages[keep:]
-            self._pages = self._pages[:keep]
+            self._num_pages = keep
             self._allocator.free_end(dropped)
             self._owns_reserved_run = True
         self._tokens = self._tokens[: length * TOKEN_BYTES]
@@ -473,10 +494,11 @@ class CacheSequence(ABC):
         if not self._is_open:
             return
         self._is_open = False
-        if self._owns_reserved_run and self._pages:
-            self._allocator.pool.release_run(self._pages[-1])
-        if len(self._pages) > self._num_shared:
-            self._allocator.free(self._pages[self._num_shared :])
+        count = self._num_pages
+        if self._owns_reserved_run and count:
+            self._allocator.pool.release_run(self._pages[count - 1])
+        if count > self._num_shared:
+            self._allocator.free(self._pages[self._num_shared : count])
         self._release_shared()
         self._allocator.live_sequences.discard(self)
 
@@ -501,17 +523,53 @@ class CacheSequence(ABC):
     def _release_shared(self) -> None:
         """Unlock the pages of the cache; private ones are free already."""
 
+    def _read_tokens(self, num_spare: int) -> None:
+        """Set `_tokens` to the cached ones, with room for `num_spare` more. Called before anything
+        changes, by a sequence that was made without them; likewise `_read_pages`."""
+        raise NotImplementedError
+
+    def _read_pages(self, num_spare: int) -> None:
+        """Set `_pages` to the cached ones, with room for `num_spare` more."""
+        raise NotImplementedError
+
+    def _read(self, num_spare: int = 0) -> None:
+        """Read tokens and pages, with room for `num_spare` more pages, unless that was done."""
+        if len(self._tokens) < self.length * TOKEN_BYTES:
+            self._read_tokens(num_spare * self._allocator.page_size)
+        if len(self._pages) < self._num_pages:
+            self._read_pages(num_spare)
+
+    def _reserve(self, num_pages: int) -> None:
+        """Read what is unread, and make room for `num_pages` pages in all and for some more."""
+        if num_pages <= len(self._pages):
+            return
+        room = num_pages + num_pages // 8 + FEW_PAGES
+        self._read(room - self._num_pages)
+        if len(self._pages) < room:
+            self._set_pages(self._pages + _UNUSED * (room - len(self._pages)))
+
+    def _add_pages(self, pages: array[int]) -> None:
+        """Append page ids."""
+        first, count = self._num_pages, self._num_pages + len(pages)
+        self._reserve(count)
+        self._pages[first:count] = pages
+        self._num_pages = count
+
+    def _set_pages(self, pages: array[int]) -> None:
+        """Replace the array of page ids."""
+        self._pages, self._table = pages, None
+
     def _drop_copies(self) -> None:
         """Clear `cow_copies`: they have been made, or are no longer needed."""
         self.cow_copies.clear()
 
     def _drop_pages(self, keep: int) -> None:
         """Keep the first `keep` pages; private ones after them are freed."""
-        self._pages_change(keep)
-        dropped = self._pages[max(keep, self._num_shared) :]
+        dropped = self._pages[max(keep, self._num_shared) : self._num_pages]
         self._allocator.free(dropped)
         self.cow_copies[:] = [copy for copy in self.cow_copies if copy[1] not in dropped]
-        self._pages = self._pages[:keep]
+        self._set_pages(self._pages[:keep])
+        self._num_pages, self._num_synced = keep, min(self._num_synced, keep)
         self._num_shared = min(self._num_shared, keep)
 
     def _replace_pages(self, first: int, pages: array[int]) -> None:
@@ -528,8 +586,10 @@ class CacheSequence(ABC):
         self._num_shared = max(self._num_shared, last)
 
     def _pages_change(self, first: int) -> None:
-        """Note for `take_page_table_delta` that pages from index `first` on change."""
+        """Note for `take_page_table_delta` that pages from index `first` on change. What it has
+        returned stays as it is."""
         if first < self._num_synced:
+            self._set_pages(self._pages[:])
             self._num_synced = first
 
     def _check_open(self) -> None:
@@ -548,9 +608,9 @@ def append_next(sequences: Sequence[CacheSequence], token_ids: Sequence[int] | N
     for index, sequence in enumerate(sequences):
         token = data[index * TOKEN_BYTES : (index + 1) * TOKEN_BYTES] if is_known else data
         length, allocator, pages = sequence.length, sequence._allocator, sequence._pages
-        is_full, page = not length % allocator.page_size, -1
-        if is_full and pages and sequence._is_open:
-            page = allocator.take_after(pages[-1])
+        is_full, page, count = not length % allocator.page_size, -1, sequence._num_pages
+        if is_full and 0 < count < len(pages) and sequence._is_open:
+            page = allocator.take_after(pages[count - 1])
         if (
             not sequence._is_open
             or (is_full and page < 0)
@@ -561,11 +621,9 @@ def append_next(sequences: Sequence[CacheSequence], token_ids: Sequence[int] | N
             else:
                 sequence.extend(token_ids[index : index + 1])
             continue
-        try:
-            if is_full:
-                pages.append(page)
-        except BufferError:  # a view of the old buffer is still exported
-            sequence._pages = pages + array("i", (page,))
+        if is_full:
+            pages[count] = page
+            sequence._num_pages = count + 1
         try:
             sequence._tokens += token
         except BufferError:

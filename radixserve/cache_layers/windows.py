@@ -326,14 +326,14 @@ class WindowedSequence(RadixSequence):
     def copy_from(self, source: CacheSequence) -> int:
         """See `CacheSequence.copy_from`. Pages outside the window of the next token get no window
         page."""
-        allocator, num_pages = self._allocator, len(self._pages)
+        allocator, num_pages = self._allocator, self._num_pages
         num_early = max(0, self._windows.first_seen_page(source.length) - num_pages)
         early = PageAllocator.allocate(allocator, num_early)
-        self._pages = self._pages + early  # a view of the old array may be exported
+        self._add_pages(early)
         try:
             copied = super().copy_from(source)
         except OutOfPages:
-            self._pages = self._pages[:num_pages]
+            self._num_pages = num_pages
             allocator.free(early)
             raise
         for read, written, num_tokens in self.cow_copies:
@@ -346,8 +346,9 @@ class WindowedSequence(RadixSequence):
         self._check_open()
         windows, length = self._windows, check_int("length", length, 0)
         if length < self.committed_len:
-            length = windows.usable_length([(0, self._pages)], length)
-            windows.use(self._pages, length)
+            pages = self._pages[: self._num_pages]
+            length = windows.usable_length([(0, pages)], length)
+            windows.use(pages, length)
         try:
             super().truncate(length)
         finally:

@@ -50,12 +50,12 @@ class PageBudget:
         assert state.sequence is not None
         tokens = _LOOKAHEAD if state.search is None else 1  # a beam stops after its next token
         ahead = min(len(state.tokens) + tokens, state.request.max_len)
-        return max(0, self.pages_for(ahead) - len(state.sequence.pages))
+        return max(0, self.pages_for(ahead) - state.sequence.num_pages)
 
     def pages_soon(self, state: RequestState) -> int:
         """Pages that a running request has, and will need soon."""
         assert state.sequence is not None
-        return len(state.sequence.pages) + self.pages_ahead(state)
+        return state.sequence.num_pages + self.pages_ahead(state)
 
     def num_outstanding(self) -> int:
         """Pages that the running requests will need soon. O(running requests)."""

@@ -104,7 +104,7 @@ class World:
     def extend(self, seq: RadixSequence, tokens: Prefix) -> bool:
         before = self.cache.dump(), self.cache.stats()["pages_free"]
         length = seq.length
-        wanted = -(-(length + len(tokens)) // self.cache.page_size) - len(seq.pages)
+        wanted = -(-(length + len(tokens)) // self.cache.page_size) - seq.num_pages
         available = self.cache.num_obtainable(wanted)
         try:
             seq.extend(tokens)

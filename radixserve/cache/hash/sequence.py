@@ -42,7 +42,8 @@ class HashSequence(CacheSequence):
         blocks and `source` are locked for this sequence, which owns the arrays from now on."""
         extra = len(tokens) % pool.width // TOKEN_BYTES
         copy = None if source is None else (source.page, page, extra)
-        super().__init__(allocator, namespace, tokens, pages, copy)
+        length = len(tokens) // TOKEN_BYTES
+        super().__init__(allocator, namespace, length, tokens, pages, copy)
         self._pool = pool
         self._blocks = blocks
         self._partial: Block | None = None  # of the page after `_blocks`, where that is shared
@@ -116,7 +117,7 @@ class HashSequence(CacheSequence):
             page = self._allocator.allocate(1)
             pool.lock((source,))
             self._keep(whole, whole)
-            self._pages += page
+            self._add_pages(page)
             self._source = source
             self.cow_copies.append((source.page, page[0], extra))
 

@@ -10,12 +10,13 @@ import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.cache.sequence import Namespace, ReturnEstimate
-from radixserve.cache.tokens import TOKEN_BYTES
+from radixserve.cache.tokens import TOKEN_BYTES, as_view
 
 if TYPE_CHECKING:
     from sortedcontainers import SortedList
 
 
+_ZERO = array("i", (0,))
 NO_CHILDREN: dict[bytes, Node] = {}  # shared by all leaves; stays empty
 
 
@@ -99,22 +100,35 @@ def path(node: Node) -> Iterator[Node]:
         ancestor = ancestor.parent
 
 
-def path_pages(node: Node, count: int) -> array[int]:
-    """Returns the first `count` page ids on the path from the root to `node`. O(count)."""
+def path_pages(node: Node, count: int, num_spare: int = 0) -> array[int]:
+    """Returns the first `count` page ids on the path from the root to `node`, and zeros in the
+    place of `num_spare` more. O(count)."""
     parent = node.parent
-    if parent is None or parent.parent is None:
-        return node.pages[:count]
-    path = [node.pages]
-    ancestor: Node | None = parent
-    while ancestor is not None:
-        path.append(ancestor.pages)
-        ancestor = ancestor.parent
-    path.reverse()
-    pages = array("i")
-    for piece in path:
-        pages += piece
-    del pages[count:]
+    if parent is not None and parent.parent is None:  # one node, as of most paths
+        pages = node.pages[:count]
+        if num_spare:
+            pages += _ZERO * num_spare
+        return pages
+    pages = _ZERO * (count + num_spare)
+    begin, room = 0, as_view(pages)
+    for piece in reversed([part.pages for part in path(node)]):
+        end = min(begin + len(piece), count)
+        room[begin:end] = as_view(piece)[: end - begin]
+        begin = end
     return pages
+
+
+def path_tokens(node: Node, length: int, num_spare: int = 0) -> bytearray:
+    """Returns the first `length` tokens (int32 bytes) on the path from the root to `node`; of
+    several nodes, in an array with room for `num_spare` more. O(length)."""
+    parent = node.parent
+    if parent is not None and parent.parent is None:
+        return node.tokens[: length * TOKEN_BYTES]
+    last = as_view(node.tokens)[: max(0, length - node.start) * TOKEN_BYTES]
+    above = [part.tokens for part in path(node)][:0:-1]
+    tokens = bytearray().join((*above, last, bytes(num_spare * TOKEN_BYTES)))
+    del tokens[length * TOKEN_BYTES :]
+    return tokens
 
 
 def prefix_of(node: Node) -> tuple[str, IntArray]:

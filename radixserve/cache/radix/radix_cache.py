@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import time
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -42,7 +41,14 @@ from radixserve.cache.radix.lookup import (
     match_prefix,
     never_saw,
 )
-from radixserve.cache.radix.node import Match, NamespaceTree, Node, path_pages, prefix_of
+from radixserve.cache.radix.node import (
+    Match,
+    NamespaceTree,
+    Node,
+    path_pages,
+    path_tokens,
+    prefix_of,
+)
 from radixserve.cache.radix.radix_tree import RadixTree
 from radixserve.cache.radix.retention import MakeRetention, RetentionPolicy, default_retention
 from radixserve.cache.radix.sequence import (
@@ -57,7 +63,7 @@ from radixserve.cache.sequence import (
     ReturnEstimate,
 )
 from radixserve.cache.snapshot import SnapshotView
-from radixserve.cache.tokens import TOKEN_BYTES, TokenIds, as_token_ids, token_view
+from radixserve.cache.tokens import TokenIds, as_token_ids, token_view
 from radixserve.cache.watch import PrefixWatch
 from radixserve.checks import check_choice, check_float, check_int, check_str
 from radixserve.errors import OutOfPages
@@ -273,10 +279,10 @@ class RadixCache(PrefixCache):
     ) -> RadixSequence:
         """Returns a sequence over the part of a prompt's match that it can resume. `data`: the
         whole prompt; `limit`: the tokens that were looked for; `num_releases`: see
-        `RetentionPolicy.on_prompt`."""
+        `RetentionPolicy.on_prompt`. O(nodes locked), unless a page's first tokens are copied."""
         tree, allocator = self._tree, self._allocator
         layers = self.layers
-        size, count, copy = tree.page_size, len(data), None
+        size, num_tokens, copy = tree.page_size, len(data), None
         match_len, node, _, _ = match
         length = match_len
         if layers is not None:
@@ -284,33 +290,26 @@ class RadixCache(PrefixCache):
         if self._freezer is not None:
             self._note_growth()
         tree.lock(node)
-        if session is not None and limit < count:
+        if session is not None and limit < num_tokens:
             self._retention().on_prompt(match, data, session, num_releases)
-        shared = path_pages(node, length // size) if length else array("i")
         if layers is not None:
             layers.begin_sequence(match, node, length)
         if length % size:
             node, length, copy = self._plan_page_copy(length, node)
-            if copy is None:
-                del shared[length // size :]
         allocator.note_time()
         stats = allocator.stats
         stats.num_acquired += 1
-        stats.acquired_tokens += count
+        stats.acquired_tokens += num_tokens
         stats.matched_tokens += length
         if copy is not None:
             stats.copied_tokens += copy[2]
-        if 2 * length > count:
-            known = bytearray(data)  # it keeps that room, for the rest
-            del known[length * TOKEN_BYTES :]
-        else:
-            known = bytearray(data[:length])
         if layers is None:
             return RadixSequence(
-                allocator, tree, node, known, shared, copy, length, session, priority
+                allocator, tree, node, length, None, copy, length, session, priority
             )
-        parts = allocator, tree, node, known, shared, copy, length, session, priority
-        return layers.make_sequence(*parts, match_len=match_len, limit=limit, num_tokens=count)
+        held = path_tokens(node, length), path_pages(node, length // size)  # layers look at them
+        parts = allocator, tree, node, length, held, copy, length, session, priority
+        return layers.make_sequence(*parts, match_len=match_len, limit=limit, num_tokens=num_tokens)
 
     def _cached_len(self, length: int, node: Node) -> int:
         """Returns the length of the sequence that `_acquire_match` would make over a resumable

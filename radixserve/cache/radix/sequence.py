@@ -17,10 +17,10 @@ from radixserve.cache.interface import CacheSession
 from radixserve.cache.radix.child_index import child_covering, covered_children
 from radixserve.cache.radix.eviction import PathUse
 from radixserve.cache.radix.lookup import common_tokens
-from radixserve.cache.radix.node import Node
+from radixserve.cache.radix.node import Node, path_pages, path_tokens
 from radixserve.cache.radix.radix_tree import RadixTree
 from radixserve.cache.radix.retention import RetentionPolicy
-from radixserve.cache.sequence import CacheSequence, PageAllocator, PageCopy
+from radixserve.cache.sequence import FEW_PAGES, CacheSequence, PageAllocator, PageCopy
 from radixserve.cache.tokens import TOKEN_BYTES
 
 
@@ -43,16 +43,24 @@ class RadixSequence(CacheSequence):
         allocator: PageAllocator,
         tree: RadixTree,
         node: Node,
-        tokens: bytearray,
-        shared: array[int],
+        length: int,
+        held: tuple[bytearray, array[int]] | None,
         copy: PageCopy | None,
         reused: int,
         session: CacheSession | None,
         priority: int,
     ) -> None:
-        """`node` covers all of `tokens` (int32 bytes) and is locked for this sequence. `reused`:
-        tokens that count as a use of what was cached before."""
-        CacheSequence.__init__(self, allocator, node.namespace, tokens, shared, copy)
+        """`node` covers the `length` tokens and is locked for this sequence. `held`: these tokens
+        (int32 bytes) and their whole pages; None: they are read from the path when needed, at once
+        if there is a `copy`. `reused`: tokens that count as a use of what was cached before."""
+        if held is not None:
+            tokens, pages = held
+        elif copy is not None:
+            tokens = path_tokens(node, length)
+            pages = path_pages(node, length // tree.page_size, FEW_PAGES)
+        else:
+            tokens, pages = bytearray(), array("i")
+        CacheSequence.__init__(self, allocator, node.namespace, length, tokens, pages, copy)
         self._tree = tree
         self._last_node = node
         self._published = self.committed_len
@@ -61,6 +69,14 @@ class RadixSequence(CacheSequence):
         self._priority = priority
         self._has_published = False  # tokens that the tree did not hold
         self._source: CacheSequence | None = None  # locks the pages that are still to be copied
+
+    def _read_tokens(self, num_spare: int) -> None:
+        self._check_open()  # else the path may be gone
+        self._tokens = path_tokens(self._last_node, self.length, num_spare)
+
+    def _read_pages(self, num_spare: int) -> None:
+        self._check_open()
+        self._set_pages(path_pages(self._last_node, self._num_pages, num_spare))
 
     def copy_from(self, source: CacheSequence) -> int:
         size, start, end = self._tree.page_size, self.committed_len, source.length
@@ -98,13 +114,17 @@ class RadixSequence(CacheSequence):
         if self._published < self.committed_len and not self._owns_tail():
             self._publish()
         copy = (self._tree_page(whole), page, extra) if extra else None
+        held = None
+        if len(self._tokens) == self.length * TOKEN_BYTES:  # else the fork reads the same path
+            self._read()
+            held = self._tokens[: self.committed_len * TOKEN_BYTES], self._pages[:whole]
         tree.lock(self._last_node)
         forked = type(self)(
             self._allocator,
             tree,
             self._last_node,
-            self._tokens[: self.committed_len * TOKEN_BYTES],
-            self._pages[:whole],
+            self.committed_len,
+            held,
             copy,
             0,
             self._session,
@@ -282,7 +302,7 @@ class RadixSequence(CacheSequence):
             covering = node_covering(self._last_node, self._published)
             self._last_node = self._tree.move_lock(self._last_node, covering)
         if copy is not None:
-            self._pages.append(copy[1])
+            self._add_pages(array("i", copy[1:2]))
             self.cow_copies.append(copy)
 
     def _release_shared(self) -> None:
