@@ -1,6 +1,7 @@
 """The console command `radixserve`: reads the command line, runs one command, reports errors.
 
-Light to import: each command loads what it needs when it runs.
+Light to import: a command's module is imported, and its flags are made, when that command is called
+or all are listed. Each command loads what it needs when it runs.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
 from radixserve._version import __version__
-from radixserve.commands import cache, chat, demo, generate, info, models, replay, serve, verify
 from radixserve.commands.flags import take_model
 from radixserve.commands.parser import CommandParser
 from radixserve.commands.terminal import error_line
@@ -31,6 +33,19 @@ EXTRAS = {  # the extra of setup.cfg that installs a package; other packages nee
     "xxhash": "hash",
     "zmq": "kv-events",
 }
+COMMANDS = {  # in the order of --help: the module of a command, or its object in a module
+    "demo": "demo",
+    "chat": "chat",
+    "generate": "generate",
+    "serve": "serve",
+    "pull": "models.PULL",
+    "list": "models.LIST",
+    "rm": "models.RM",
+    "replay": "replay",
+    "verify": "verify",
+    "cache": "cache",
+    "info": "info",
+}
 _EXAMPLES = """\
 examples:
   radixserve demo
@@ -47,8 +62,9 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 0 after success, 1 if a part failed, 2 if the command
     failed, 130 after an interrupt."""
-    parser = build_parser()
-    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    given = sys.argv[1:] if argv is None else argv
+    parser = build_parser(*(name for name in given[:1] if name in COMMANDS))
+    args = parser.parse_args(given)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -82,8 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the whole command line."""
+def build_parser(*names: str) -> argparse.ArgumentParser:
+    """Returns the parser of the command line, with the named commands; of all, without names."""
     parser = CommandParser(
         prog="radixserve",
         description="Serve language models around a token-exact radix prefix cache.",
@@ -92,14 +108,21 @@ def build_parser() -> argparse.ArgumentParser:
     version = f"radixserve {__version__}"
     parser.add_argument("-V", "--version", action="version", version=version)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    models_commands = (models.PULL, models.LIST, models.RM)
-    for command in (demo, chat, generate, serve, *models_commands, replay, verify, cache, info):
+    for name in names or COMMANDS:
+        command = _find_command(COMMANDS[name])
         command_parser = command.add_parser(commands)
         command_parser.set_defaults(run=command.run)
         command_parser.add_argument(
             "--debug", action="store_true", help="show the traceback of an error"
         )
     return parser
+
+
+def _find_command(place: str) -> Any:
+    """The module of a command, or its object in a module; both have `add_parser` and `run`."""
+    module, _, name = place.partition(".")
+    found = import_module(f"radixserve.commands.{module}")
+    return getattr(found, name) if name else found
 
 
 def _drop_stdout() -> None:

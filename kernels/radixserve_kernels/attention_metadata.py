@@ -15,7 +15,8 @@ class AttentionMetadata:
     names are FlashInfer's.
 
     kv_indices is put together when it is first read, which copies every page id of every row: a
-    flat plan on a device does without. `release` gives the borrowed page tables back.
+    flat plan on a device does without. `copy_kv_indices` writes them elsewhere. `release` gives the
+    borrowed page tables back.
     """
 
     __slots__ = (
@@ -56,6 +57,15 @@ class AttentionMetadata:
         if flat is None:
             flat = self._kv_indices = np.concatenate(self.page_tables, dtype=np.int32)
         return flat
+
+    def copy_kv_indices(self, into: NDArray[np.int32]) -> None:
+        """Write the page ids of all rows to `into` [total pages]."""
+        if self._kv_indices is not None:
+            into[:] = self._kv_indices
+        elif len(self.page_tables) == 1:
+            into[:] = self.page_tables[0]
+        else:
+            np.concatenate(self.page_tables, out=into)
 
     @property
     def is_flattened(self) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from radixserve_kernels.attention_features import PLAIN, AttentionFeatures
 from radixserve_kernels.attention_metadata import AttentionMetadata, IndexArray
-from radixserve_kernels.cpu_library import address, cpu_library, finalize, is_bf16
+from radixserve_kernels.cpu_library import address, brief_calls, cpu_library, finalize, is_bf16
 
 CAUSAL, BEGINS, ENDS = 1, 2, 4  # flags of a job
 _KV_TYPES = {torch.bfloat16: 1, torch.int8: 2}  # where they are not the queries' own
@@ -103,7 +103,15 @@ class CpuAttentionPlan:
     multiple of 16 tokens, 32 with AMX.
     """
 
-    __slots__ = ("__weakref__", "_merge", "_record", "_rows", "pointer")
+    __slots__ = (
+        "__weakref__",
+        "_columns",
+        "_merge",
+        "_num_rows",
+        "_page_ids",
+        "_record",
+        "pointer",
+    )
 
     def __init__(
         self,
@@ -114,7 +122,10 @@ class CpuAttentionPlan:
         *,
         is_exact: bool = True,
     ) -> None:
-        library, self._record = cpu_library(), _AttentionMetadata(page_size=page_size)
+        library, self._record = brief_calls(cpu_library()), _AttentionMetadata(page_size=page_size)
+        self._num_rows = -1
+        self._columns: list[IndexArray] = []  # of the planned rows; C borrows their memory
+        self._page_ids = np.empty(0, np.int32)  # likewise, with room after those of the rows
         self._merge = (
             ctypes.byref(_Heads(*heads, heads[2] ** -0.5)),
             -1 if merge_tokens is None else merge_tokens,
@@ -127,18 +138,35 @@ class CpuAttentionPlan:
     def reset(self, rows: AttentionMetadata) -> None:
         """Replan for another step's rows in place."""
         self._take(rows)
-        library = cpu_library()
+        library = brief_calls(cpu_library())
         library.radixserve_reset_plan(self.pointer, ctypes.byref(self._record), *self._merge)
 
     def _take(self, rows: AttentionMetadata) -> None:
-        names = ("start", "qo_indptr", "kv_indptr", "kv_indices", "seq_lens")
-        arrays = [np.ascontiguousarray(getattr(rows, name)) for name in names]
-        self._rows = arrays  # C borrows their memory
-        record = self._record
-        record.num_rows = len(rows.start)
-        for name, array in zip(names, arrays, strict=True):
-            setattr(record, name, array.ctypes.data)
-        cpu_library().radixserve_set_threads(torch.get_num_threads())  # tasks are cut for so many
+        """Copy the rows to memory whose addresses C has: the same in the next step, as a rule."""
+        num_rows, num_pages = len(rows.start), int(rows.kv_indptr[-1])
+        if num_rows != self._num_rows:
+            self._make_columns(num_rows)
+        if num_pages > len(self._page_ids):
+            self._page_ids = np.empty(num_pages + num_pages // 8 + 64, np.int32)
+            self._record.kv_indices = self._page_ids.ctypes.data
+        start, qo_indptr, kv_indptr, seq_lens = self._columns
+        start[:] = rows.start
+        qo_indptr[:] = rows.qo_indptr
+        kv_indptr[:] = rows.kv_indptr
+        seq_lens[:] = rows.seq_lens
+        rows.copy_kv_indices(self._page_ids[:num_pages])
+        threads = torch.get_num_threads()
+        brief_calls(cpu_library()).radixserve_set_threads(threads)  # tasks are cut for so many
+
+    def _make_columns(self, num_rows: int) -> None:
+        names = ("start", "qo_indptr", "kv_indptr", "seq_lens")
+        flat, record = np.empty((len(names), num_rows + 1), np.int64), self._record
+        self._num_rows = record.num_rows = num_rows
+        address, stride = flat.ctypes.data, flat.strides[0]
+        for index, name in enumerate(names):
+            setattr(record, name, address + index * stride)
+        start, qo_indptr, kv_indptr, seq_lens = flat
+        self._columns = [start[:-1], qo_indptr, kv_indptr, seq_lens[:-1]]
 
     def jobs(self) -> Jobs:
         """A copy of the jobs, for inspection."""
@@ -157,7 +185,7 @@ class CpuAttentionPlan:
             first_page=array("first_page", record.num_jobs),
             num_keys=array("num_keys", record.num_jobs),
             flags=array("flags", record.num_jobs),
-            page_ids=self._rows[3],
+            page_ids=self._page_ids[: self._columns[2][-1]].copy(),
             page_size=record.page_size,
             num_tokens=record.num_tokens,
         )

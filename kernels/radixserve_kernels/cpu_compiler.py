@@ -7,6 +7,7 @@ whatever way: a shell between the two sees the end of its input.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -56,8 +57,9 @@ def find_compiler() -> list[str]:
     raise CompilerError(f"there is no C++ compiler: {wanted} not found")
 
 
-def compiler_version(compiler: Sequence[str]) -> bytes:
-    """The compiler's own version text. Raises CompilerError if it does not run."""
+@functools.cache
+def compiler_version(*compiler: str) -> bytes:
+    """The compiler's own version text, asked for once. Raises CompilerError if it does not run."""
     command = [*compiler, "--version"]
     try:
         return subprocess.run(command, capture_output=True, timeout=30, check=False).stdout

@@ -19,7 +19,7 @@ from radixserve_kernels.cpu_attention import (
     kv_type,
 )
 from radixserve_kernels.cpu_experts import PackedExperts
-from radixserve_kernels.cpu_library import address, cpu_library, finalize, is_bf16
+from radixserve_kernels.cpu_library import address, brief_calls, cpu_library, finalize, is_bf16
 from radixserve_kernels.cpu_recurrent import CompiledStates
 from radixserve_kernels.cpu_weights import PackedWeight, WeightRecord
 from radixserve_kernels.decoder_layer import (
@@ -157,6 +157,8 @@ class FusedDecoder:
         self._is_bf16, self._vocab_size = is_bf16(dtype), shape.vocab_size
         self._library = library
         self._step = _Step()  # C reads it during a call
+        self._rotations: Sequence[Tensor] | None = None  # of the last call
+        self._tables: Any = None  # their addresses
         sizes = _shape_record(shape)
         borrowed: list[Any] = [layers, embedding, norm, head, layer_inputs]
         kv_layers = _kv_layers(layers)
@@ -187,7 +189,8 @@ class FusedDecoder:
         positions: Tensor,  # [T] int64
         slots: Tensor,  # [T] int64
         sampled: Tensor,  # [S] int64, ascending
-        rotations: Sequence[Tensor],  # of each rotary [n, 1, D/2] complex64, of every position
+        rotations: Sequence[Tensor],  # of each rotary [n, 1, D/2] complex64, of every position;
+        # another object where one of them changed
         attention: CompiledStep,
         window_slots: Tensor | None = None,  # [T] int64, of layers in window pages
         window_page_ids: NDArray[np.int32] | None = None,  # in the places of the plan's
@@ -198,17 +201,20 @@ class FusedDecoder:
         Raises ValueError if a layer's memory is for other heads than it has.
         """
         size = (len(sampled), self._vocab_size)
-        logits = torch.empty(size, dtype=torch.float32, device="cpu")  # not the default device
-        tables = (ctypes.c_void_p * len(rotations))(*map(torch.Tensor.data_ptr, rotations))
+        logits = torch.from_numpy(np.empty(size, np.float32))  # torch.empty gives Python's lock up
         step = self._step
+        if rotations is not self._rotations:
+            self._rotations = rotations
+            self._tables = (ctypes.c_void_p * len(rotations))(*(r.data_ptr() for r in rotations))
+            step.rotations = ctypes.addressof(self._tables)
         step.num_tokens, step.num_sampled = len(input_ids), len(sampled)
         step.input_ids, step.positions = input_ids.data_ptr(), positions.data_ptr()
         step.slots, step.sampled = slots.data_ptr(), sampled.data_ptr()
-        step.rotations, step.logits = ctypes.addressof(tables), logits.data_ptr()
+        step.logits = logits.data_ptr()
         step.window_slots = address(window_slots)
         step.window_page_ids = None if window_page_ids is None else window_page_ids.ctypes.data
         step.states = None if states is None else ctypes.addressof(states.record)
-        self._library.radixserve_set_threads(torch.get_num_threads())
+        brief_calls(self._library).radixserve_set_threads(torch.get_num_threads())
         plan, kv = attention
         if kv is not self._checked_kv:
             self._check_heads(kv)

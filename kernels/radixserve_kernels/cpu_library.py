@@ -84,6 +84,12 @@ def cpu_library(dtype: torch.dtype | None = None) -> ctypes.CDLL:
     return loaded[dtype] if dtype in loaded else _require(dtype or torch.float32)
 
 
+def brief_calls(library: ctypes.CDLL) -> Any:
+    """The functions of a library for calls of some microseconds: they keep Python's lock. A thread
+    that gives it up to a busy one waits for a whole switch interval to get it back."""
+    return library.brief
+
+
 def forms_library() -> ctypes.CDLL:
     """The library of 8- and 4-bit weights, see `cpu_library`; the others use it from then on."""
     return _require(FORMS)
@@ -200,7 +206,7 @@ def _fingerprint(compiler: list[str], flags: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
-    digest.update(compiler_version(compiler))
+    digest.update(compiler_version(*compiler))
     digest.update(" ".join((*compiler, *flags)).encode() + processor().encode())
     return digest.hexdigest()[:16]
 
@@ -297,11 +303,13 @@ _FORMS_INTERFACE = {  # of cpu/forms.cpp
 
 def _declare(library: ctypes.CDLL, interface: dict[str, tuple[Any, tuple[Any, ...]]]) -> None:
     """Set the argument types of a library's functions. Those that need memory raise MemoryError."""
+    library.brief = brief = ctypes.PyDLL(library._name, handle=library._handle)  # type: ignore[attr-defined]
     for name, (result, arguments) in interface.items():
-        function = getattr(library, f"radixserve_{name}")
-        function.restype, function.argtypes = result, arguments
-        if result is _POINTER:
-            function.errcheck = _check_pointer
+        for kind in (library, brief):
+            function = getattr(kind, f"radixserve_{name}")
+            function.restype, function.argtypes = result, arguments
+            if result is _POINTER:
+                function.errcheck = _check_pointer
 
 
 def finalize(owner: object, delete: Callable[..., None], pointer: Any) -> None:

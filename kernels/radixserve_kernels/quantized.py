@@ -120,7 +120,13 @@ def is_equal(first: AnyWeight, second: AnyWeight) -> bool:
 
 def select_rows(weight: AnyWeight, index: Tensor) -> AnyWeight:
     """The rows of `index`, in its order."""
-    return map_parts(weight, lambda part: part[index])
+
+    def select(part: Tensor) -> Tensor:
+        if part.is_meta:  # where an index imports torch._dynamo and sympy, which takes a second
+            return part.new_empty((len(index), *part.shape[1:]))
+        return part[index]
+
+    return map_parts(weight, select)
 
 
 def map_parts(weight: AnyWeight, change: Callable[[Tensor], Tensor]) -> AnyWeight:

@@ -180,6 +180,10 @@ class Engine:
         """The loop is about to wait for requests."""
         self.extensions.on_idle()
 
+    def warm_up(self) -> bool:
+        """See `ModelRunner.warm_up`. While there is no work."""
+        return self._runner.warm_up()
+
     def step(self) -> list[RequestOutput]:
         """Launch a step, and collect the oldest one beyond the overlap depth.
 

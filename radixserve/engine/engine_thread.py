@@ -39,6 +39,7 @@ _MANY_OUTPUTS = 8
 _ADDED_AT_ONCE = 64  # requests between two steps of others
 _STATS_EVERY_S = 0.25  # while it steps
 _IDLE_STATS_EVERY_S = 1.0  # while it is idle and has leases or hints, which end by time
+_WARM_UP_AFTER_S = 0.1  # of the first idleness: what a caller starts meanwhile comes first
 _FORKED = (
     "this process was forked from the one that runs the engine, and its thread did not come along: "
     "make the Runtime in the process that uses it, or start processes by multiprocessing's "
@@ -79,6 +80,7 @@ class EngineThread:
         self._is_closing = self._is_forked = False
         self._num_unread = [0, 0]  # requests in the inbox and their tokens, under the lock
         self._is_idle = True
+        self._is_warm = False  # whether the engine has nothing left to warm up
         self._stepped_at = self._stats_at = time.monotonic()
         self._stats = engine.stats()  # as of `_stats_at`
         self._thread = threading.Thread(target=self._run, name="radixserve-engine", daemon=True)
@@ -224,10 +226,14 @@ class EngineThread:
                     "hints"
                 ]:  # they end by time alone
                     timeout = _IDLE_STATS_EVERY_S
+                if not self._is_warm:
+                    timeout = _WARM_UP_AFTER_S
             try:
                 item = self._inbox.get(block=is_idle, timeout=timeout)
             except queue.Empty:
                 if is_idle:
+                    while not self._is_warm and self._inbox.empty():
+                        self._is_warm = not self._engine.warm_up()
                     continue
                 return True
             if item is not None:

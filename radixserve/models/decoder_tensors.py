@@ -35,6 +35,7 @@ from radixserve.models.mlp_tensors import (
     ExpertTensors,
     MlpTensors,
     WeightAndBias,
+    computed,
     read_experts,
     read_mlp,
 )
@@ -152,7 +153,7 @@ def read_decoder(
     embedding, lm_head = make_ends(embedding, _load_head(reader, shape, embedding))
     return_freed_memory()  # the largest matrices of most models, as they were read
     norm = tensors.take(f"model.{shape.family.final_norm}.weight", (shape.hidden_size,)).float()
-    norm = norm + shape.family.norm_offset
+    norm = computed(norm, lambda norm: norm + shape.family.norm_offset)
     layers = tuple(
         make_layer(_LayerReader(reader, shape, number).read()) for number in range(shape.num_layers)
     )
@@ -243,6 +244,10 @@ def describe(source: ModelSource, dtype: torch.dtype) -> ModelInfo:
     return replace(info, eos_ids=source.eos_ids(), sampling=source.sampling())
 
 
+def _decay(logarithm: Tensor) -> Tensor:
+    return computed(logarithm, lambda logarithm: -logarithm.exp())
+
+
 def _rounded_scale(shape: DecoderShape, dtype: torch.dtype) -> DecoderShape:
     if not shape.family.has_rounded_scale:
         return shape
@@ -252,6 +257,7 @@ def _rounded_scale(shape: DecoderShape, dtype: torch.dtype) -> DecoderShape:
 def _rotary_tables(
     source: ModelSource, shape: DecoderShape, device: torch.device
 ) -> tuple[RotaryTable, ...]:
+    """One for each of shape.ropes; none on the device "meta"."""
     factors, tables = source.rope_factors(), []
     for number, rope in enumerate(shape.ropes):
         _, head_dim = shape.heads[shape.rotary.index(number)]
@@ -259,7 +265,8 @@ def _rotary_tables(
         inv_freq, scaling = rope_frequencies(source.config, rotary_dim, rope)
         if factors is not None and rope.get("rope_type") != "proportional":
             inv_freq = inv_freq / factors
-        tables.append(RotaryTable(inv_freq.to(device), scaling, head_dim))
+        if device.type != "meta":
+            tables.append(RotaryTable(inv_freq.to(device), scaling, head_dim))
     return tuple(tables)
 
 
@@ -332,7 +339,7 @@ _NOTHING: WeightAndBias = (torch.empty(0, 0), None)
 
 def _rows_of(both: WeightAndBias, rows: Tensor) -> WeightAndBias:
     weight, bias = both
-    return select_rows(weight, rows), None if bias is None else bias[rows]
+    return select_rows(weight, rows), None if bias is None else dense(select_rows(bias, rows))
 
 
 class _LayerReader:
@@ -396,7 +403,9 @@ class _LayerReader:
                 experts,
                 expert_scale=take(f"{prefix}router.per_expert_scale", (count,)).float(),
             ),
-            router_norm=take(f"{prefix}router.scale", (hidden,)).float() * hidden**-0.5,
+            router_norm=computed(
+                take(f"{prefix}router.scale", (hidden,)).float(), lambda norm: norm * hidden**-0.5
+            ),
             pre_norm=self._weights("pre_feedforward_layernorm_2", (hidden,)),
             post_mlp_norm=self._weights("post_feedforward_layernorm_1", (hidden,)),
             post_norm=self._weights("post_feedforward_layernorm_2", (hidden,)),
@@ -490,7 +499,7 @@ class _LayerReader:
         net = DeltaNet(
             *(parts.num_k_heads, heads, parts.k_dim, parts.v_dim),
             conv=conv.float()[:, 0].T.contiguous(),
-            decay=-take(f"{name}A_log", (heads,)).float().exp(),
+            decay=_decay(take(f"{name}A_log", (heads,)).float()),
             dt_bias=take(f"{name}dt_bias", (heads,)).float(),
             norm=take(f"{name}norm.weight", (parts.v_dim,)).float(),
         )
@@ -518,14 +527,20 @@ class _LayerReader:
         take, name = self._reader.take, f"{self._prefix}{module}."
         order = torch.cat(torch.arange(channels).split((values, keys, keys))[::-1])  # C, B, x
         z_scale, *scales, step_scale = parts.in_scales
-        factors = torch.tensor(scales).repeat_interleave(torch.tensor((values, keys, keys)))
+        factors = torch.tensor(scales).repeat_interleave(torch.tensor((values, keys, keys)))[
+            :, None
+        ]
         conv = take(f"{name}conv1d.weight", (channels, 1, parts.kernel)).float()[:, 0]
         conv_bias = take(f"{name}conv1d.bias", (channels,)) if parts.has_conv_bias else None
         net = StateSpace(
             *(parts.num_groups, parts.num_heads, parts.state_size, parts.head_dim),
-            conv=(conv * factors.to(conv.device)[:, None])[order].T.contiguous(),
-            conv_bias=None if conv_bias is None else conv_bias.float()[order],
-            decay=-take(f"{name}A_log", (parts.num_heads,)).float().exp(),
+            conv=computed(
+                conv, lambda conv: (conv * factors.to(conv.device))[order].T.contiguous()
+            ),
+            conv_bias=None
+            if conv_bias is None
+            else computed(conv_bias, lambda conv_bias: conv_bias.float()[order]),
+            decay=_decay(take(f"{name}A_log", (parts.num_heads,)).float()),
             dt_bias=take(f"{name}dt_bias", (parts.num_heads,)).float(),
             skip=take(f"{name}D", (parts.num_heads,)).float(),
             norm=take(f"{name}norm.weight", (values,)).float() if parts.has_norm else None,
@@ -577,7 +592,8 @@ class _LayerReader:
     def _weights(self, name: str, size: tuple[int, ...]) -> Tensor:
         """A norm's weights, float32."""
         weights = self._reader.take(f"{self._prefix}{name}.weight", size)
-        return weights.float() + self._shape.family.norm_offset
+        offset = self._shape.family.norm_offset
+        return computed(weights.float(), lambda norm: norm + offset)
 
     def _qk_norm(self) -> Tensor | None:
         shape, kind = self._shape, self._shape.qk_norm
@@ -598,12 +614,12 @@ class _LayerReader:
             rows.append(weights.expand(heads, -1))
         if shape.family.has_v_norm and has_kv:
             rows.append(torch.ones_like(rows[0][:1]).expand(kv_heads, -1))
-        return torch.cat(rows)
+        return computed(rows[0], lambda _: torch.cat(rows))
 
     def _order(self, rows: Tensor) -> Tensor:
         """Rows of q or k [n * D, ...] such that those of a pair are neighbours."""
         shape = self._shape
-        if shape.family.has_interleaved_rope:
+        if shape.family.has_interleaved_rope or rows.is_meta:
             return rows
         if shape.rotary_dim == shape.head_dim:
             return pair_halves(rows, shape.heads[self._number][1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +14,12 @@ from radixserve_kernels.experts import Routing
 from radixserve_kernels.quantized import AnyWeight, map_parts
 
 WeightAndBias = tuple[AnyWeight, Tensor | None]  # only the decoder of the CPU gets quantised ones
+
+
+def computed(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """`function(tensor)`; of a tensor on the device "meta", which is read for its shape alone, the
+    tensor itself: arithmetic there imports torch._dynamo and sympy, which takes a second."""
+    return tensor if tensor.is_meta else function(tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +99,7 @@ def read_experts(
     if routing.has_shared:
         if routing.has_shared_gate:
             gate = reader.take(f"{prefix}mlp.shared_expert_gate.weight", (1, hidden))
-            router = torch.cat((router, gate))
+            router = computed(router, lambda router: torch.cat((router, gate)))
         size = parts.shared_size, hidden
         experts.append(read_mlp(reader, prefix, parts.shared_names, size))
     choice_bias = None

@@ -120,6 +120,11 @@ class ModelRunner(ABC):
             "kv_store cannot be used with tensor_parallel_size > 1: each rank has some of the heads"
         )
 
+    def warm_up(self) -> bool:
+        """Do a few milliseconds of the work that the first steps would do, between two steps.
+        Returns False once there is none."""
+        return False
+
     def close(self) -> None:
         """End the processes that the runner started. Can be called again."""
         return

@@ -66,6 +66,10 @@ class CpuModelRunner(SingleDeviceRunner):
         self._start_rounding_check()
         self._describe()
 
+    def warm_up(self) -> bool:
+        """See `ModelRunner.warm_up`."""
+        return self.pool.map_next()
+
     def _pool_size(self, backend_name: str, tp_group: TPGroup | None) -> PoolSize:
         config, states_bytes = self._config, self.num_states * self.info.state_bytes
         if tp_group is not None:

@@ -62,6 +62,12 @@ class KVPool:
         )
         self.kv, self._layers = first
         self.others = tuple(others)
+        self._unmapped = [  # the first number of each layer's K and V
+            part.view(-1)[:1]
+            for layers in (first, *others)
+            for part in layers.kv.flatten(0, 1)
+            if device.type == "cpu" and layers.kv.nbytes >= _LARGE_POOL
+        ]
         self.windows: WindowKV | None = None
         if in_windows:
             # One shape: `divide_pool` makes no window pages otherwise.
@@ -73,6 +79,16 @@ class KVPool:
         head = shape.num_heads, stored_width(shape.dim, self._dtype)
         size = (num_layers, 2, num_pages, self.page_size, *head)
         return _zeros(size, self._dtype, self._device)
+
+    def map_next(self) -> bool:
+        """Have the system map and clear a memory page that the first tokens need, of a pool in
+        large ones: a millisecond or two for each layer's K and V. Returns False once that is done.
+        """
+        if not self._unmapped:
+            return False
+        first = self._unmapped.pop()
+        first.copy_(first.clone())  # it may have been written already
+        return True
 
     @property
     def layers(self) -> list[LayersKV]:

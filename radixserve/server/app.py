@@ -53,8 +53,8 @@ def make_app(server: AppState) -> FastAPI:
     app.state.server = server
     app.state.snapshots = Snapshots(server)
     app.state.comparison = Comparison()
-    for module in _ROUTE_MODULES:
-        app.include_router(module.router)
+    # `include_router` would make each route again when its first request comes.
+    app.router.routes += [route for module in _ROUTE_MODULES for route in module.router.routes]
     kinds = (ApiError, RadixServeError, RequestValidationError, HTTPException, RecursionError)
     for kind in (*kinds, Exception):
         app.add_exception_handler(kind, _failed)

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Any
 
 import uvicorn
@@ -161,10 +162,8 @@ class Process:
                 await asyncio.to_thread(self.server.runtime.close)
 
     async def _load(self) -> None:
-        runtime = await asyncio.to_thread(self._make_runtime)
+        runtime = await asyncio.to_thread(self._load_runtime)
         self._take_signals()  # replaces Ray's handler, which aborts 3 seconds after SIGTERM
-        gc.collect()
-        gc.freeze()  # the loaded model never becomes garbage: later collections skip its objects
         self.server.set_runtime(runtime)
         host, port = self._sock.getsockname()[:2]
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -175,6 +174,18 @@ class Process:
             threading.Thread(
                 target=_warm, args=(runtime, store), name="radixserve-warm", daemon=True
             ).start()
+
+    def _load_runtime(self) -> Runtime:
+        """Load the model. The garbage collector is off until all is imported. It skips what was
+        imported, and later the loaded model, which never become garbage."""
+        if not self._config.replicas:
+            import_module("radixserve.runner.factory")  # and PyTorch
+        gc.freeze()
+        gc.enable()
+        runtime = self._make_runtime()
+        gc.collect()
+        gc.freeze()
+        return runtime
 
     def _make_runtime(self) -> Runtime:
         config = self._config

@@ -160,8 +160,12 @@ def _byte_level(fields: dict[str, Any], split: PreTokenizer) -> Any:
 
 def _merges_of(fields: dict[str, Any], tokens: Iterable[str]) -> list[tuple[str, str]]:
     """Returns the file's merges, in order. A part may begin with a space."""
+    merges = fields.pop("merges", ())
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    if all(len(pair) == 2 and pair[0] for pair in pairs):
+        return pairs  # type: ignore[return-value]  # no part has a space
     own = {token: token for token in tokens}  # a merge's parts are not kept a second time
-    cuts = ((merge, merge.index(" ", 1)) for merge in fields.pop("merges", ()))
+    cuts = ((merge, merge.index(" ", 1)) for merge in merges)
     parts = ((merge[:cut], merge[cut + 1 :]) for merge, cut in cuts)
     return [(own.get(left, left), own.get(right, right)) for left, right in parts]
 

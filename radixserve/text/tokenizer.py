@@ -359,8 +359,10 @@ class Tokenizer:
         """Ids of the eos, eot and eom tokens: they end a text, a turn or a message."""
         named = self._tokenizer.special_tokens_map
         texts = {str(named[name]) for name in _END_TOKENS if named.get(name)}
-        vocabulary = self._tokenizer.get_vocab()
-        return frozenset(vocabulary[text] for text in texts if text in vocabulary)
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        # All of the vocabulary takes as long as a tenth of a start.
+        id_of = self._tokenizer.get_vocab().get if backend is None else backend.token_to_id
+        return frozenset(token_id for text in texts if (token_id := id_of(text)) is not None)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:

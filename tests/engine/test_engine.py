@@ -46,6 +46,15 @@ class ChainRunner:
         self.log: list[str] = []
         self.sampled: list[int] = []  # by the last launched step
         self.permits = threading.Semaphore(10_000)  # how many steps the device completes
+        self.num_cold = 0  # calls of `warm_up` until nothing is left
+        self.is_warm = threading.Event()
+
+    def warm_up(self) -> bool:
+        self.log.append("warm")
+        self.num_cold -= 1
+        if self.num_cold < 0:
+            self.is_warm.set()
+        return self.num_cold >= 0
 
     def launch(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         self.log.append("launch")
@@ -248,6 +257,20 @@ class TestThread:
         stats = thread.call(GetStats())
         assert (stats["waiting"], stats["running"], stats["steps_ahead"]) == (0, 0, 19)
         thread.close()
+
+    def test_it_warms_up_once_while_it_is_idle(self) -> None:
+        runner, events = ChainRunner(), []
+        runner.num_cold = 3
+        thread = EngineThread(Engine(runner, EngineConfig()))
+        thread.submit([self.collector("a", events, max_tokens=2)])
+        assert self.ended.wait(PATIENCE_S)  # what is asked for at once comes first
+        assert "warm" not in runner.log
+        assert runner.is_warm.wait(PATIENCE_S)
+        self.ended.clear()
+        thread.submit([self.collector("b", events, max_tokens=2)])
+        assert self.ended.wait(PATIENCE_S)
+        thread.close()
+        assert runner.log.count("warm") == 4
 
     def test_what_ends_by_time_ends_while_it_is_idle(self) -> None:
         """The status, which no message asks for, is that of now."""

@@ -156,3 +156,14 @@ def test_page_prefixes_of_all_shapes_are_copied() -> None:
     for old, new in zip(before, layers_of(pool), strict=True):
         old[:, 12:15], old[:, 20:24] = old[:, 0:3].clone(), old[:, 4:8].clone()
         assert torch.equal(old, new)
+
+
+def test_the_first_memory_pages_are_mapped_and_keep_their_content(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not make_pool(torch.float32, 8).map_next()  # in small pages
+    monkeypatch.setattr("radixserve.runner.kv_pool._LARGE_POOL", 0)
+    pool = make_pool(torch.float32, 8)
+    before = pool.kv.clone()
+    assert sum(iter(pool.map_next, False)) == 2 * 3
+    assert torch.equal(pool.kv, before)

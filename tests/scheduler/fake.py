@@ -94,6 +94,9 @@ class FakeRunner:
         self.table: dict[int, tuple[str, list[int]]] = {}  # request and pages of each slot, from
         # what the rows say has changed
 
+    def warm_up(self) -> bool:
+        return False
+
     def launch(self, schedule: SchedulerOutput) -> Any:
         with self.noticing():
             self.copy_states(schedule)

@@ -32,15 +32,19 @@ class Served:
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
 
     def wait_until_ready(self) -> None:
+        self.wait_until("/health/ready")
+
+    def wait_until(self, path: str) -> None:
+        """Wait until the server answers `path` with status 200."""
         deadline = time.monotonic() + 200
         while time.monotonic() < deadline:
             try:
-                if self.client.get("/health/ready").status_code == 200:
+                if self.client.get(path).status_code == 200:
                     return
             except httpx.TransportError:
                 assert self.process.poll() is None, self.errors()
             time.sleep(0.05)
-        raise AssertionError("the server was not ready in time")
+        raise AssertionError(f"the server did not answer {path} in time")
 
     def errors(self) -> str:
         assert self.process.stderr is not None

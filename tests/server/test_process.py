@@ -158,6 +158,52 @@ def test_a_dead_engine_ends_its_server_after_open_requests_were_answered(
         served.stop()
 
 
+# A server that loads its model once a file is there.
+LOADING = """
+import os, pathlib, sys, time
+from radixserve.cli import main
+from radixserve.server.process import Process
+load = Process._make_runtime
+def late(process):
+    while not pathlib.Path(os.environ["LOAD_AT"]).exists():
+        time.sleep(0.01)
+    return load(process)
+Process._make_runtime = late
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_while_the_model_is_loaded_only_health_is_answered(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOAD_AT", str(tmp_path / "load"))
+    served = Served(checkpoint, "--num-pages", "4096", program=("-c", LOADING))
+    try:
+        served.wait_until("/health/live")
+        for path in ("/health", "/health/ready", "/health/startup"):
+            answer = served.client.get(path)
+            assert (answer.status_code, answer.json()["status"]) == (503, "loading")
+        for path, status, kind in (
+            ("/v1/completions", 503, "loading"),
+            ("/v1/chat/completions", 503, "loading"),
+            ("/v1/messages", 529, "overloaded_error"),
+            ("/generate", 503, "loading"),
+        ):
+            answer = served.client.post(path, json={})
+            error = answer.json()["error"]
+            assert answer.status_code == status
+            assert kind in (error.get("code"), error["type"])
+            assert error["message"] == "the model is being loaded"
+            assert answer.headers["retry-after"] == "5"
+        assert served.client.get("/v1/models").status_code == 503
+        (tmp_path / "load").touch()
+        served.wait_until_ready()
+        body = {"prompt": [1, 2, 3], "max_tokens": 2}
+        assert served.client.post("/v1/completions", json=body).status_code == 200
+    finally:
+        served.stop()
+
+
 def test_what_cannot_be_served_is_one_line_and_code_2(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("ann 0123456789abcdef")
