@@ -28,9 +28,9 @@ FLOORS = [
     ["radixserve.cache_layers", "radixserve.retention", "radixserve_kernels"],
     ["radixserve.attention"],
     ["radixserve.scheduler", "radixserve.models", "radixserve.grammar"],
-    ["radixserve.admission_policies", "radixserve.hints", "radixserve.runner", "radixserve.text"],
+    ["radixserve.admission_policies", "radixserve.runner", "radixserve.text"],
     ["radixserve.engine"],
-    ["radixserve.drafts", "radixserve.kv_events", "radixserve.store"],
+    ["radixserve.drafts", "radixserve.hints", "radixserve.kv_events", "radixserve.store"],
     ["radixserve.api"],
     ["radixserve.recipes"],
     ["radixserve"],  # the face, which names everything below it
@@ -50,6 +50,15 @@ CONTROL_PLANE = (
     "radixserve.fleet.token_index",
     "radixserve.fleet.index_node",
     "radixserve.fleet.autoscaling",
+)
+SATELLITES = (
+    "admission_policies",
+    "cache_layers",
+    "engine.trace_recorder",
+    "hints",
+    "kv_events",
+    "retention",
+    "store",
 )
 WORKERS = ("radixserve.runner", "radixserve.models", "radixserve.attention", "radixserve_kernels")
 LIGHT = {"numpy", "sortedcontainers"}  # what the control plane may import from elsewhere
@@ -127,12 +136,12 @@ def test_there_is_no_ring() -> None:
 
 
 def test_the_engine_imports_none_of_its_extensions() -> None:
-    """Neither directly nor through others, types included."""
+    """Nor a policy or a layer: neither directly nor through others, types included."""
     reached, new = set[str](), {"radixserve.engine.engine", "radixserve.engine.engine_thread"}
     while new:
         reached |= new
         new = {other for name in new for other in ours(name) if other in MODULES} - reached
-    satellites = ("radixserve.store", "radixserve.kv_events", "radixserve.engine.trace_recorder")
+    satellites = [f"radixserve.{name}" for name in SATELLITES]
     for name in reached:
         assert not any(belongs(name, satellite) for satellite in satellites), name
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from radixserve.api.engine_factory import make_engine
 from radixserve.arrays import IntArray
 from radixserve.config import EngineConfig
-from radixserve.engine.engine import Engine
 from radixserve.output import RequestOutput
 from radixserve.request import Request, SamplingParams
 
@@ -23,7 +23,7 @@ class StepLoop:
     """An engine over `runner`, greedy requests of exact lengths, and random prompts."""
 
     def __init__(self, runner: Any, config: EngineConfig, vocab: int) -> None:
-        self.engine = Engine(runner, config)
+        self.engine = make_engine(runner, config)
         self._vocab = vocab
         self._rng = np.random.default_rng(0)
         self._num_requests = 0

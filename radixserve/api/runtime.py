@@ -24,7 +24,7 @@ from radixserve.api.beam_search import read_options
 from radixserve.api.branch import Branch
 from radixserve.api.chat import ChatSession
 from radixserve.api.client import EngineClient, RequestHandle
-from radixserve.api.extensions import extend
+from radixserve.api.engine_factory import make_engine
 from radixserve.api.progress import BatchProgress
 from radixserve.api.request_builder import (
     RequestBuilder,
@@ -50,13 +50,13 @@ from radixserve.drafts.extension import AddDraftSource
 from radixserve.drafts.source import DraftSource
 from radixserve.engine import messages
 from radixserve.engine.core_client import EngineCoreClient, EngineFacts
-from radixserve.engine.engine import Engine
-from radixserve.engine.engine_thread import EngineThread
-from radixserve.engine.extension import AddExtension, EngineExtension
-from radixserve.engine.messages import ApplyHints, GetHeld, GetStats
+from radixserve.engine.engine_thread import AddExtension, EngineThread
+from radixserve.engine.extension import EngineExtension
+from radixserve.engine.messages import GetStats
 from radixserve.engine.output_notifier import OutputNotifier
 from radixserve.errors import InvalidRequest
 from radixserve.hints.hint import Hint, HintAnswer, check_hint
+from radixserve.hints.messages import ApplyHints, GetHeld
 from radixserve.models.names import check_model_name
 from radixserve.output import Chunk, Completion, EngineStatus, Score
 from radixserve.reports import (
@@ -68,6 +68,7 @@ from radixserve.reports import (
 )
 from radixserve.request import BeamParams, Request, SamplingParams, TruncationSide
 from radixserve.sampling_defaults import NO_SAMPLING, SamplingDefault, in_force
+from radixserve.store import messages as store_messages
 from radixserve.structured_outputs import StructuredOutput
 from radixserve.text.prompts import Prompt, PromptReader, as_prompts
 from radixserve.text.tokenizer import Tokenizer
@@ -125,9 +126,7 @@ class Runtime:
             runner.num_pages * self.config.page_size,
         )
         notifier = OutputNotifier()
-        engine = Engine(runner, self.config)
-        extend(engine)
-        core = EngineThread(engine, notifier)
+        core = EngineThread(make_engine(runner, self.config), notifier)
         self._use(facts, core, notifier)
         self._finalizer: Any = weakref.finalize(self, _close, core, runner)
 
@@ -673,7 +672,7 @@ class Runtime:
         """Returns how many leading tokens of a prompt are in the `kv_store`, cached or not; 0
         without one. Raises InvalidRequest as `lookup` does."""
         tokens = self._builder.reader.read(prompt)
-        return self._core.call(messages.FindStored(tokens, check_text("namespace", namespace)))
+        return self._core.call(store_messages.FindStored(tokens, check_text("namespace", namespace)))
 
     def save_cache(
         self,
@@ -698,11 +697,11 @@ class Runtime:
         else:
             prefixes = [(namespace or "", self._builder.reader.read(prompt)) for prompt in prompts]
         prefixes.reverse()  # the last used is written last
-        self._core.call(messages.OpenStore(name))
+        self._core.call(store_messages.OpenStore(name))
         num_written = 0
         for namespace, tokens in prefixes:
-            self._core.call(messages.FindStored(tokens, namespace, name))
-            while count := self._core.call(messages.SavePrefix(name, namespace, tokens)):
+            self._core.call(store_messages.FindStored(tokens, namespace, name))
+            while count := self._core.call(store_messages.SavePrefix(name, namespace, tokens)):
                 num_written += count
         return num_written
 
@@ -716,10 +715,10 @@ class Runtime:
         """
         name, num_loaded = os.fspath(folder), 0
         count: int | None = 0
-        loads: list[messages.LoadPrefix] = []
-        self._core.call(messages.OpenStore(name))
-        for namespace, tokens in self._core.call(messages.ListStored(name)):
-            loads.append(messages.LoadPrefix(name, namespace, tokens))
+        loads: list[store_messages.LoadPrefix] = []
+        self._core.call(store_messages.OpenStore(name))
+        for namespace, tokens in self._core.call(store_messages.ListStored(name)):
+            loads.append(store_messages.LoadPrefix(name, namespace, tokens))
             while count := self._load_run(loads[-1], while_idle=while_idle):
                 num_loaded += count
             if count is None:
@@ -728,7 +727,7 @@ class Runtime:
             self._load_run(load, while_idle=while_idle)
         return num_loaded
 
-    def _load_run(self, load: messages.LoadPrefix, *, while_idle: bool) -> int | None:
+    def _load_run(self, load: store_messages.LoadPrefix, *, while_idle: bool) -> int | None:
         while while_idle and (status := self.status()).is_alive and not status.is_idle:
             time.sleep(_IDLE_POLL_S)
         return self._core.call(load)

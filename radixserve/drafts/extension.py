@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from radixserve.cache import PrefixCache, RadixCache
 from radixserve.drafts.drafter import Drafts
@@ -11,6 +11,9 @@ from radixserve.drafts.source import DraftSource
 from radixserve.engine.engine import Engine
 from radixserve.engine.extension import EngineExtension
 from radixserve.engine.messages import EngineMessage
+
+if TYPE_CHECKING:
+    from radixserve.runner.base import ModelRunner
 
 NUM_DRAFT_TOKENS = 32  # most of a row, by default
 
@@ -46,13 +49,12 @@ class DraftExtension(EngineExtension):
         return self._drafts.stats()
 
 
-def num_draft_tokens(engine: Engine) -> int:
+def num_draft_tokens(wanted: int | None, runner: ModelRunner) -> int:
     """Returns the most drafts of a row: as the settings say; by default NUM_DRAFT_TOKENS on a CPU
     where answers are exact, since drafts change none there, and 0 elsewhere."""
-    wanted = engine.config.max_draft_tokens
     if wanted is not None:
         return wanted
-    resolved = engine.runner.resolved_config
+    resolved = runner.resolved_config
     return NUM_DRAFT_TOKENS if resolved.device == "cpu" and not resolved.inexact else 0
 
 

@@ -22,30 +22,15 @@ import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from radixserve.admission_policies import make_admission
 from radixserve.arrays import IntArray
-from radixserve.cache import (
-    EventBatch,
-    EventLog,
-    EventSnapshot,
-    HashBlockCache,
-    Lookup,
-    PrefixCache,
-    RadixCache,
-    SnapshotView,
-)
+from radixserve.cache import EventBatch, EventLog, EventSnapshot, Lookup, PrefixCache, SnapshotView
 from radixserve.cache.stats import hit_rate
-from radixserve.cache_layers import RecurrentLayers, WindowedLayers
-from radixserve.config import EngineConfig
 from radixserve.engine.beam_group import BeamGroup, StopCheck
 from radixserve.engine.extension import EngineExtension, Extensions
 from radixserve.errors import EngineDead, InvalidRequest, request_failed
-from radixserve.hints.granted import Hints
-from radixserve.hints.hint import Hint, HintAnswer, HintLimits
-from radixserve.hints.prefetches import Prefetches
 from radixserve.output import RequestOutput
 from radixserve.request import Request
-from radixserve.schedule import SchedulerOutput, WindowLayers
+from radixserve.schedule import SchedulerOutput
 from radixserve.scheduler import Scheduler
 from radixserve.scheduler.drafter import Drafter
 
@@ -60,37 +45,18 @@ class Engine:
     """Requests in, tokens out, one step at a time."""
 
     def __init__(
-        self, runner: ModelRunner, config: EngineConfig, cache: PrefixCache | None = None
+        self, runner: ModelRunner, cache: PrefixCache, scheduler: Scheduler, *, overlap: bool = True
     ) -> None:
-        """`cache`: used instead of the cache that `config` names; it manages the runner's pages."""
+        """`make_engine` (api/engine_factory.py) makes the parts that the settings name.
+
+        cache      manages the runner's pages
+        scheduler  of that cache
+        overlap    schedule a step while the one before it is computed, if the runner can
+        """
         self._runner = runner
-        self._overlap_depth = runner.overlap_depth if config.overlap else 0
-        self._cache = (
-            make_cache(
-                runner.num_pages,
-                config,
-                runner.num_states,
-                runner.windows,
-                runner.info.state_tokens if runner.num_states else 0.0,
-            )
-            if cache is None
-            else cache
-        )
-        self._scheduler = Scheduler(
-            self._cache,
-            policy=config.schedule_policy,
-            chunked_prefill_size=config.chunked_prefill_size,
-            max_running_requests=config.max_running_requests,
-            max_overtake=config.max_overtake,
-            max_wait_s=config.max_wait_s,
-            admission=make_admission(config.admission),
-            tenant_weights=config.tenant_weights,
-        )
-        limits = HintLimits(config.hint_seconds, config.max_hint_seconds, config.max_hint_share)
-        self._hints = Hints(self._cache, self._scheduler.sessions, limits)
-        self._scheduler.plug_in(self._hints)
-        self._prefetches = Prefetches(self._scheduler, self._cache)
-        self.config = config
+        self._overlap_depth = runner.overlap_depth if overlap else 0
+        self._cache = cache
+        self._scheduler = scheduler
         self.extensions = Extensions()
         self._searches: dict[str, BeamGroup] = {}  # beam searches by request id
         self._in_flight: list[tuple[SchedulerOutput, Any]] = []  # launched steps, the older first
@@ -143,7 +109,6 @@ class Engine:
 
     def fail_all(self, error: BaseException) -> list[RequestOutput]:
         """End all requests with `error`. Returns their outputs. Waits for the steps in flight."""
-        self._prefetches.forget(None)
         self.extensions.let_go()
         outputs = self._for_callers(self._scheduler.fail_all(error))
         while self._in_flight:
@@ -166,8 +131,8 @@ class Engine:
         return batch, self._events.snapshot() if with_snapshot else None
 
     def has_work(self) -> bool:
-        """Whether requests or prefetches are left, or a step is in flight."""
-        if self._scheduler.has_work or self._in_flight or len(self._prefetches) > 0:
+        """Whether requests are left, or a step is in flight."""
+        if self._scheduler.has_work or self._in_flight:
             return True
         return bool(self.extensions.of_has_work) and self.extensions.has_work
 
@@ -198,8 +163,6 @@ class Engine:
 
         The second half, `end_step`, waits for the device or computes without Python's lock.
         """
-        if self._prefetches.queue or self._prefetches.running is not None:
-            self._prefetches.step()
         if self.extensions.of_before_step:
             is_idle = not self._in_flight and not self._scheduler.has_work
             self.extensions.before_step(may_wait=is_idle)
@@ -239,16 +202,6 @@ class Engine:
         """Close a session; an unknown name does nothing."""
         self._scheduler.sessions.close(name)
 
-    def hint(self, hint: Hint) -> HintAnswer:
-        """Apply a hint and return its outcome."""
-        if hint.verb == "prefetch":
-            return self._prefetches.add(hint)
-        return self._hints.apply(hint)
-
-    def held_by_hints(self, owner: str) -> dict[str, int]:
-        """See `Runtime.held_by_hints`."""
-        return self._hints.held(owner)
-
     def lookup(
         self, token_ids: IntArray, namespace: str = "", *, compare_namespaces: bool = True
     ) -> Lookup:
@@ -260,11 +213,9 @@ class Engine:
         return self._cache.prefixes(namespace)
 
     def reset_cache(self, namespace: str | None = None) -> None:
-        """Drop the cached and stored prefixes of a namespace, or of all if None, and their hints.
-        Running requests continue."""
+        """Drop the cached prefixes of a namespace, or of all if None, and what extensions keep of
+        them. Running requests continue."""
         self._cache.reset(namespace)
-        self._hints.forget(namespace)
-        self._prefetches.forget(namespace)
         self.extensions.on_reset(namespace)
 
     def queue_depths(self) -> dict[str, int]:
@@ -291,6 +242,11 @@ class Engine:
     def cache(self) -> PrefixCache:
         """Extensions may read it and lock sequences in it between steps."""
         return self._cache
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Extensions may plug a `SchedulerExtension` in, and add requests of their own."""
+        return self._scheduler
 
     @property
     def runner(self) -> ModelRunner:
@@ -322,7 +278,6 @@ class Engine:
         seconds |= {"prefill_s": self._prefill_s, "decode_s": self._decode_s}
         scheduler = self._scheduler.stats()  # first: it ends pins whose time is over
         cache = self._cache.stats()
-        scheduler["prefetches"] = len(self._prefetches)
         last_minute = {**cache["last_minute"], **scheduler["last_minute"]}
         stats = {**cache, **scheduler, **seconds, "last_minute": last_minute}
         stats |= self.extensions.stats()
@@ -398,8 +353,8 @@ class Engine:
         outputs = self._scheduler.update(schedule, output)
         if self._searches:
             outputs = self._advance_searches(outputs)
-        elif self._prefetches.running is not None:
-            outputs = self._prefetches.drop_outputs(outputs)
+        elif self.extensions.of_on_outputs:
+            outputs = self.extensions.on_outputs(outputs)
         now = time.perf_counter()
         self._seconds["commit"] += now - start
         if self._in_flight:
@@ -451,51 +406,10 @@ class Engine:
         return self.finish(request_id, answers[0].reason)
 
     def _for_callers(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Returns `outputs` without those of prefetches; drops the beam searches that have
-        ended."""
-        outputs = self._prefetches.drop_outputs(outputs)
+        """Returns `outputs` without those of the extensions' requests; drops the beam searches that
+        have ended."""
+        outputs = self.extensions.on_outputs(outputs)
         for output in outputs:
             if output.finish is not None:
                 self._searches.pop(output.request_id, None)
         return outputs
-
-
-def make_cache(
-    num_pages: int,
-    config: EngineConfig,
-    num_states: int = 0,
-    windows: WindowLayers | None = None,
-    state_tokens: float = 0.0,
-) -> PrefixCache:
-    """Returns the cache that `config.cache` names: a `RadixCache` for "radix" and "off", which
-    reuses nothing, or a `HashBlockCache` for "hash".
-
-    It has `num_pages` pages and `num_states` recurrent states. `windows`: not with cache="hash".
-    `state_tokens`: see `ModelInfo.state_tokens`. Raises InvalidRequest.
-    """
-    if config.cache == "hash":
-        if num_states:
-            raise InvalidRequest(
-                'cache="hash" keeps no states of recurrent layers; this model needs cache="radix" '
-                'or "off"'
-            )
-        return HashBlockCache(
-            num_pages,
-            config.page_size,
-            hash_algorithm=config.hash_algorithm,
-            freeze_garbage=True,
-        )
-    layers: RecurrentLayers | WindowedLayers | None = None
-    if num_states:
-        layers = RecurrentLayers(num_states, config.checkpoint_interval, state_tokens)
-    elif windows is not None:
-        layers = WindowedLayers(num_pages, config.page_size, windows)
-    return RadixCache(
-        num_pages,
-        config.page_size,
-        config.eviction,
-        reuse=config.cache != "off",
-        layers=layers,
-        max_lease_share=config.max_lease_share,
-        freeze_garbage=True,
-    )

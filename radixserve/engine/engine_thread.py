@@ -11,12 +11,13 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from radixserve.engine import messages
 from radixserve.engine.engine import Engine
-from radixserve.engine.extension import AddExtension
+from radixserve.engine.extension import EngineExtension
 from radixserve.engine.messages import (
     AbandonRequests,
     AbortRequests,
@@ -38,13 +39,20 @@ _log = logging.getLogger("radixserve")
 _MANY_OUTPUTS = 8
 _ADDED_AT_ONCE = 64  # requests between two steps of others
 _STATS_EVERY_S = 0.25  # while it steps
-_IDLE_STATS_EVERY_S = 1.0  # while it is idle and has leases or hints, which end by time
+_IDLE_STATS_EVERY_S = 1.0  # while it is idle and has leases, which end by time
 _WARM_UP_AFTER_S = 0.1  # of the first idleness: what a caller starts meanwhile comes first
 _FORKED = (
     "this process was forked from the one that runs the engine, and its thread did not come along: "
     "make the Runtime in the process that uses it, or start processes by multiprocessing's "
     '"spawn" instead of "fork"'
 )
+
+
+@dataclass(frozen=True, slots=True)
+class AddExtension(EngineMessage[None]):
+    """Plug an extension into the engine."""
+
+    extension: EngineExtension
 
 
 class EngineThread:
@@ -222,9 +230,7 @@ class EngineThread:
             if is_idle:
                 self._rest()
                 timeout = self._engine.idle_timeout
-                if (timeout is None and self._stats["leases"]) or self._stats[
-                    "hints"
-                ]:  # they end by time alone
+                if timeout is None and self._stats["leases"]:
                     timeout = _IDLE_STATS_EVERY_S
                 if not self._is_warm:
                     timeout = _WARM_UP_AFTER_S
@@ -441,14 +447,8 @@ def _answer_of_engine(engine: Engine, message: EngineMessage[Any]) -> Any:
             return engine.reset_cache(namespace)
         case AddExtension(extension):
             return engine.extend(extension)
-        case messages.FindStored():
-            return 0  # without a store
         case messages.ListPrefixes(namespace):
             return engine.prefixes(namespace)
-        case messages.GetHeld(owner):
-            return engine.held_by_hints(owner)
-        case messages.ApplyHints(hints):
-            return [engine.hint(hint) for hint in hints]
         case messages.CheckCache():
             return engine.check()
         case messages.ClaimSessions(claims):

@@ -24,15 +24,13 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from radixserve.engine.messages import EngineMessage
-
 if TYPE_CHECKING:
     from radixserve.cache import CacheSequence
-    from radixserve.output import Finish
+    from radixserve.engine.messages import EngineMessage
+    from radixserve.output import Finish, RequestOutput
     from radixserve.request import Request
 
 _log = logging.getLogger("radixserve")
@@ -68,6 +66,11 @@ class EngineExtension:
     def after_step(self, *, is_idle: bool) -> None:
         """A step has ended, and the cache may have changed. `is_idle`: no request is open and no
         step in flight."""
+
+    def on_outputs(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """Returns the outputs of a step for callers: without those of requests that the extension
+        itself has added."""
+        return outputs
 
     def on_release(self, sequence: CacheSequence, num_prompt: int, num_reused: int) -> None:
         """A running request ends, and its pages are about to be released. `num_prompt`: tokens of
@@ -113,13 +116,6 @@ class EngineExtension:
         """End it. What takes longer than `timeout_s` is given up. It is called once."""
 
 
-@dataclass(frozen=True, slots=True)
-class AddExtension(EngineMessage[None]):
-    """Plug an extension into the engine."""
-
-    extension: EngineExtension
-
-
 class HeldRequest(NamedTuple):
     """A request that an extension holds back."""
 
@@ -142,12 +138,18 @@ class Extensions:
         self.live += (extension,)
         self._look_up_calls()
 
+    def remove(self, extension: EngineExtension) -> None:
+        """Make no further call to an extension that holds no request, until it is added again."""
+        self.live = tuple(other for other in self.live if other is not extension)
+        self._look_up_calls()
+
     def _look_up_calls(self) -> None:
         """Find out once which extensions want which call. The engine asks whether there is one
         before it makes the calls of each step."""
         self._holding = self._overriding("hold")
         self.of_before_step = self._overriding("before_step")
         self.of_after_step = self._overriding("after_step")
+        self.of_on_outputs = self._overriding("on_outputs")
         self._on_release = self._overriding("on_release")
         self._on_finish = self._overriding("on_finish")
         self.of_has_work = self._overriding("has_work")
@@ -170,9 +172,8 @@ class Extensions:
             return None
 
     def _end(self, extension: EngineExtension) -> None:
-        self.live = tuple(other for other in self.live if other is not extension)
+        self.remove(extension)
         self.ended.append(extension.name)
-        self._look_up_calls()
         with contextlib.suppress(Exception):
             extension.close(0.0)
         for held in list(self._held.values()):
@@ -223,6 +224,12 @@ class Extensions:
     def after_step(self, *, is_idle: bool) -> None:
         for extension in self.of_after_step:
             self._call(extension, partial(extension.after_step, is_idle=is_idle))
+
+    def on_outputs(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        for extension in self.of_on_outputs:
+            kept = self._call(extension, partial(extension.on_outputs, outputs))
+            outputs = outputs if kept is None else kept
+        return outputs
 
     def on_release(self, sequence: CacheSequence, num_prompt: int, num_reused: int) -> None:
         for extension in self._on_release:

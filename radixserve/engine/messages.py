@@ -11,8 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from radixserve.arrays import IntArray
 from radixserve.cache import EventBatch, EventSnapshot, Lookup, SnapshotView
-from radixserve.hints.hint import Hint, HintAnswer
-from radixserve.reports import EngineStats, EvictionCandidate, HeldByHints, TreeDump
+from radixserve.reports import EngineStats, EvictionCandidate, TreeDump
 from radixserve.request import Request
 
 Answer = TypeVar("Answer")
@@ -97,54 +96,10 @@ class ResetCache(EngineMessage[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class FindStored(EngineMessage[int]):
-    """Find how much of a prompt is in a store; answers with its leading stored tokens. `folder`: an
-    opened one; "" for the kv_store."""
-
-    token_ids: IntArray
-    namespace: str
-    folder: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class OpenStore(EngineMessage[None]):
-    """Open the store in a folder, which need not be the kv_store, for the messages about it."""
-
-    folder: str
-
-
-@dataclass(frozen=True, slots=True)
 class ListPrefixes(EngineMessage[list[tuple[str, IntArray]]]):
     """See `PrefixCache.prefixes`."""
 
     namespace: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class SavePrefix(EngineMessage[int]):
-    """Write the next run of the cached part of some tokens into an opened store; answers with the
-    tokens written, 0 if all are stored. `FindStored` has to come first."""
-
-    folder: str
-    namespace: str
-    tokens: IntArray
-
-
-@dataclass(frozen=True, slots=True)
-class ListStored(EngineMessage[list[tuple[str, IntArray]]]):
-    """See `StoredPrefixes.paths`, of an opened folder."""
-
-    folder: str
-
-
-@dataclass(frozen=True, slots=True)
-class LoadPrefix(EngineMessage[int | None]):
-    """Load the next run of some tokens from an opened folder into free pages; see
-    `KVLoader.load_free`."""
-
-    folder: str
-    namespace: str
-    tokens: IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,17 +131,3 @@ class CloseSession(EngineMessage[None]):
     name: str
     successors: tuple[SessionClaim, ...] = ()
     reopened: SessionClaim | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GetHeld(EngineMessage[HeldByHints]):
-    """Count the pins and retains of an owner, and the tokens that they keep cached."""
-
-    owner: str
-
-
-@dataclass(frozen=True, slots=True)
-class ApplyHints(EngineMessage[list[HintAnswer]]):
-    """Carry out hints in order; answers with one answer per hint."""
-
-    hints: tuple[Hint, ...]

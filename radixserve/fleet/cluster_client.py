@@ -32,6 +32,7 @@ from radixserve.fleet.replica_link import Replica, ReplicaLink
 from radixserve.fleet.replica_router import ReplicaRouter
 from radixserve.fleet.tree_router import MAX_LOST, WITHOUT_REPLICA_S
 from radixserve.hints.hint import HintAnswer
+from radixserve.hints.messages import ApplyHints, GetHeld
 from radixserve.output import EngineStatus, Finish, RequestOutput
 from radixserve.request import Request
 
@@ -66,7 +67,7 @@ async def ask_replicas(message: EngineMessage[Any], links: Links, router: Replic
     """Send an engine message to the replicas that it concerns. Returns the answer as a single
     engine would give it. Raises EngineDead without a replica."""
     match message:
-        case messages.GetStats() | messages.GetHeld():
+        case messages.GetStats() | GetHeld():
             return add_stats(await _ask_all(message, links))
         case messages.LookUpPrompt(token_ids, namespace):
             return await _ask_one(message, links, router.best(token_ids, namespace))
@@ -74,8 +75,8 @@ async def ask_replicas(message: EngineMessage[Any], links: Links, router: Replic
             for claim in claims:
                 name = router.of_session(claim.name)
                 await _ask_one(messages.ClaimSessions((claim,)), links, name)
-        case messages.ApplyHints(hints):
-            return [await _hint(messages.ApplyHints((hint,)), links, router) for hint in hints]
+        case ApplyHints(hints):
+            return [await _hint(ApplyHints((hint,)), links, router) for hint in hints]
         case messages.CloseSession(name):
             router.close_session(name)
             await _ask_all(message, links)
@@ -86,7 +87,7 @@ async def ask_replicas(message: EngineMessage[Any], links: Links, router: Replic
     return None
 
 
-async def _hint(message: messages.ApplyHints, links: Links, router: ReplicaRouter) -> HintAnswer:
+async def _hint(message: ApplyHints, links: Links, router: ReplicaRouter) -> HintAnswer:
     (hint,) = message.hints
     if hint.token_ids is None:
         name = router.of_session(hint.session)

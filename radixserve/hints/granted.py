@@ -7,6 +7,7 @@ bound both. If a request cannot run otherwise, the oldest pin is unlocked and be
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import replace
 
 from sortedcontainers import SortedDict
@@ -52,9 +53,13 @@ class GrantedHint:
 class Hints(SchedulerExtension):
     """The granted pins and retains, oldest first, and the shared prefixes."""
 
-    def __init__(self, cache: PrefixCache, sessions: Sessions, limits: HintLimits) -> None:
+    def __init__(
+        self, cache: PrefixCache, sessions: Sessions, limits: HintLimits, prefetches: Sized = ()
+    ) -> None:
+        """`prefetches`: are counted in `stats`."""
         self._cache = cache
         self._sessions = sessions
+        self._prefetches = prefetches
         self.shared = CrossNamespacePrefixes(cache)
         self._limits = limits
         self._kept: dict[int, GrantedHint] = {}  # by number
@@ -70,13 +75,14 @@ class Hints(SchedulerExtension):
     def stats(self) -> dict[str, int]:
         """hints: pins and retains now. broken_pins: pins that were unlocked early for a request,
         since the start. shared_prefixes: prefixes that other namespaces may copy. shared_tokens:
-        tokens copied from them."""
+        tokens copied from them. prefetches: that have not ended."""
         self.expire()
         return {
             "hints": len(self),
             "broken_pins": self.num_broken,
             "shared_prefixes": len(self.shared),
             "shared_tokens": self.shared.copied_tokens,
+            "prefetches": len(self._prefetches),
         }
 
     def held(self, owner: str) -> dict[str, int]:

@@ -8,34 +8,37 @@ from dataclasses import replace
 import numpy as np
 
 from radixserve.arrays import IntArray
-from radixserve.cache import PrefixCache
+from radixserve.engine.engine import Engine
+from radixserve.engine.extension import EngineExtension
 from radixserve.hints.hint import Hint, HintAnswer
 from radixserve.output import RequestOutput
 from radixserve.request import LEAST_PRIORITY, Request, SamplingParams
-from radixserve.scheduler import Scheduler
 
 MAX_QUEUED = 64
 MAX_QUEUED_OF_OWNER = 16
 _ID = "#prefetch"  # no caller's request id begins so
 
 
-class Prefetches:
+class Prefetches(EngineExtension):
     """A queue of requests that run one at a time while callers have no open request.
 
     When another request arrives, the running prefetch is ended and queued again; the K/V that it
-    has computed is cached by then. Each prefetch samples one token, which is dropped.
+    has computed is cached by then. Each prefetch samples one token, which is dropped. It is an
+    extension of the engine while there are prefetches.
     """
 
-    def __init__(self, scheduler: Scheduler, cache: PrefixCache) -> None:
-        self._scheduler = scheduler
-        self._cache = cache
-        self.queue: deque[tuple[Request, str]] = deque()  # with its owner
-        self.running: tuple[Request, str] | None = None
+    name = "prefetches"
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._scheduler, self._cache = engine.scheduler, engine.cache
+        self._queue: deque[tuple[Request, str]] = deque()  # with its owner
+        self._running: tuple[Request, str] | None = None
         self._number = 0
 
     def __len__(self) -> int:
         """Prefetches that have not ended."""
-        return len(self.queue) + (self.running is not None)
+        return len(self._queue) + (self._running is not None)
 
     def add(self, hint: Hint) -> HintAnswer:
         """Queue a hint's prefix. Returns the answer to the hint. O(tokens + queued prefetches)."""
@@ -55,9 +58,9 @@ class Prefetches:
             return HintAnswer("prefetch", "rejected", num_cached, reason=reason)
         if lookup.reason == "full":
             return HintAnswer("prefetch", "accepted", num_cached, count)
-        queued = list(self.queue)
-        if self.running is not None:
-            queued.append(self.running)
+        queued = list(self._queue)
+        if self._running is not None:
+            queued.append(self._running)
         is_queued = any(
             request.params.namespace == hint.namespace and np.array_equal(request.token_ids, tokens)
             for request, _ in queued
@@ -70,7 +73,9 @@ class Prefetches:
                 reason = f"{MAX_QUEUED_OF_OWNER} prefetches of this owner are queued already"
                 return HintAnswer("prefetch", "rejected", num_cached, reason=reason)
             self._number += 1
-            self.queue.append((self._request(hint, tokens), hint.owner))
+            self._queue.append((self._request(hint, tokens), hint.owner))
+            if self not in self._engine.extensions.live:
+                self._engine.extend(self)
         if queued or self._scheduler.has_work:
             reason = "requests and earlier prefetches go first"
             return HintAnswer("prefetch", "deferred", num_cached, count, reason=reason)
@@ -90,38 +95,56 @@ class Prefetches:
             is_prefetch=True,
         )
 
-    def step(self) -> None:
-        """End the running prefetch if other requests are open, else begin the next one. To be
-        called before each step of the engine."""
-        scheduler, running = self._scheduler, self.running
+    # -- of the engine -------------------------------------------------------------------------
+
+    def before_step(self, *, may_wait: bool) -> None:  # noqa: ARG002
+        """End the running prefetch if other requests are open, else begin the next one."""
+        scheduler, running = self._scheduler, self._running
         if running is not None:
             depths = scheduler.queue_depths()
             if not scheduler.has_work:  # pins left no room for it
-                self.running = None
+                self._running = None
             elif depths["running"] + depths["waiting"] > 1:
-                self.running = None
+                self._running = None
                 scheduler.finish(running[0].request_id, "abort")
                 self._number += 1  # rows of the old one may be in flight
                 again = replace(running[0], request_id=f"{_ID} {self._number}")
-                self.queue.appendleft((again, running[1]))
-        elif self.queue and not scheduler.has_work:
-            self.running = self.queue.popleft()
-            scheduler.add(self.running[0])
+                self._queue.appendleft((again, running[1]))
+        elif self._queue and not scheduler.has_work:
+            self._running = self._queue.popleft()
+            scheduler.add(self._running[0])
+        self._leave_if_empty()
 
-    def drop_outputs(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+    def on_outputs(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Returns `outputs` without those of the running prefetch, and notes its end."""
-        running = self.running
+        running = self._running
         if running is None or not outputs:
             return outputs
         name = running[0].request_id
         if any(output.request_id == name and output.finish is not None for output in outputs):
-            self.running = None
+            self._running = None
+            self._leave_if_empty()
         return [output for output in outputs if output.request_id != name]
 
-    def forget(self, namespace: str | None) -> None:
+    @property
+    def has_work(self) -> bool:
+        return len(self) > 0
+
+    def on_reset(self, namespace: str | None) -> None:
         """Drop the queued prefetches of a namespace, or all if None."""
-        self.queue = deque(
+        self._queue = deque(
             (request, owner)
-            for request, owner in self.queue
+            for request, owner in self._queue
             if namespace not in (None, request.params.namespace)
         )
+        self._leave_if_empty()
+
+    def close(self, timeout_s: float) -> None:  # noqa: ARG002
+        self._queue.clear()
+        if self._running is not None:
+            self._scheduler.finish(self._running[0].request_id, "abort")
+            self._running = None
+
+    def _leave_if_empty(self) -> None:
+        if not len(self):
+            self._engine.extensions.remove(self)

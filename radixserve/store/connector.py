@@ -21,8 +21,8 @@ from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, RadixCache
 from radixserve.cache.lookup import Lookup, StoredLookup
 from radixserve.config import EngineConfig, KVStoreWrite, parse_bytes
-from radixserve.engine import messages
 from radixserve.engine.extension import EngineExtension
+from radixserve.engine.messages import EngineMessage, LookUpPrompt
 from radixserve.errors import InvalidRequest
 from radixserve.request import Request
 from radixserve.store.buffers import BufferPool
@@ -34,6 +34,7 @@ from radixserve.store.host_store import HostStore, TieredStore
 from radixserve.store.limits import LIMITS, StoreLimits
 from radixserve.store.load_cost import LoadCostModel
 from radixserve.store.loader import KVLoader
+from radixserve.store.messages import FindStored
 from radixserve.store.redis_store import SCHEMES, RedisStore
 from radixserve.store.run_store import RunStore
 from radixserve.store.saver import KVSaver
@@ -147,13 +148,13 @@ class KVConnector(EngineExtension):
     def idle_timeout(self) -> float | None:
         return self.saver.idle_timeout
 
-    def answer(self, message: messages.EngineMessage[Any], answer: Any) -> Any:
+    def answer(self, message: EngineMessage[Any], answer: Any) -> Any:
         if not self.is_main:
             return answer
         match message:
-            case messages.LookUpPrompt(token_ids, namespace):
+            case LookUpPrompt(token_ids, namespace):
                 return self.extend_lookup(answer, token_ids, namespace)
-            case messages.FindStored(token_ids, namespace, ""):
+            case FindStored(token_ids, namespace, ""):
                 return self.stored_len(token_ids, namespace)
         return answer
 

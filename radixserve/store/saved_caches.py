@@ -6,8 +6,10 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from radixserve.engine import messages
+from radixserve.config import EngineConfig
 from radixserve.engine.extension import EngineExtension
+from radixserve.engine.messages import EngineMessage
+from radixserve.store import messages
 from radixserve.store.connector import KVConnector, open_connector
 from radixserve.store.daemon_executor import DaemonExecutor, within
 from radixserve.store.limits import LIMITS
@@ -24,15 +26,16 @@ class SavedCaches(EngineExtension):
 
     name = "saved_caches"
 
-    def __init__(self, engine: Engine, main: KVConnector | None) -> None:
+    def __init__(self, engine: Engine, config: EngineConfig, main: KVConnector | None) -> None:
         """`main`: the connector to the engine's own kv_store."""
         self._engine = engine
+        self._config = config
         self._open: dict[str, KVConnector] = {}
-        if main is not None and engine.config.kv_store is not None:
-            self._open[engine.config.kv_store] = main
+        if main is not None and config.kv_store is not None:
+            self._open[config.kv_store] = main
         self._thread: DaemonExecutor | None = None
 
-    def answer(self, message: messages.EngineMessage[Any], answer: Any) -> Any:
+    def answer(self, message: EngineMessage[Any], answer: Any) -> Any:
         match message:
             case messages.OpenStore(folder):
                 return None if folder in self._open else self._submit(self._open_folder, folder)
@@ -42,6 +45,8 @@ class SavedCaches(EngineExtension):
             case messages.FindStored(token_ids, namespace, folder) if folder:
                 prefixes = self._connector(folder).prefixes
                 return self._submit(lambda: prefixes.match(token_ids, namespace).length)
+            case messages.FindStored():
+                return 0 if answer is None else answer  # without a kv_store
             case messages.SavePrefix(folder, namespace, tokens):
                 saved = self._connector(folder).saver.save_run(tokens, namespace)
                 return 0 if saved is None else within(LIMITS.bulk_s, saved)
@@ -59,7 +64,7 @@ class SavedCaches(EngineExtension):
     def _open_folder(self, folder: str) -> None:
         """Open a folder; called in its thread."""
         config = replace(
-            self._engine.config,
+            self._config,
             kv_store=folder,
             kv_store_size=_UNBOUNDED,
             host_cache_memory=None,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from radixserve import Runtime, SamplingParams
+from radixserve.api.engine_factory import make_engine
 from radixserve.api.request_builder import RequestBuilder
 from radixserve.api.runtime import DEMO
 from radixserve.config import EngineConfig
@@ -39,7 +40,7 @@ PARAMS = {
 def engine() -> Iterator[Engine]:
     config = EngineConfig(num_pages=2000, max_running_requests=8)
     runner = make_runner(str(DEMO), config)
-    yield Engine(runner, config)
+    yield make_engine(runner, config)
     runner.close()
 
 

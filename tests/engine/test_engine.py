@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from radixserve.api.engine_factory import make_engine
 from radixserve.commands.terminal import format_profile
 from radixserve.config import EngineConfig
 from radixserve.engine.engine import Engine
 from radixserve.engine.engine_thread import EngineThread
-from radixserve.engine.messages import ApplyHints, GetStats
+from radixserve.engine.messages import GetStats
 from radixserve.engine.output_collector import Event, OutputCollector
 from radixserve.errors import EngineDead, InvalidRequest
 from radixserve.hints.hint import Hint
+from radixserve.hints.messages import ApplyHints
 from radixserve.output import Completion, RequestOutput
 from radixserve.request import BeamParams, Request, SamplingParams
 from radixserve.schedule import (
@@ -113,7 +115,7 @@ def test_the_same_with_and_without(cache: str) -> None:
     for overlap in (True, False):
         runner = ChainRunner()
         config = EngineConfig(page_size=4, chunked_prefill_size=16, cache=cache, overlap=overlap)
-        engine = Engine(runner, config)
+        engine = make_engine(runner, config)
         for i in range(12):
             engine.add(request(f"r{i}", range(2, 20 + i), max_tokens=60))
         answers.append({name: told(outputs) for name, outputs in run(engine).items()})
@@ -137,7 +139,7 @@ def test_a_runner_that_cannot_overlap_is_not_asked_to() -> None:
         overlap_depth = 0
 
     runner = Plain()
-    engine = Engine(runner, EngineConfig())
+    engine = make_engine(runner, EngineConfig())
     engine.add(request("a", range(2, 20)))
     run(engine)
     assert runner.log == ["launch", "collect"] * (len(runner.log) // 2)
@@ -146,7 +148,7 @@ def test_a_runner_that_cannot_overlap_is_not_asked_to() -> None:
 
 
 def test_a_step_in_flight_is_work() -> None:
-    engine = Engine(ChainRunner(), EngineConfig())
+    engine = make_engine(ChainRunner(), EngineConfig())
     engine.add(request("a", range(2, 20), ends=False))
     assert engine.step() == []
     output = engine.abort("a")
@@ -174,7 +176,7 @@ def test_the_next_step_is_launched_before_the_last_one_is_told() -> None:
             return ModelRunnerOutput(tuple(outputs), {})
 
     runner = BeamRunner()
-    engine = Engine(runner, EngineConfig())
+    engine = make_engine(runner, EngineConfig())
     one = request("a", range(2, 20), ends=False, max_tokens=5)
     engine.add(replace(one, beams=BeamParams(width=1)))
     for _ in range(5):
@@ -185,7 +187,7 @@ def test_the_next_step_is_launched_before_the_last_one_is_told() -> None:
 
 
 def test_what_an_owner_may_do_between_steps() -> None:
-    engine = Engine(ChainRunner(), EngineConfig(page_size=2))
+    engine = make_engine(ChainRunner(), EngineConfig(page_size=2))
     engine.add(request("a", range(2, 20), ends=False, max_tokens=30))
     tokens = []
     for turn in range(40):
@@ -204,7 +206,7 @@ def test_what_an_owner_may_do_between_steps() -> None:
 
 def test_everything_is_failed_with_a_step_in_flight() -> None:
     runner = ChainRunner()
-    engine = Engine(runner, EngineConfig())
+    engine = make_engine(runner, EngineConfig())
     engine.add(request("a", range(2, 20), ends=False))
     engine.step()
     assert [output.request_id for output in engine.fail_all(EngineDead("closed"))] == ["a"]
@@ -223,7 +225,7 @@ class DyingRunner(ChainRunner):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_runner_that_is_dead_ends_the_engine(overlap: bool) -> None:
-    engine = Engine(DyingRunner(), EngineConfig(overlap=overlap))
+    engine = make_engine(DyingRunner(), EngineConfig(overlap=overlap))
     for name in ("a", "b"):
         engine.add(request(name, range(2, 20), ends=False))
     with pytest.raises(EngineDead, match="nothing any more") as caught:
@@ -248,7 +250,7 @@ class TestThread:
 
     def test_it_goes_on_while_a_step_is_in_flight(self) -> None:
         runner, events = ChainRunner(), []
-        thread = EngineThread(Engine(runner, EngineConfig()))
+        thread = EngineThread(make_engine(runner, EngineConfig()))
         thread.submit([self.collector("a", events, max_tokens=20)])
         assert self.ended.wait(PATIENCE_S)  # without any further message
         (completion,) = events
@@ -275,7 +277,7 @@ class TestThread:
     def test_what_ends_by_time_ends_while_it_is_idle(self) -> None:
         """The status, which no message asks for, is that of now."""
         events: list[Event] = []
-        engine = Engine(ChainRunner(), EngineConfig(page_size=1))
+        engine = make_engine(ChainRunner(), EngineConfig(page_size=1))
         thread = EngineThread(engine)
         thread.submit([self.collector("a", events, max_tokens=2)])
         assert self.ended.wait(PATIENCE_S)
@@ -290,7 +292,7 @@ class TestThread:
     def test_a_dead_runner(self) -> None:
         """Every request gets the reason, now and later; none is computed."""
         runner, events = DyingRunner(), []
-        thread = EngineThread(Engine(runner, EngineConfig()))
+        thread = EngineThread(make_engine(runner, EngineConfig()))
         thread.submit([self.collector(name, events, max_tokens=50) for name in ("a", "b")])
         assert self.ended.wait(PATIENCE_S)
         thread.close()
@@ -304,7 +306,7 @@ class TestThread:
     def test_abort_and_close(self) -> None:
         runner, events = ChainRunner(), []
         runner.permits = threading.Semaphore(4)
-        engine = Engine(runner, EngineConfig())
+        engine = make_engine(runner, EngineConfig())
         thread = EngineThread(engine)
         thread.submit([self.collector("a", events, max_tokens=150)])
         # It waits for the fifth step, and the sixth is launched.

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from radixserve import SamplingParams
+from radixserve.api.engine_factory import make_engine
 from radixserve.config import EngineConfig
 from radixserve.engine.engine import Engine
 from radixserve.request import Request
@@ -120,10 +121,10 @@ def check_storm(
     num_dropped = 0
     for _ in range(3):  # the same names again: nothing is known of the ones before
         requests = requests_of(rng)
-        wanted = run(Engine(plain, EngineConfig(num_pages=800, cache="off")), requests, {})
+        wanted = run(make_engine(plain, EngineConfig(num_pages=800, cache="off")), requests, {})
         names = rng.sample(list(wanted), 3)
         aborts = {name: rng.randrange(1, 30) for name in names}
-        engine = Engine(runner, config)
+        engine = make_engine(runner, config)
         found = run(engine, requests, aborts)
         num_dropped += engine.stats().get("evicted_window_pages", 0)
         for name, said in found.items():
@@ -196,7 +197,7 @@ def test_window_pages_with_the_kernels_themselves(tmp_path: Path, page_size: int
         swa_full_tokens_ratio=0.001,
     )
     fields = {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
-    engine = Engine(device_runner(folder, **fields), config)
+    engine = make_engine(device_runner(folder, **fields), config)
     plain = CpuModelRunner(str(folder), EngineConfig(num_pages=800))
-    assert run(engine, requests, {}) == run(Engine(plain, EngineConfig()), requests, {})
+    assert run(engine, requests, {}) == run(make_engine(plain, EngineConfig()), requests, {})
     assert engine.stats()["evicted_window_pages"] > 0

@@ -17,14 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
+from radixserve.api.engine_factory import make_engine
 from radixserve.cache import HashBlockCache, PrefixCache, RadixCache
 from radixserve.cache_layers import RecurrentLayers, WindowedLayers
 from radixserve.config import EngineConfig
-from radixserve.engine import engine
 from radixserve.engine.engine import Engine
 from radixserve.output import Beam, Finish, RequestOutput
 from radixserve.request import BeamParams, Request, SamplingParams
@@ -258,14 +257,6 @@ def _states(row: ScheduledRequest) -> list[int]:
     return kept if row.state_id < 0 else [row.written_state_id, *kept]
 
 
-class OpenEngine(Engine):
-    """Shows its scheduler."""
-
-    @property
-    def scheduler(self) -> Scheduler:
-        return self._scheduler
-
-
 @dataclass
 class Driver:
     """Feeds the scheduler and keeps everybody's tokens, as an engine would."""
@@ -315,9 +306,8 @@ class Driver:
         self.beams: dict[str, tuple[Beam, ...]] = {}
         self.admitted: list[str] = []
 
-    def make_engine(self, config: EngineConfig) -> OpenEngine:
-        with patch.object(engine, "Scheduler", partial(Scheduler, clock=self.clock)):
-            return OpenEngine(self.runner, config, self.cache)
+    def make_engine(self, config: EngineConfig) -> Engine:
+        return make_engine(self.runner, config, self.cache, clock=self.clock)
 
     def make_runner(self) -> FakeRunner:
         return FakeRunner(self.num_pages, self.page_size, self.windows)

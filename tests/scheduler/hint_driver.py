@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from radixserve.api.engine_factory import make_engine
 from radixserve.cache import HashBlockCache, PrefixCache, RadixCache
 from radixserve.config import EngineConfig
+from radixserve.engine.engine_thread import answer_message
 from radixserve.hints.hint import VERBS, Hint, HintAnswer
+from radixserve.hints.messages import ApplyHints
 from radixserve.schedule import SchedulerOutput
 from tests.scheduler.fake import Driver
 from tests.scheduler.overlap_fake import OverlapDriver
@@ -59,7 +62,7 @@ class HintDriver(Driver):
 
     def hint(self, verb: str, tokens: list[int] | None = None, **fields: Any) -> HintAnswer:
         ids = None if tokens is None else np.asarray(tokens, np.int32)
-        answer = self.engine.hint(Hint(verb, ids, **fields))
+        (answer,) = answer_message(self.engine, ApplyHints((Hint(verb, ids, **fields),)))
         self.engine.check()
         return answer
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from radixserve.api.engine_factory import make_engine
 from radixserve.cache import CacheSession, RadixCache
 from radixserve.config import EVICTION_POLICIES, EngineConfig
-from radixserve.engine.engine import Engine
 from radixserve.errors import InvalidRequest
 from tests.scheduler.fake import Driver, FakeRunner
 from tests.scheduler.test_scheduler import finished_as_expected, prompt
@@ -130,7 +130,7 @@ def test_the_engine_passes_them_on(cache: str) -> None:
     class Runner(FakeRunner):
         num_pages = 64
 
-    engine = Engine(Runner(64, 4), EngineConfig(cache=cache, page_size=4))
+    engine = make_engine(Runner(64, 4), EngineConfig(cache=cache, page_size=4))
     engine.open_session("chat", lease_s=1.0)
     assert engine.stats()["sessions"] == 1
     engine.close_session("chat")
@@ -143,6 +143,6 @@ def test_the_engine_has_every_eviction_that_the_cache_has(eviction: str) -> None
     class Runner(FakeRunner):
         num_pages = 64
 
-    Engine(Runner(64, 1), EngineConfig(eviction=eviction)).check()
+    make_engine(Runner(64, 1), EngineConfig(eviction=eviction)).check()
     with pytest.raises(InvalidRequest, match="lru"):
         EngineConfig(eviction="mru")

@@ -1,0 +1,120 @@
+"""`make_engine`: an engine with the parts and extensions that the settings name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from radixserve.admission_policies import make_admission
+from radixserve.cache import HashBlockCache, PrefixCache, RadixCache
+from radixserve.cache_layers import RecurrentLayers, WindowedLayers
+from radixserve.config import EngineConfig
+from radixserve.drafts.extension import DraftExtension, num_draft_tokens
+from radixserve.engine.engine import Engine
+from radixserve.engine.trace_recorder import TraceRecorder
+from radixserve.errors import InvalidRequest
+from radixserve.hints.extension import HintExtension
+from radixserve.hints.hint import HintLimits
+from radixserve.scheduler import Scheduler
+from radixserve.store.connector import open_connector
+from radixserve.store.saved_caches import SavedCaches
+
+if TYPE_CHECKING:
+    from radixserve.runner.base import ModelRunner
+
+
+def make_engine(
+    runner: ModelRunner,
+    config: EngineConfig,
+    cache: PrefixCache | None = None,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Engine:
+    """`cache`: used instead of the cache that `config` names; it manages the runner's pages.
+    `clock`: of the scheduler, in seconds. Raises InvalidRequest for an extension that cannot be
+    opened."""
+    if cache is None:
+        cache = _make_cache(runner, config)
+    scheduler = Scheduler(
+        cache,
+        policy=config.schedule_policy,
+        chunked_prefill_size=config.chunked_prefill_size,
+        max_running_requests=config.max_running_requests,
+        max_overtake=config.max_overtake,
+        max_wait_s=config.max_wait_s,
+        admission=make_admission(config.admission),
+        tenant_weights=config.tenant_weights,
+        clock=clock,
+    )
+    engine = Engine(runner, cache, scheduler, overlap=config.overlap)
+    try:
+        _extend(engine, config)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def _make_cache(runner: ModelRunner, config: EngineConfig) -> PrefixCache:
+    """Returns the cache that `config.cache` names: a `RadixCache` for "radix" and "off", which
+    reuses nothing, or a `HashBlockCache` for "hash"."""
+    num_pages, num_states, windows = runner.num_pages, runner.num_states, runner.windows
+    if config.cache == "hash":
+        if num_states:
+            raise InvalidRequest(
+                'cache="hash" keeps no states of recurrent layers; this model needs cache="radix" '
+                'or "off"'
+            )
+        return HashBlockCache(
+            num_pages,
+            config.page_size,
+            hash_algorithm=config.hash_algorithm,
+            freeze_garbage=True,
+        )
+    layers: RecurrentLayers | WindowedLayers | None = None
+    if num_states:
+        layers = RecurrentLayers(num_states, config.checkpoint_interval, runner.info.state_tokens)
+    elif windows is not None:
+        layers = WindowedLayers(num_pages, config.page_size, windows)
+    return RadixCache(
+        num_pages,
+        config.page_size,
+        config.eviction,
+        reuse=config.cache != "off",
+        layers=layers,
+        max_lease_share=config.max_lease_share,
+        freeze_garbage=True,
+    )
+
+
+def _extend(engine: Engine, config: EngineConfig) -> None:
+    limits = HintLimits(config.hint_seconds, config.max_hint_seconds, config.max_hint_share)
+    engine.extend(HintExtension(engine, limits))
+    if config.trace is not None:
+        engine.extend(TraceRecorder(config.trace, config.trace_hash_block))
+    main = None
+    if config.kv_store is not None or config.host_cache_memory is not None:
+        main = open_connector(engine, config)
+        engine.extend(main)
+    engine.extend(SavedCaches(engine, config, main))
+    most_drafts = num_draft_tokens(config.max_draft_tokens, engine.runner)
+    engine.extend(DraftExtension(engine, most_drafts))
+    if config.kv_events is not None:
+        _publish_events(engine, config, config.kv_events)
+
+
+def _publish_events(engine: Engine, config: EngineConfig, endpoints: str) -> None:
+    try:
+        from radixserve.kv_events.publisher import KVEventPublisher
+    except ImportError as error:
+        raise InvalidRequest(
+            f'kv_events needs more packages ({error}): pip install "radixserve[kv-events]"'
+        ) from None
+    publisher = KVEventPublisher(
+        engine.open_events(),
+        *endpoints.split(","),
+        topic=config.kv_events_topic,
+        block_size=config.kv_events_block_size,
+    )
+    engine.extend(publisher)
