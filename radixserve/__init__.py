@@ -27,7 +27,8 @@ if TYPE_CHECKING:
         RequestFailed,
     )
     from radixserve.hints.hint import Hint, HintAnswer
-    from radixserve.output import Chunk, Completion, Metrics, Score, Usage
+    from radixserve.completion import Chunk, Completion, Score
+    from radixserve.output import Metrics, Usage
     from radixserve.recipes import search
     from radixserve.request import BeamParams, SamplingParams
     from radixserve.structured_outputs import StructuredOutput
@@ -74,6 +75,7 @@ _HOMES = {
     "api.runtime": ("Runtime",),
     "cache": ("RadixSequence", "Lookup", "RadixCache"),
     "cache.diagnosis": ("Diagnosis",),
+    "completion": ("Chunk", "Completion", "Score"),
     "config": ("EngineConfig",),
     "decisions": ("Decision", "Option", "Question"),
     "errors": (
@@ -86,7 +88,7 @@ _HOMES = {
     ),
     "hints.hint": ("Hint", "HintAnswer"),
     "structured_outputs": ("StructuredOutput",),
-    "output": ("Chunk", "Completion", "Metrics", "Score", "Usage"),
+    "output": ("Metrics", "Usage"),
     "request": ("BeamParams", "SamplingParams"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -1,11 +1,12 @@
 """Types of an engine's reports on its cache and requests.
 
-The reports are plain dicts at run time. The methods of `Runtime` that return them explain the keys.
+All but `EngineStatus` are plain dicts at run time. The methods of `Runtime` that return them explain the keys.
 """
 
 from __future__ import annotations
 
-from typing import NotRequired, TypedDict
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 
 class Lease(TypedDict):
@@ -243,3 +244,15 @@ class FlatTreeDump(_Dump):
     """The tree as one list of nodes; see `flat_tree`."""
 
     nodes: list[FlatNode]
+
+
+class EngineStatus(NamedTuple):
+    """The state of the engine's thread, read without waiting for it."""
+
+    is_alive: bool
+    is_idle: bool  # whether it has no request to compute
+    stepped_at: float  # time.monotonic() after the last step; now, while it is idle
+    running: int  # requests
+    waiting: int  # requests, including those that the thread has not read yet
+    waiting_tokens: int  # prompt tokens of the waiting requests
+    stats: Mapping[str, Any]  # see `Runtime.cache_stats`; at most 0.25 s old while it steps

@@ -24,7 +24,7 @@ FLOORS = [
     ["radixserve.request"],
     ["radixserve.schedule"],
     ["radixserve.output", "radixserve.reports"],
-    ["radixserve.decisions"],
+    ["radixserve.completion", "radixserve.decisions"],
     ["radixserve.cache_layers", "radixserve.retention", "radixserve_kernels"],
     ["radixserve.attention"],
     ["radixserve.scheduler", "radixserve.models", "radixserve.grammar"],

@@ -33,7 +33,8 @@ from radixserve.engine.core_client import EngineCoreClient
 from radixserve.engine.messages import CloseSession, SessionClaim
 from radixserve.engine.output_collector import Event
 from radixserve.errors import BranchBusy, InvalidRequest
-from radixserve.output import Chunk, Completion, Score, Usage, add_usages
+from radixserve.completion import Chunk, Completion, Score
+from radixserve.output import Usage, add_usages
 from radixserve.request import Request, SamplingParams
 
 _LEAST_PRUNED = 16  # minimum number of forks of a branch before dead references are pruned

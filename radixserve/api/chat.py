@@ -24,7 +24,7 @@ from radixserve.arrays import IntArray
 from radixserve.cache.diagnosis import is_time, text_at
 from radixserve.checks import check_int, check_str, shown
 from radixserve.errors import EngineDead, InvalidRequest
-from radixserve.output import Chunk, Completion
+from radixserve.completion import Chunk, Completion
 from radixserve.request import SamplingParams
 from radixserve.text.chat_format import ChatFormat
 from radixserve.text.chat_options import ChatOptions, begun_answer

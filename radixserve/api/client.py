@@ -18,7 +18,7 @@ from radixserve.engine.messages import LookUpPrompt
 from radixserve.engine.output_collector import Event, OutputCollector
 from radixserve.engine.output_notifier import LoopWaker, OutputNotifier
 from radixserve.errors import InvalidRequest, RequestFailed, request_failed
-from radixserve.output import Chunk, Completion, join_chunks
+from radixserve.completion import Chunk, Completion, join_chunks
 from radixserve.request import Request
 from radixserve.text.prompts import PromptReader
 from radixserve.text.tokenizer import Tokenizer

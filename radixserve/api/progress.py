@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from radixserve.errors import EngineDead
 from radixserve.models.names import TENSORS_READ
-from radixserve.output import Completion
+from radixserve.completion import Completion
 
 EVERY_S = 0.25  # the shortest time between two reads of the engine's counters
 WIDE = 118  # columns from which the rates have room

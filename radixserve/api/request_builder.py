@@ -19,7 +19,7 @@ from radixserve.checks import shown
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.grammar.compiler import GrammarCompiler
-from radixserve.output import Completion
+from radixserve.completion import Completion
 from radixserve.request import BeamParams, Request, SamplingParams
 from radixserve.sampling_defaults import NEUTRAL, SamplingDefault
 from radixserve.text.chat_options import ChatOptions

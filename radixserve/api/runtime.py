@@ -58,7 +58,8 @@ from radixserve.errors import InvalidRequest
 from radixserve.hints.hint import Hint, HintAnswer, check_hint
 from radixserve.hints.messages import ApplyHints, GetHeld
 from radixserve.models.names import check_model_name
-from radixserve.output import Chunk, Completion, EngineStatus, Score
+from radixserve.completion import Chunk, Completion, Score
+from radixserve.reports import EngineStatus
 from radixserve.reports import (
     EngineStats,
     EvictionCandidate,

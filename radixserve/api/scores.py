@@ -13,7 +13,7 @@ from radixserve.api.client import EngineClient, RequestHandle
 from radixserve.arrays import IntArray
 from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
-from radixserve.output import Completion, Score
+from radixserve.completion import Completion, Score
 from radixserve.request import Request, SamplingParams
 from radixserve.text.prompts import PromptReader
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from radixserve.api.chat import ChatSession
     from radixserve.api.runtime import Runtime
-    from radixserve.output import Chunk, Completion
+    from radixserve.completion import Chunk, Completion
 
 _EPILOG = """\
 in the conversation:

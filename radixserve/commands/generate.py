@@ -33,7 +33,7 @@ from radixserve.request import SamplingParams
 
 if TYPE_CHECKING:
     from radixserve.api.runtime import Runtime
-    from radixserve.output import Completion
+    from radixserve.completion import Completion
 
 _EPILOG = """\
 JSON lines: each line in is {"prompt": "text" or [token ids]} or {"messages": [{"role", "content"}]}

@@ -20,7 +20,7 @@ from radixserve.request import SamplingParams
 if TYPE_CHECKING:
     from radixserve.api.progress import BatchProgress
     from radixserve.api.runtime import Runtime
-    from radixserve.output import Completion
+    from radixserve.completion import Completion
 
     # The completion, None for an error, and the line of the output.
     Answer = tuple[Completion | None, dict[str, Any]]

@@ -28,7 +28,7 @@ from radixserve.recipes.demo import CONVERSATIONS, SYSTEM_PROMPT
 
 if TYPE_CHECKING:
     from radixserve.api.runtime import Runtime
-    from radixserve.output import Completion
+    from radixserve.completion import Completion
     from radixserve.request import SamplingParams
 
 _EPILOG = """\

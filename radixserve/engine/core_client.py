@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from radixserve.engine.messages import Answer, EngineMessage
 from radixserve.engine.output_collector import OutputCollector
-from radixserve.output import EngineStatus
+from radixserve.reports import EngineStatus
 
 if TYPE_CHECKING:
     from radixserve.models.base import ModelInfo

@@ -33,7 +33,8 @@ from radixserve.errors import (
     fresh,
     request_failed,
 )
-from radixserve.output import EngineStatus, RequestOutput
+from radixserve.output import RequestOutput
+from radixserve.reports import EngineStatus
 
 _log = logging.getLogger("radixserve")
 _MANY_OUTPUTS = 8

@@ -10,17 +10,8 @@ from functools import partial
 from typing import cast
 
 from radixserve.engine.beam_group import StopCheck
-from radixserve.output import (
-    Chunk,
-    Completion,
-    Finish,
-    FinishReason,
-    Metrics,
-    PromptTokens,
-    RequestOutput,
-    Usage,
-    single_tokens,
-)
+from radixserve.completion import Chunk, Completion, FinishReason, PromptTokens
+from radixserve.output import Finish, Metrics, RequestOutput, Usage, single_tokens
 from radixserve.request import Request
 from radixserve.text.prediction import count_matched
 from radixserve.text.tokenizer import StopStringMatcher, Tokenizer

@@ -33,7 +33,8 @@ from radixserve.fleet.replica_router import ReplicaRouter
 from radixserve.fleet.tree_router import MAX_LOST, WITHOUT_REPLICA_S
 from radixserve.hints.hint import HintAnswer
 from radixserve.hints.messages import ApplyHints, GetHeld
-from radixserve.output import EngineStatus, Finish, RequestOutput
+from radixserve.output import Finish, RequestOutput
+from radixserve.reports import EngineStatus
 from radixserve.request import Request
 
 _SHARED = frozenset({"page_size", "seconds"})  # equal, or nearly, in all replicas

@@ -18,7 +18,8 @@ from radixserve.engine.messages import AbortRequests, EngineMessage, TakeEvents
 from radixserve.engine.output_collector import Event, OutputCollector
 from radixserve.engine.output_notifier import OutputNotifier
 from radixserve.errors import EngineDead
-from radixserve.output import EngineStatus, RequestOutput
+from radixserve.output import RequestOutput
+from radixserve.reports import EngineStatus
 from radixserve.request import Request
 from radixserve.text.tokenizer import Tokenizer
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from radixserve.engine.core_client import EngineFacts
 from radixserve.engine.messages import EngineMessage
 from radixserve.fleet.replica import ReplicaReport
-from radixserve.output import EngineStatus
+from radixserve.reports import EngineStatus
 from radixserve.request import Request
 
 _KEEPALIVE_S = 5.0  # longest time between two messages to a replica

@@ -20,7 +20,8 @@ from radixserve.arrays import IntArray
 from radixserve.checks import check_text, shown
 from radixserve.decisions import Decision, Question
 from radixserve.errors import InvalidRequest, PromptTooLong
-from radixserve.output import Completion, add_usages
+from radixserve.completion import Completion
+from radixserve.output import add_usages
 from radixserve.request import Request, SamplingParams
 from radixserve.text.decision_prompts import DecisionPrompts
 

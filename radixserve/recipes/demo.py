@@ -18,7 +18,7 @@ from radixserve.request import SamplingParams
 
 if TYPE_CHECKING:
     from radixserve.api.runtime import Runtime
-    from radixserve.output import Completion
+    from radixserve.completion import Completion
 
 Messages = list[dict[str, str]]
 _NUM_RUNNING = 2  # requests that run while the tree is dumped

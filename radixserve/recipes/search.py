@@ -29,7 +29,8 @@ from radixserve.api.tree_view import draw_below, escape, shorten
 from radixserve.arrays import IntArray
 from radixserve.checks import check_int, check_str, shown
 from radixserve.errors import InvalidRequest
-from radixserve.output import Completion, Usage, add_usages
+from radixserve.completion import Completion
+from radixserve.output import Usage, add_usages
 from radixserve.request import MAX_SAMPLES, SamplingParams
 from radixserve.text.prompts import Prompt
 

@@ -22,7 +22,8 @@ from radixserve.engine.output_collector import Event, OutputCollector
 from radixserve.errors import EngineDead, InvalidRequest
 from radixserve.hints.hint import Hint
 from radixserve.hints.messages import ApplyHints
-from radixserve.output import Completion, RequestOutput
+from radixserve.completion import Completion
+from radixserve.output import RequestOutput
 from radixserve.request import BeamParams, Request, SamplingParams
 from radixserve.schedule import (
     PLACEHOLDER,

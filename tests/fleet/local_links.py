@@ -14,7 +14,7 @@ from radixserve.fleet.cluster_client import ClusterClient
 from radixserve.fleet.cluster_runtime import ClusterRuntime
 from radixserve.fleet.replica import EngineReplica, ReplicaReport
 from radixserve.fleet.replica_router import ReplicaRouter
-from radixserve.output import EngineStatus
+from radixserve.reports import EngineStatus
 from radixserve.request import Request
 from tests.pacing import PATIENCE_S, wait_until
 

@@ -16,7 +16,7 @@ from radixserve.engine.messages import EngineMessage, TakeEvents
 from radixserve.fleet.replica import EngineReplica, ReplicaReport
 from radixserve.fleet.replica_router import ReplicaRouter
 from radixserve.fleet.token_index import TokenIndex
-from radixserve.output import EngineStatus
+from radixserve.reports import EngineStatus
 from radixserve.request import Request
 
 STATUS = EngineStatus(True, True, 0.0, 0, 0, 0, {})

@@ -10,7 +10,7 @@ import pytest
 
 from radixserve import RequestFailed, Runtime, SamplingParams
 from radixserve.attention.choice import BACKENDS
-from radixserve.output import Completion
+from radixserve.completion import Completion
 from radixserve.runner.device_sampler import DeviceSampler
 from radixserve.schedule import ScheduledRows, SchedulerOutput, WindowUpdates
 from tests.checkpoints import load_reference, make_checkpoint

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from radixserve import Runtime, SamplingParams
-from radixserve.output import Completion
+from radixserve.completion import Completion
 from tests.checkpoints import FAMILIES, load_reference, make_checkpoint
 from tests.runner.driver import Driver
 from tests.runner.on_device import SMALL, DeviceRuntime, device_runner

@@ -22,7 +22,7 @@ pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 
 from radixserve import Runtime
 from radixserve.config import EngineConfig
-from radixserve.output import EngineStatus
+from radixserve.reports import EngineStatus
 from radixserve.server.app import make_app
 from radixserve.server.config import ServerConfig
 from radixserve.server.gate import limits, tenant_threads

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from radixserve.output import Completion
+from radixserve.completion import Completion
 from radixserve.server.answer.tool_parsers.base import (
     Piece,
     ToolParser,

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 
-from radixserve.output import Completion
+from radixserve.completion import Completion
 
 # Upper bounds of the buckets in seconds: for times of tokens, and for times of whole requests.
 FINE = (

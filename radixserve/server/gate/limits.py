@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import NoReturn
 
-from radixserve.output import EngineStatus
+from radixserve.reports import EngineStatus
 from radixserve.server.config import ServerConfig
 from radixserve.server.wire.errors import ApiError
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from radixserve.output import Completion
+from radixserve.completion import Completion
 from radixserve.request import tenant_of
 
 _MAX_TOKENS = 4_000_000  # of a tenant's prompts and answers; four bytes each

@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from radixserve.api.runtime import Runtime
 from radixserve.checks import shown
-from radixserve.output import EngineStatus
+from radixserve.reports import EngineStatus
 from radixserve.server.answer.parser_configs import OutputParserConfigs
 from radixserve.server.config import ServerConfig
 from radixserve.server.gate.background_responses import BackgroundResponses

@@ -17,7 +17,7 @@ import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.errors import InvalidRequest, PromptTooLong
-from radixserve.output import Completion
+from radixserve.completion import Completion
 from radixserve.request import TruncationSide
 from radixserve.server.answer.output_parser import ParsedAnswer
 from radixserve.server.answer.tool_choice import ChatTools, functions_of

@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from radixserve.output import Chunk, Completion
+from radixserve.completion import Chunk, Completion
 from radixserve.server.answer.output_parser import Delta, ParsedAnswer, ToolCallDelta
 from radixserve.server.answer.reasoning import count_reasoning
 from radixserve.server.answer.tool_choice import ChatTools, functions_of

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from radixserve.arrays import IntArray
-from radixserve.output import Chunk, Completion
+from radixserve.completion import Chunk, Completion
 from radixserve.request import SamplingParams
 from radixserve.server.answer.output_parser import Delta
 from radixserve.server.gate.json_body import JsonRoute, has_large_body

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from radixserve.arrays import IntArray
-from radixserve.output import Completion
+from radixserve.completion import Completion
 from radixserve.request import SamplingParams
 from radixserve.server.gate.json_body import JsonRoute, has_large_body
 from radixserve.server.gate.request_log import note_skipped

@@ -13,7 +13,8 @@ from starlette.responses import Response
 
 from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
-from radixserve.output import Score, add_usages
+from radixserve.completion import Score
+from radixserve.output import add_usages
 from radixserve.server.gate.disconnect import CancelOnDisconnect
 from radixserve.server.gate.json_body import JsonRoute
 from radixserve.server.gate.state import AppState, caller_of, server_of

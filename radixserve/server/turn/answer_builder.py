@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from starlette.responses import Response
 
-from radixserve.output import Chunk, Completion
+from radixserve.completion import Chunk, Completion
 from radixserve.server.answer.content_blocks import (
     ContentBlock,
     ContentBlockEvent,

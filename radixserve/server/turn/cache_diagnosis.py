@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from radixserve.arrays import IntArray
 from radixserve.cache.diagnosis import Decode, Diagnosis, diagnose, is_time
-from radixserve.output import Completion
+from radixserve.completion import Completion
 from radixserve.server.gate.prompt_records import PromptParts, PromptRecord
 
 # OpenAI's and Anthropic's reasons, by the part of the prompt that has changed.

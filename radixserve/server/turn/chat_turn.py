@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from radixserve.output import Chunk, Completion
+from radixserve.completion import Chunk, Completion
 from radixserve.request import BeamParams, SamplingParams, TruncationSide
 from radixserve.server.answer.output_parser import (
     Delta,

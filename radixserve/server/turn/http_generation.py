@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from radixserve.api.client import RequestHandle
 from radixserve.arrays import IntArray
-from radixserve.output import Chunk, Completion
+from radixserve.completion import Chunk, Completion
 from radixserve.request import BeamParams, SamplingParams
 from radixserve.request import Request as EngineRequest
 from radixserve.server.gate.disconnect import CancelOnDisconnect

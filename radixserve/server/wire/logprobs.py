@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from radixserve.output import Completion
+from radixserve.completion import Completion
 from radixserve.text.tokenizer import Tokenizer
 
 Tops = Sequence[Mapping[int, float] | None]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from radixserve.arrays import IntArray
-from radixserve.output import Chunk, Completion
+from radixserve.completion import Chunk, Completion
 from radixserve.server.wire.json_response import dump
 from radixserve.server.wire.schema import StreamOptions
 

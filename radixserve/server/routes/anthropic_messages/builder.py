@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from radixserve.output import Completion, Usage
+from radixserve.completion import Completion
+from radixserve.output import Usage
 from radixserve.server.answer.content_blocks import ContentBlock, ContentBlockEvent
 from radixserve.server.routes.anthropic_messages.schema import MessagesRequest
 from radixserve.server.turn.answer_builder import BlocksBuilder

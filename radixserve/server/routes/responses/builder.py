@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from radixserve.output import Completion, Usage
+from radixserve.completion import Completion
+from radixserve.output import Usage
 from radixserve.server.answer.content_blocks import ContentBlock, ContentBlockEvent
 from radixserve.server.routes.responses.schema import (
     ResponseFunctionTool,
