@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypedDict, get_args
 
+from radixserve.cache.namespace import Namespace, as_namespace
 from radixserve.checks import (
     StrictFields,
     check_choice,
@@ -410,7 +411,7 @@ def _check_tenant_weights(weights: object) -> dict[str, float]:
         raise InvalidRequest(f"tenant_weights must be {{tenant: weight}}, got {shown(weights)}")
     checked = {}
     for tenant, weight in weights.items():
-        if "/" in check_text("a tenant of tenant_weights", tenant):
+        if as_namespace(check_text("a tenant of tenant_weights", tenant)) != Namespace(tenant):
             raise InvalidRequest(
                 f'a tenant of tenant_weights has no "/", got {shown(tenant)}: what stands before '
                 "the first one in a namespace is the tenant"

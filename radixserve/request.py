@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixserve.arrays import IntArray
+from radixserve.cache.namespace import Namespace, as_namespace
 from radixserve.checks import StrictFields, check_choice, check_float, check_int, check_text, shown
 from radixserve.errors import InvalidRequest
 from radixserve.logits_digest import LogitsDigest
@@ -89,8 +90,8 @@ class SamplingParams(StrictFields):
                           first tokens
     priority              requests with a higher priority are admitted before the others of their
                           tenant
-    namespace             requests of different namespaces share no cache. What stands before its
-                          first "/" names the tenant: tenants share the engine's time
+    namespace             "TENANT" or "TENANT/SALT": requests of different namespaces share no
+                          cache, and tenants share the engine's time
     prediction            the expected answer, or a text with many of its parts, such as a file
                           before an edit: text or token ids. Parts that the answer repeats are
                           computed several tokens a step. The answer does not depend on it
@@ -263,11 +264,6 @@ class SamplingParams(StrictFields):
         return np.array(self.allowed_token_ids or (), np.int64)
 
 
-def tenant_of(namespace: str) -> str:
-    """Returns the tenant of a namespace: the part before its first "/"."""
-    return namespace.partition("/")[0]
-
-
 def _several(name: str, value: object, what: str) -> tuple[Any, ...]:
     """Returns the items of an iterable that is not a string or a mapping; none for None. Raises
     InvalidRequest."""
@@ -389,6 +385,10 @@ class Request:
     # generation prompt's last; known only where the model has recurrent layers
     prediction: IntArray | None = None  # [n] params.prediction as token ids
     num_resumed_tokens: int = 0  # last tokens of `token_ids` that the answer begins with
+    namespace: Namespace = field(init=False)  # params.namespace as a record
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "namespace", as_namespace(self.params.namespace))
 
     def with_digest(self) -> Request:
         """Returns the request with its own digest, if its params request one."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from radixserve.cache.events import EventBatch, EventCursor, EventLog, EventSnapshot
 from radixserve.cache.interface import CacheSession, PrefixCache
 from radixserve.cache.lookup import Lookup
+from radixserve.cache.namespace import Namespace
 from radixserve.cache.radix.radix_cache import RadixCache
 from radixserve.cache.radix.sequence import RadixSequence
 from radixserve.cache.sequence import CacheSequence, ReturnEstimate
@@ -31,6 +32,7 @@ __all__ = [
     "HashBlockCache",
     "HashSequence",
     "Lookup",
+    "Namespace",
     "OutOfPages",
     "PrefixCache",
     "PrefixWatch",

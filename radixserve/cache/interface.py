@@ -17,6 +17,7 @@ from radixserve.cache.events import EventLog
 from radixserve.cache.garbage import GarbageFreezer
 from radixserve.cache.layers import CacheLayers
 from radixserve.cache.lookup import Lookup
+from radixserve.cache.namespace import DEFAULT_NAMESPACE, Namespace, as_namespace
 from radixserve.cache.sequence import (
     CacheSequence,
     PageAllocator,
@@ -28,7 +29,7 @@ from radixserve.cache.snapshot import SnapshotView
 from radixserve.cache.stats import hit_rate
 from radixserve.cache.tokens import TokenIds
 from radixserve.cache.watch import PrefixWatch, WatchRegistry
-from radixserve.checks import check_int, check_str
+from radixserve.checks import check_int
 from radixserve.errors import InvalidRequest
 
 
@@ -115,7 +116,7 @@ class PrefixCache(ABC):
     def lookup(
         self,
         tokens: TokenIds,
-        namespace: str = "",
+        namespace: str | Namespace = DEFAULT_NAMESPACE,
         *,
         allow_full: bool = False,
         compare_namespaces: bool = True,
@@ -127,7 +128,9 @@ class PrefixCache(ABC):
         """
 
     @abstractmethod
-    def watch(self, tokens: IntArray, namespace: str = "") -> PrefixWatch:
+    def watch(
+        self, tokens: IntArray, namespace: str | Namespace = DEFAULT_NAMESPACE
+    ) -> PrefixWatch:
         """Open a persistent look-up, which answers from memory until `changed_watches` refreshes
         it. The caller closes it."""
 
@@ -142,7 +145,7 @@ class PrefixCache(ABC):
     def acquire(
         self,
         tokens: TokenIds,
-        namespace: str = "",
+        namespace: str | Namespace = DEFAULT_NAMESPACE,
         *,
         allow_full: bool = False,
         session: CacheSession | None = None,
@@ -235,14 +238,22 @@ class PrefixCache(ABC):
         """Pages reached by retaining sessions. O(1) amortised."""
         return 0
 
-    def pin(self, tokens: TokenIds, namespace: str = "", *, session: CacheSession) -> CacheSequence:
+    def pin(
+        self,
+        tokens: TokenIds,
+        namespace: str | Namespace = DEFAULT_NAMESPACE,
+        *,
+        session: CacheSession,
+    ) -> CacheSequence:
         """Lock all of `tokens`, which are cached, without a request. `stats` and `dump` show pins
         apart from the locks of requests. Whole pages only."""
         sequence = self.acquire(tokens, namespace, allow_full=True, session=session)
         sequence.is_pin = True
         return sequence
 
-    def demote(self, tokens: TokenIds, namespace: str = "") -> int:
+    def demote(
+        self, tokens: TokenIds, namespace: str | Namespace = DEFAULT_NAMESPACE
+    ) -> int:
         """Evict the cached part of `tokens`, and everything that continues it, before all others,
         until it is used again. Parts of the prefix that nothing else continues are demoted, too.
         Nodes that open sessions reach keep their place until these are closed.
@@ -268,7 +279,7 @@ class PrefixCache(ABC):
         del session
         return []
 
-    def prefixes(self, namespace: str | None = None) -> list[tuple[str, IntArray]]:
+    def prefixes(self, namespace: str | Namespace | None = None) -> list[tuple[str, IntArray]]:
         """Returns (namespace, tokens) of each cached sequence that no other one continues, of one
         namespace or of all if None, the last used first."""
         del namespace
@@ -283,14 +294,12 @@ class PrefixCache(ABC):
         self._allocator.note_time()
         return self._owner.evict(self._allocator.pages_for(num_tokens)) * self.page_size
 
-    def reset(self, namespace: str | None = None) -> None:
+    def reset(self, namespace: str | Namespace | None = None) -> None:
         """Drop one namespace, or all if None. Pages in use are freed when they are released.
 
         Sequences acquired before continue, but their commits are not cached.
         """
-        if namespace is not None:
-            check_str("namespace", namespace)
-        self._owner.reset(namespace)
+        self._owner.reset(None if namespace is None else as_namespace(namespace))
         self._allocator.stats.num_resets += 1
 
     def close(self) -> None:
@@ -400,7 +409,9 @@ class PrefixCache(ABC):
     def _preview(self, count: int) -> list[dict[str, Any]]:
         """`eviction_preview` with a checked argument."""
 
-    def dump(self, max_nodes: int = 10_000, namespace: str | None = None) -> dict[str, Any]:
+    def dump(
+        self, max_nodes: int = 10_000, namespace: str | Namespace | None = None
+    ) -> dict[str, Any]:
         """Returns the cached prefixes as nested dicts, breadth first up to `max_nodes` nodes; those
         of one namespace if it is given.
 
@@ -418,10 +429,11 @@ class PrefixCache(ABC):
         fragmentation  {"pages" in use, "slots" in them, "unused_slots": slots without a token,
                     "unused_share"} of the whole cache, truncated or not. O(nodes)
         """
-        return self._dump(check_int("max_nodes", max_nodes, 0), namespace)
+        only = None if namespace is None else str(as_namespace(namespace))
+        return self._dump(check_int("max_nodes", max_nodes, 0), only)
 
     @abstractmethod
-    def _dump(self, max_nodes: int, namespace: str | None) -> dict[str, Any]:
+    def _dump(self, max_nodes: int, only: str | None) -> dict[str, Any]:
         """`dump` with checked arguments."""
 
     @abstractmethod

@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol, Self
 import numpy as np
 
 from radixserve.arrays import IntArray
+from radixserve.cache.namespace import Namespace
 from radixserve.cache.page_pool import PagePool
 from radixserve.cache.stats import CacheStats, RecentCounts
 from radixserve.cache.tokens import TOKEN_BYTES, TokenIds, as_view, token_bytes
@@ -52,13 +53,14 @@ class ReturnEstimate(NamedTuple):
         return max(0.0, self.return_at - now) if self.is_regular else max(self.wait_s, idle_s)
 
 
-class Namespace:
+class NamespaceEntry:
     """One namespace of a cache. Dead after a reset: look-ups do not find it."""
 
-    __slots__ = ("is_dead", "name")
+    __slots__ = ("is_dead", "key", "text")
 
-    def __init__(self, name: str, *, is_dead: bool = False) -> None:
-        self.name = name
+    def __init__(self, key: Namespace, *, is_dead: bool = False) -> None:
+        self.key = key
+        self.text = str(key)
         self.is_dead = is_dead
 
 
@@ -84,7 +86,7 @@ class PageOwner(Protocol):
     def evict(self, num_pages: int) -> int:
         """Free up to `num_pages` pages of live namespaces. Returns how many."""
 
-    def reset(self, name: str | None) -> None:
+    def reset(self, key: Namespace | None) -> None:
         """Drop one namespace, or all if None."""
 
 
@@ -221,7 +223,7 @@ class CacheSequence(ABC):
     def __init__(
         self,
         allocator: PageAllocator,
-        namespace: Namespace,
+        namespace: NamespaceEntry,
         length: int,
         tokens: bytearray,
         pages: array[int],
@@ -296,7 +298,8 @@ class CacheSequence(ABC):
 
     @property
     def namespace(self) -> str:
-        return self._namespace.name
+        """Its namespace as text."""
+        return self._namespace.text
 
     @property
     def is_stale(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from radixserve.cache.namespace import Namespace, as_namespace
 from radixserve.cache.page_pool import PagePool
 from radixserve.cache.sequence import CacheSequence
 from radixserve.cache.tokens import TOKEN_BYTES
@@ -30,8 +31,8 @@ _DIGITS = np.frombuffer(b"0123456789abcdefghijklmnopqrstuvwxyz", np.uint8)
 class SnapshotView:
     """The extent of a snapshot; every number is an upper bound.
 
-    within      a namespace and those below it ("name/..."), None: all. With a name nothing of
-                other namespaces is shown: their pages, and free ones, are "other"
+    within      a namespace and those below it, as text (see `Namespace.covers`), None: all. With
+                one nothing of others is shown: their pages, and free ones, are "other"
     opened      ids of nodes of which more children are wanted
     path        token ids in `path_namespace` whose nodes are wanted
     """
@@ -45,9 +46,9 @@ class SnapshotView:
     max_requests: int = 200
     max_victims: int = 8
 
-    def shows(self, namespace: str) -> bool:
+    def shows(self, namespace: str | Namespace) -> bool:
         within = self.within
-        return within is None or namespace == within or namespace.startswith(within + "/")
+        return within is None or as_namespace(within).covers(as_namespace(namespace))
 
 
 class PageMap:

@@ -182,7 +182,7 @@ def wake_waiters(producer: RequestState) -> list[RequestState]:
 
 def _num_agreed(state: RequestState, producer: RequestState, start: int, limit: int) -> int:
     """Leading tokens that both share, at most `limit`; 0 unless they share more than `start`."""
-    if state.request.params.namespace != producer.request.params.namespace:
+    if state.request.namespace != producer.request.namespace:
         return 0
     mine, theirs = state.tokens.view(), producer.tokens.view()
     if len(theirs) <= start or mine[start] != theirs[start]:

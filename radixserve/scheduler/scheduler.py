@@ -159,9 +159,9 @@ class Scheduler:
         self.check_fits(request)
         session = self.sessions.get(request.session) if request.session else None
         wanted = request.token_ids[: request.score_start + 1]  # see `RequestState.match_tokens`
-        prefix_watch = self._cache.watch(wanted, request.params.namespace)
+        prefix_watch = self._cache.watch(wanted, request.namespace)
         queued_at = self._clock() if queued_at is None else queued_at
-        tenant = self._shares.enter(request.params.namespace)
+        tenant = self._shares.enter(request.namespace.tenant)
         state = RequestState(request, self._num_arrived, prefix_watch, queued_at, tenant, session)
         state.num_loaded = num_loaded
         self._num_arrived += 1 if request.beams is None else request.beams.width
@@ -472,7 +472,7 @@ class Scheduler:
         self._beams.replace(search, children)
 
     def _requeue(self, state: RequestState) -> None:
-        state.prefix_watch = self._cache.watch(state.match_tokens(), state.request.params.namespace)
+        state.prefix_watch = self._cache.watch(state.match_tokens(), state.request.namespace)
         self._waiting.add(state, is_returning=True)
 
     def _note_scores(

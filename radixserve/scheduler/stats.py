@@ -95,7 +95,7 @@ def snapshot_requests(
     running: list[RequestState] = []
     waiting: list[RequestState] = []
     for state in requests.values():
-        if view.shows(state.request.params.namespace):
+        if view.shows(state.request.namespace):
             (waiting if state.sequence is None else running).append(state)
     shown = islice((*running, *waiting), view.max_requests)
     return {

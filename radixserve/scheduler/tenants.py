@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
-from radixserve.request import tenant_of
 
 _MAX_IDLE = 10_000  # tenants without a request whose virtual time is remembered
 
@@ -40,9 +39,8 @@ class TenantShares:
         self._last = 0.0  # of the tenant whose queue emptied last: its virtual time
         self._least = 0.0  # to which `begin_waiting` raises
 
-    def enter(self, namespace: str) -> Tenant:
-        """A request of the namespace was added; returns its tenant. O(1)."""
-        name = tenant_of(namespace)
+    def enter(self, name: str) -> Tenant:
+        """A request of the tenant of that name was added; returns the tenant. O(1)."""
         tenant = self._active.get(name)
         if tenant is None:
             tenant = self._idle.pop(name, None) or Tenant(name, self._weights.get(name, 1.0))

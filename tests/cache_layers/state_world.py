@@ -105,7 +105,7 @@ class StateWorld(World):
             length
             for node, kept in self.checkpoints.by_node.items()
             for length in kept
-            if node.namespace.name == namespace and not node.namespace.is_dead
+            if node.namespace.text == namespace and not node.namespace.is_dead
             if self.prefix_of(node, length) == tokens[:length]
         ]
         return max(lengths, default=0)

@@ -192,7 +192,7 @@ def test_what_a_tenant_left_unused_is_not_kept_for_it() -> None:
     assert idle.virtual_time == busy.virtual_time == 1_000
     idle.charge(500)
     shares.leave(idle)
-    again = shares.enter("idle/salt")
+    again = shares.enter("idle")
     shares.begin_waiting(again, [busy])
     assert again is idle  # what it has used beyond its share counts against it
     assert again.virtual_time == 1_500

@@ -88,7 +88,7 @@ def _check_block(pool: BlockPool, block: Block) -> None:
         assert len(set(sizes)) == 1, f"{name} has a run of {sizes} blocks, keys, pages and tokens"
         assert run.blocks[-1].is_listed, f"{name} has an evicted block in its run"
     if block.is_listed:
-        is_living = pool.namespaces.get(namespace.name) is namespace
+        is_living = pool.namespaces.get(namespace.key) is namespace
         assert is_living, f"{name} is in a namespace that is gone"
         assert parent is None or parent.is_listed, f"{name} is found and its parent is not"
     if parent is not None and block.lock_ref:
@@ -108,13 +108,14 @@ def _check_order(pool: BlockPool) -> None:
 
 
 def _check_namespaces(pool: BlockPool, sequences: list[HashSequence]) -> None:
-    for name, namespace in pool.namespaces.items():
-        assert namespace.name == name, f"namespace {namespace.name!r} is under the name {name!r}"
+    for key, namespace in pool.namespaces.items():
+        name = namespace.text
+        assert namespace.key == key, f"namespace {name!r} is under the name {str(key)!r}"
         assert not namespace.is_dead, f"namespace {name!r} is dead and can be found"
         users = sum(sequence._namespace is namespace for sequence in sequences)
         assert namespace.num_sequences == users, f"namespace {name!r} miscounts its sequences"
         assert namespace.blocks or users, f"namespace {name!r} is empty"
-        gone = [key for key in namespace.blocks if pool.evicted.get(key) == name]
+        gone = [key for key in namespace.blocks if pool.evicted.get(key) == namespace.key]
         assert not gone, f"namespace {name!r} has a block that is remembered as evicted"
 
 
@@ -158,7 +159,7 @@ def preview_blocks(pool: BlockPool, count: int) -> list[dict[str, Any]]:
         start, above = 0, block.parent
         while above is not None:
             start, above = start + pool.block_size, above.parent
-        name, idle_s = block.namespace.name, pool.now - last_use
+        name, idle_s = block.namespace.text, pool.now - last_use
         victims.append(victim(name, start, block.tokens, 1, idle_s, "least recently used"))
     return victims
 
@@ -202,7 +203,7 @@ def dump_blocks(
         return NodeDump(node.tokens, [node.page], node.lock_ref, count, state, last_use)
 
     roots: dict[str, Block | BlockNamespace] = {
-        name: space for name, space in pool.namespaces.items() if only in (None, name)
+        space.text: space for space in pool.namespaces.values() if only in (None, space.text)
     }
     tokens = {id(block): pool.block_size for block in _findable(pool)}
     tokens |= {id(block): pool.block_size for seq in sequences for block in seq._blocks}

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from array import array
 
-from radixserve.cache.sequence import Namespace
+from radixserve.cache.namespace import Namespace
+from radixserve.cache.sequence import NamespaceEntry
 
 
-class BlockNamespace(Namespace):
+class BlockNamespace(NamespaceEntry):
     """One namespace's blocks by key."""
 
     __slots__ = ("blocks", "num_sequences", "root_key")
 
-    def __init__(self, name: str, root_key: bytes) -> None:
-        super().__init__(name)
+    def __init__(self, key: Namespace, root_key: bytes) -> None:
+        super().__init__(key)
         self.root_key = root_key  # where its chains of keys begin
         self.num_sequences = 0  # live ones
         self.blocks: dict[bytes, Block] = {}

@@ -16,6 +16,7 @@ import numpy as np
 from radixserve.cache.events import ROOT, EventLog, Removed, Reset, Stored
 from radixserve.cache.hash.block import Block, BlockNamespace, BlockRun
 from radixserve.cache.hash.block_hash import BlockChain, ChainMemo, Digest
+from radixserve.cache.namespace import Namespace
 from radixserve.cache.page_pool import PagePool
 from radixserve.cache.tokens import TOKEN_BYTES, as_view
 from radixserve.cache.watch import WatchRegistry
@@ -124,11 +125,11 @@ class BlockPool:
     def __init__(self, pages: PagePool, block_size: int, digest: Digest) -> None:
         self.block_size = block_size
         self.width = block_size * TOKEN_BYTES  # bytes of a block's tokens
-        self.namespaces: dict[str, BlockNamespace] = {}
+        self.namespaces: dict[Namespace, BlockNamespace] = {}
         self.evictable = EvictableBlocks()
         self.chains = ChainMemo(digest, self.width)
         self.watch_registry = WatchRegistry()
-        self.evicted: OrderedDict[bytes, str] = OrderedDict()  # key -> namespace, oldest first
+        self.evicted: OrderedDict[bytes, Namespace] = OrderedDict()  # key -> namespace, oldest first
         self.num_pages = 0  # of findable blocks, and of those that only sequences still use
         self.num_evicted_tokens = 0
         self.num_collisions = 0  # equal keys of different prefixes met
@@ -152,15 +153,15 @@ class BlockPool:
 
     # -- look-up ------------------------------------------------------------------------------
 
-    def chain(self, namespace: str, data: bytes) -> BlockChain:
+    def chain(self, namespace: Namespace, data: bytes) -> BlockChain:
         """Returns the whole blocks of `data`, int32 bytes, under that namespace."""
         known = self.namespaces.get(namespace)
-        root_key = self.chains.root_key(namespace) if known is None else known.root_key
+        root_key = self.chains.root_key(str(namespace)) if known is None else known.root_key
         return self.chains.get(root_key, data)
 
     def match(
         self,
-        namespace: str,
+        namespace: Namespace,
         chain: BlockChain,
         matched: list[Block],
         pages: array[int] | None = None,
@@ -197,18 +198,18 @@ class BlockPool:
 
     # -- namespaces ---------------------------------------------------------------------------
 
-    def open_namespace(self, name: str) -> BlockNamespace:
-        """Returns the live namespace of that name; creates it if there is none."""
-        namespace = self.namespaces.get(name)
+    def open_namespace(self, key: Namespace) -> BlockNamespace:
+        """Returns the live blocks of a namespace; creates their table if there is none."""
+        namespace = self.namespaces.get(key)
         if namespace is None:
-            root_key = self.chains.root_key(name)
-            namespace = self.namespaces[name] = BlockNamespace(name, root_key)
+            root_key = self.chains.root_key(str(key))
+            namespace = self.namespaces[key] = BlockNamespace(key, root_key)
         return namespace
 
     def prune(self, namespace: BlockNamespace) -> None:
         """Delete a namespace if it has neither blocks nor sequences."""
         if not namespace.blocks and not namespace.num_sequences and not namespace.is_dead:
-            del self.namespaces[namespace.name]
+            del self.namespaces[namespace.key]
 
     # -- eviction -----------------------------------------------------------------------------
 
@@ -227,7 +228,7 @@ class BlockPool:
                 parent.last_use = block.last_use
             if block.run is not None:
                 shorter[block.run] = block.run_index  # its children went before it
-            evicted[key] = namespace.name
+            evicted[key] = namespace.key
             if watched:
                 self.watch_registry.notify(key)
             if events is not None:
@@ -245,16 +246,16 @@ class BlockPool:
     def make_room(self, num_pages: int) -> bool:
         return num_pages <= len(self.evictable) and self.evict(num_pages) >= num_pages
 
-    def reset(self, name: str | None) -> None:
+    def reset(self, key: Namespace | None) -> None:
         """Drop a namespace, or all if None. Blocks in use are freed when they are unlocked.
         O(blocks and remembered evictions)."""
-        for key in [key for key, other in self.evicted.items() if name in (None, other)]:
-            del self.evicted[key]
-        for gone in list(self.namespaces) if name is None else [name]:
+        for block_key in [block for block, own in self.evicted.items() if key in (None, own)]:
+            del self.evicted[block_key]
+        for gone in list(self.namespaces) if key is None else [key]:
             if gone in self.namespaces:
                 self._forget(self.namespaces.pop(gone))
                 if self.events is not None:
-                    self.events.add(Reset(gone))
+                    self.events.add(Reset(str(gone)))
 
     def _forget(self, namespace: BlockNamespace) -> None:
         namespace.is_dead = True
@@ -369,7 +370,7 @@ class BlockPool:
 def stored(block: Block) -> Stored:
     """Returns the `Stored` event of a findable block."""
     parent = ROOT if block.parent is None else block.parent.block_id
-    return Stored(block.block_id, parent, block.namespace.name, block.tokens)
+    return Stored(block.block_id, parent, block.namespace.text, block.tokens)
 
 
 def _common_blocks(tokens: bytearray, start: int, data: bytes, data_start: int, width: int) -> int:

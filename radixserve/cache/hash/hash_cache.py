@@ -24,6 +24,7 @@ from radixserve.cache.hash.sequence import HashSequence
 from radixserve.cache.hash.snapshot import snapshot_blocks
 from radixserve.cache.interface import CacheSession, PrefixCache
 from radixserve.cache.lookup import Lookup, MissReason
+from radixserve.cache.namespace import DEFAULT_NAMESPACE, Namespace, as_namespace
 from radixserve.cache.page_pool import PagePool
 from radixserve.cache.sequence import PageAllocator
 from radixserve.cache.snapshot import SnapshotView
@@ -42,7 +43,7 @@ class HashPrefixWatch(PrefixWatch):
 
     __slots__ = ("_pool", "blocks", "chain", "namespace", "pages")
 
-    def __init__(self, pool: BlockPool, tokens: IntArray, namespace: str) -> None:
+    def __init__(self, pool: BlockPool, tokens: IntArray, namespace: Namespace) -> None:
         super().__init__(pool.watch_registry, len(tokens))
         self._pool = pool
         self.namespace = namespace
@@ -149,7 +150,7 @@ class HashBlockCache(PrefixCache):
     def lookup(
         self,
         tokens: TokenIds,
-        namespace: str = "",
+        namespace: str | Namespace = DEFAULT_NAMESPACE,
         *,
         allow_full: bool = False,
         compare_namespaces: bool = True,
@@ -165,12 +166,11 @@ class HashBlockCache(PrefixCache):
 
         O(blocks found); a miss also asks other namespaces (at most 64).
         """
-        ids = as_token_ids(tokens)
-        check_str("namespace", namespace)
-        chain = self._pool.chain(namespace, self._reusable(ids, allow_full))
-        num_matched = len(self._pool.match(namespace, chain, []))
+        ids, key = as_token_ids(tokens), as_namespace(namespace)
+        chain = self._pool.chain(key, self._reusable(ids, allow_full))
+        num_matched = len(self._pool.match(key, chain, []))
         length = num_matched * self.page_size
-        reason = self._reason(namespace, chain, num_matched, compare_namespaces)
+        reason = self._reason(key, chain, num_matched, compare_namespaces)
         return Lookup(length, reason, length)
 
     def _reusable(self, ids: IntArray, allow_full: bool) -> bytes:
@@ -179,27 +179,29 @@ class HashBlockCache(PrefixCache):
         return ids[: limit - limit % self.page_size].tobytes()
 
     def _reason(
-        self, namespace: str, chain: BlockChain, num_matched: int, compare_namespaces: bool
+        self, namespace: Namespace, chain: BlockChain, num_matched: int, compare_namespaces: bool
     ) -> MissReason:
         pool = self._pool
         if num_matched == chain.num_blocks:
             return "full"
         if pool.evicted.get(chain.key(num_matched)) == namespace:
             return "evicted"
-        for name in islice(pool.namespaces, _MAX_NAMESPACES if compare_namespaces else 0):
-            if name != namespace:
-                other = pool.chain(name, chain.data)
-                if len(pool.match(name, other, [])) > num_matched:
+        for key in islice(pool.namespaces, _MAX_NAMESPACES if compare_namespaces else 0):
+            if key != namespace:
+                other = pool.chain(key, chain.data)
+                if len(pool.match(key, other, [])) > num_matched:
                     return "namespace"
         return "never_seen"
 
-    def watch(self, tokens: IntArray, namespace: str = "") -> HashPrefixWatch:
-        return HashPrefixWatch(self._pool, as_token_ids(tokens), namespace)
+    def watch(
+        self, tokens: IntArray, namespace: str | Namespace = DEFAULT_NAMESPACE
+    ) -> HashPrefixWatch:
+        return HashPrefixWatch(self._pool, as_token_ids(tokens), as_namespace(namespace))
 
     def acquire(
         self,
         tokens: TokenIds,
-        namespace: str = "",
+        namespace: str | Namespace = DEFAULT_NAMESPACE,
         *,
         allow_full: bool = False,
         session: CacheSession | None = None,
@@ -210,11 +212,11 @@ class HashBlockCache(PrefixCache):
         As `RadixCache.acquire`, but `session` and `priority` are checked and have no effect.
         """
         ids, pool, pages = as_token_ids(tokens), self._pool, array("i")
-        check_str("namespace", namespace)
+        key = as_namespace(namespace)
         self._check_use(session, priority)
-        space = pool.open_namespace(namespace)
-        chain = pool.chain(namespace, self._reusable(ids, allow_full))
-        blocks = pool.match(namespace, chain, [], pages)
+        space = pool.open_namespace(key)
+        chain = pool.chain(key, self._reusable(ids, allow_full))
+        blocks = pool.match(key, chain, [], pages)
         return self._acquire_match(space, len(ids), chain, blocks, pages)
 
     def acquire_watched(
@@ -224,9 +226,9 @@ class HashBlockCache(PrefixCache):
         assert isinstance(watch, HashPrefixWatch)
         self._check_use(session, priority)
         self._pool.watch_registry.refresh(watch)
-        name, chain, num_blocks = watch.namespace, watch.chain, len(watch.blocks)
-        reason = self._reason(name, chain, num_blocks, compare_namespaces=True)
-        space, blocks = self._pool.open_namespace(name), [*watch.blocks]
+        key, chain, num_blocks = watch.namespace, watch.chain, len(watch.blocks)
+        reason = self._reason(key, chain, num_blocks, compare_namespaces=True)
+        space, blocks = self._pool.open_namespace(key), [*watch.blocks]
         sequence = self._acquire_match(space, watch.num_tokens, chain, blocks, watch.pages[:])
         return sequence, Lookup(watch.cached_len, reason, watch.cached_len)
 
@@ -308,8 +310,8 @@ class HashBlockCache(PrefixCache):
     def _preview(self, count: int) -> list[dict[str, Any]]:
         return preview_blocks(self._pool, count)
 
-    def _dump(self, max_nodes: int, namespace: str | None) -> dict[str, Any]:
-        return dump_blocks(self._allocator, self._pool, max_nodes, namespace)
+    def _dump(self, max_nodes: int, only: str | None) -> dict[str, Any]:
+        return dump_blocks(self._allocator, self._pool, max_nodes, only)
 
     def _snapshot(self, view: SnapshotView) -> dict[str, Any]:
         return snapshot_blocks(self._allocator, self._pool, view)

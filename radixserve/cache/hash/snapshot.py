@@ -31,7 +31,7 @@ def snapshot_blocks(
     """See `PrefixCache.snapshot`. A node is a run of blocks; its parent is the run that it leaves,
     maybe in the middle: see its start."""
     pages = PageMap(allocator.pool, view)
-    spaces = [space for name, space in pool.namespaces.items() if view.shows(name)]
+    spaces = [space for key, space in pool.namespaces.items() if view.shows(key)]
     shown: dict[int, BlockRun] = {}  # by the id of its first block
     for space in islice(spaces, _MAX_NAMESPACES):
         for block in islice(reversed(space.blocks.values()), _SCANNED):
@@ -50,7 +50,7 @@ def snapshot_blocks(
         "page_size": pool.block_size,
         "namespaces": [
             {
-                "name": space.name,
+                "name": space.text,
                 "num_pages": len(space.blocks),
                 "num_locked": None,
                 "num_children": None,
@@ -88,7 +88,7 @@ def _run_record(run: BlockRun, starts: dict[int, int], pool: BlockPool) -> dict[
     return {
         "id": first.block_id,
         "parent": above,
-        "namespace": first.namespace.name,
+        "namespace": first.namespace.text,
         "start": start,
         **edge_tokens(run.tokens),
         "num_pages": len(run.pages),

@@ -103,7 +103,8 @@ def _check_counts(tree: RadixTree, nodes: list[Node]) -> None:
         ("dead pages", tree.num_dead, _num_pages(dead)),
     ):
         assert counted == summed, f"{counted} {name} counted, {summed} exist"
-    for name, namespace in tree.namespaces.items():
+    for namespace in tree.namespaces.values():
+        name = namespace.text
         mine = [node for node in nodes if node.namespace is namespace]
         assert namespace.num_pages == _num_pages(mine), f"pages of {name!r}"
         locked = [node for node in mine if node.lock_ref]
@@ -200,7 +201,7 @@ def preview_tree(tree: RadixTree, count: int) -> list[dict[str, Any]]:
     for node, reason in tree.order.preview():
         if len(victims) == count:
             break
-        name, idle_s = node.namespace.name, tree.now - node.last_use
+        name, idle_s = node.namespace.text, tree.now - node.last_use
         if not node.namespace.is_dead:  # else its pages count as free already
             entry = victim(name, node.start, node.tokens, len(node.pages), idle_s, reason)
             victims.append(entry)
@@ -232,8 +233,8 @@ def dump_tree(
             node.tokens, node.pages.tolist(), node.lock_ref, users[id(node)], state, last_use
         )
 
-    spaces = tree.namespaces.items()
-    roots = {name: namespace.root for name, namespace in spaces if only in (None, name)}
+    spaces = tree.namespaces.values()
+    roots = {space.text: space.root for space in spaces if only in (None, space.text)}
     sizes = ((len(node.pages), node.num_tokens) for node in _all_nodes(tree, sequences))
     return {
         **dump_nodes(tree.page_size, roots, lambda n: n.children.values(), describe, max_nodes),

@@ -12,6 +12,7 @@ import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.cache.lookup import Lookup
+from radixserve.cache.namespace import Namespace
 from radixserve.cache.radix.child_index import closest_child, common_head
 from radixserve.cache.radix.node import Match, NamespaceTree, Node, path
 from radixserve.cache.radix.radix_tree import RadixTree
@@ -130,7 +131,9 @@ class RadixPrefixWatch(PrefixWatch):
 
     __slots__ = ("_limit", "_tree", "data", "match", "namespace", "num_releases")
 
-    def __init__(self, tree: RadixTree, tokens: IntArray, namespace: str, *, reuse: bool) -> None:
+    def __init__(
+        self, tree: RadixTree, tokens: IntArray, namespace: Namespace, *, reuse: bool
+    ) -> None:
         super().__init__(tree.watch_registry, len(tokens))
         self._tree = tree
         self._limit = max(0, len(tokens) - 1) if reuse else 0
@@ -161,10 +164,10 @@ class RadixPrefixWatch(PrefixWatch):
     def refresh(self) -> None:
         """Match the prompt again, and watch the node where the match ends now. O(tokens matched) in
         memcmp."""
-        tree, name = self._tree, self.namespace
-        namespace = tree.namespaces.get(name)
+        tree, key = self._tree, self.namespace
+        namespace = tree.namespaces.get(key)
         if namespace is None:
-            root = NamespaceTree(name).root
+            root = NamespaceTree(key).root
             self.match = 0, root, root, b""
         else:
             self.match = match_prefix(namespace, self.data, self._limit, tree.page_size)
@@ -172,7 +175,7 @@ class RadixPrefixWatch(PrefixWatch):
         self.cached_len = length
         # The token that would continue the match there, b"" at the prompt's end. Two nodes where
         # it ends in a child's first page: another child may share more of it.
-        places: set[WatchKey] = {tree.watch_key(name), (node.node_id, self._token(length))}
+        places: set[WatchKey] = {tree.watch_key(key), (node.node_id, self._token(length))}
         if resume is not node:
             places.add((resume.node_id, self._token(resume.end)))
         self._watch_at(frozenset(places))

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from radixserve.arrays import IntArray
-from radixserve.cache.sequence import Namespace, ReturnEstimate
+from radixserve.cache.namespace import Namespace
+from radixserve.cache.sequence import NamespaceEntry, ReturnEstimate
 from radixserve.cache.tokens import TOKEN_BYTES, as_view
 
 if TYPE_CHECKING:
@@ -20,16 +21,16 @@ _ZERO = array("i", (0,))
 NO_CHILDREN: dict[bytes, Node] = {}  # shared by all leaves; stays empty
 
 
-class NamespaceTree(Namespace):
+class NamespaceTree(NamespaceEntry):
     """One namespace's tree. Dead after a reset: released pages are not cached."""
 
     __slots__ = ("num_locked", "num_pages", "root")
 
-    def __init__(self, name: str, *, is_dead: bool = False) -> None:
-        super().__init__(name, is_dead=is_dead)
+    def __init__(self, key: Namespace, *, is_dead: bool = False) -> None:
+        super().__init__(key, is_dead=is_dead)
         self.num_pages = 0  # in its nodes
         self.num_locked = 0  # in its locked nodes
-        self.root = Node(self, None, 0, b"", bytearray(), array("i"), node_id=name)
+        self.root = Node(self, None, 0, b"", bytearray(), array("i"), node_id=self.text)
 
 
 class Node:
@@ -68,7 +69,7 @@ class Node:
         self.key = key  # the bytes of its first page, fewer if shorter: among the parent's children
         self.tokens = tokens  # int32 bytes
         self.pages = pages
-        self.node_id = node_id  # never used again; the root's is its namespace's name
+        self.node_id = node_id  # never used again; the root's is its namespace's text
         self.lock_ref = 0  # sequences that end in this node + locked children
         self.policy_key = 0  # set by the eviction policy
         self.last_use = 0.0  # the tree's `now` when its last lock was released
@@ -134,7 +135,7 @@ def path_tokens(node: Node, length: int, num_spare: int = 0) -> bytearray:
 def prefix_of(node: Node) -> tuple[str, IntArray]:
     """Returns the namespace of a node, and the tokens from the root to its end."""
     edges = [bytes(ancestor.tokens) for ancestor in path(node)]
-    return node.namespace.name, np.frombuffer(b"".join(edges[::-1]), np.int32)
+    return node.namespace.text, np.frombuffer(b"".join(edges[::-1]), np.int32)
 
 
 # A plain tuple: as a NamedTuple it would cost each acquired sequence 4 % of its time (case D of

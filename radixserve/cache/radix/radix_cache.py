@@ -24,6 +24,7 @@ from radixserve.arrays import IntArray
 from radixserve.cache.events import EventLog, open_log
 from radixserve.cache.interface import CacheSession, PrefixCache
 from radixserve.cache.lookup import Lookup
+from radixserve.cache.namespace import DEFAULT_NAMESPACE, Namespace, as_namespace
 from radixserve.cache.page_pool import PagePool
 from radixserve.cache.radix.audit import (
     check_tree,
@@ -141,7 +142,7 @@ class RadixCache(PrefixCache):
     def lookup(
         self,
         tokens: TokenIds,
-        namespace: str = "",
+        namespace: str | Namespace = DEFAULT_NAMESPACE,
         *,
         allow_full: bool = False,
         compare_namespaces: bool = True,
@@ -154,9 +155,8 @@ class RadixCache(PrefixCache):
         limit = len(ids)
         if limit and not allow_full:
             limit -= 1
-        space = tree.namespaces.get(namespace)
-        if space is None:
-            space = NamespaceTree(check_str("namespace", namespace), is_dead=True)
+        key = as_namespace(namespace)
+        space = tree.namespaces.get(key) or NamespaceTree(key, is_dead=True)
         size = tree.page_size
         first_page = ids[: size if size < limit else limit].tobytes()
         is_known = not first_page or first_page in space.root.children
@@ -179,27 +179,31 @@ class RadixCache(PrefixCache):
         """Tokens whose K/V was evicted since the start."""
         return self._tree.num_evicted_tokens
 
-    def cached_pages(self, tokens: TokenIds, namespace: str = "") -> tuple[int, IntArray]:
+    def cached_pages(
+        self, tokens: TokenIds, namespace: str | Namespace = DEFAULT_NAMESPACE
+    ) -> tuple[int, IntArray]:
         """Returns the length of the longest cached prefix, and its page ids [n] int32: token i is
         in slot i % page_size of pages[i // page_size]. Locks nothing: the result is valid until
         the cache changes. O(tokens matched).
         """
         tree = self._tree
-        space = tree.namespaces.get(namespace)
+        space = tree.namespaces.get(as_namespace(namespace))
         if space is None:
             return 0, np.zeros(0, np.int32)
         data = token_view(tokens)
         length, node, _, _ = match_prefix(space, data, len(data), tree.page_size)
         return length, np.array(path_pages(node, -(-length // tree.page_size)), np.int32)
 
-    def watch(self, tokens: IntArray, namespace: str = "") -> RadixPrefixWatch:
-        check_str("namespace", namespace)
-        return RadixPrefixWatch(self._tree, as_token_ids(tokens), namespace, reuse=self._reuse)
+    def watch(
+        self, tokens: IntArray, namespace: str | Namespace = DEFAULT_NAMESPACE
+    ) -> RadixPrefixWatch:
+        key = as_namespace(namespace)
+        return RadixPrefixWatch(self._tree, as_token_ids(tokens), key, reuse=self._reuse)
 
     def acquire(
         self,
         tokens: TokenIds,
-        namespace: str = "",
+        namespace: str | Namespace = DEFAULT_NAMESPACE,
         *,
         allow_full: bool = False,
         session: CacheSession | None = None,
@@ -220,7 +224,8 @@ class RadixCache(PrefixCache):
             session = self._check_session(session)
         if priority != 0:
             priority = check_int("priority", priority, -(2**31), 2**31 - 1)
-        space = tree.namespaces.get(namespace) or self._open_namespace(namespace)
+        key = as_namespace(namespace)
+        space = tree.namespaces.get(key) or self._open_namespace(key)
         limit = count - 1 if count and not allow_full else count
         match = match_prefix(space, data, limit, tree.page_size)
         return self._acquire_match(match, data, limit, session, priority, None)
@@ -261,12 +266,11 @@ class RadixCache(PrefixCache):
             length, node = self.layers.resumable_prefix(node, length)
         return self._cached_len(length, node)
 
-    def _open_namespace(self, name: str) -> NamespaceTree:
+    def _open_namespace(self, key: Namespace) -> NamespaceTree:
         """Returns the namespace of a new sequence; without reuse one that no look-up finds."""
-        check_str("namespace", name)
         if self._reuse:
-            return self._tree.open_namespace(name)
-        return NamespaceTree(name, is_dead=True)
+            return self._tree.open_namespace(key)
+        return NamespaceTree(key, is_dead=True)
 
     def _acquire_match(
         self,
@@ -429,9 +433,11 @@ class RadixCache(PrefixCache):
         retention = self._tree.retention
         return 0 if retention is None else retention.num_retained_pages
 
-    def demote(self, tokens: TokenIds, namespace: str = "") -> int:
+    def demote(
+        self, tokens: TokenIds, namespace: str | Namespace = DEFAULT_NAMESPACE
+    ) -> int:
         """See `PrefixCache.demote`. O(tokens + nodes below them)."""
-        data, space = token_view(tokens), self._tree.namespaces.get(namespace)
+        data, space = token_view(tokens), self._tree.namespaces.get(as_namespace(namespace))
         if space is None or not len(data):
             return 0
         match = match_prefix(space, data, len(data), self.page_size)
@@ -450,9 +456,10 @@ class RadixCache(PrefixCache):
         ends = self._retention().session_ends(session)
         return [prefix_of(end) for end in ends if not end.namespace.is_dead]
 
-    def prefixes(self, namespace: str | None = None) -> list[tuple[str, IntArray]]:
+    def prefixes(self, namespace: str | Namespace | None = None) -> list[tuple[str, IntArray]]:
         """See `PrefixCache.prefixes`. O(tokens of all of them)."""
-        return [prefix_of(leaf) for leaf in self._tree.leaves(namespace)]
+        key = None if namespace is None else as_namespace(namespace)
+        return [prefix_of(leaf) for leaf in self._tree.leaves(key)]
 
     def open_events(self, epoch: int | None = None) -> EventLog:
         """See `PrefixCache.open_events`."""
@@ -483,8 +490,8 @@ class RadixCache(PrefixCache):
     def _preview(self, count: int) -> list[dict[str, Any]]:
         return preview_tree(self._tree, count)
 
-    def _dump(self, max_nodes: int, namespace: str | None) -> dict[str, Any]:
-        return dump_tree(self._allocator, self._tree, max_nodes, namespace)
+    def _dump(self, max_nodes: int, only: str | None) -> dict[str, Any]:
+        return dump_tree(self._allocator, self._tree, max_nodes, only)
 
     def _snapshot(self, view: SnapshotView) -> dict[str, Any]:
         from radixserve.cache.radix.snapshot import snapshot_tree  # loaded when it is used

@@ -32,6 +32,7 @@ from radixserve.cache.events import (
     Truncated,
 )
 from radixserve.cache.interface import CacheSession
+from radixserve.cache.namespace import Namespace
 from radixserve.cache.page_pool import PagePool
 from radixserve.cache.radix.child_index import add_key, closest_child, has_longer, remove_key
 from radixserve.cache.radix.eviction import EvictedHistory, EvictionOrder
@@ -48,7 +49,7 @@ class RadixTree:
 
     def __init__(self, pool: PagePool, page_size: int, order: EvictionOrder) -> None:
         self.page_size = page_size
-        self.namespaces: dict[str, NamespaceTree] = {}
+        self.namespaces: dict[Namespace, NamespaceTree] = {}
         self.order = order  # eviction order of the unlocked nodes
         self.retention: RetentionPolicy | None = None  # `order`, once sessions are used
         self.evicted_history = EvictedHistory()
@@ -73,17 +74,17 @@ class RadixTree:
 
     # -- look-up ------------------------------------------------------------------------------
 
-    def open_namespace(self, name: str) -> NamespaceTree:
-        """Returns the live namespace of that name; creates it if there is none."""
-        namespace = self.namespaces.get(name)
+    def open_namespace(self, key: Namespace) -> NamespaceTree:
+        """Returns the live tree of a namespace; creates it if there is none."""
+        namespace = self.namespaces.get(key)
         if namespace is None:
-            namespace = self.namespaces[name] = NamespaceTree(name)
-            self.watch_registry.notify(*self.watch_key(name))
+            namespace = self.namespaces[key] = NamespaceTree(key)
+            self.watch_registry.notify(*self.watch_key(key))
         return namespace
 
-    def watch_key(self, name: str) -> WatchKey:
+    def watch_key(self, key: Namespace) -> WatchKey:
         """Returns the key under which watches wait for changes of that namespace."""
-        return (name,), b""
+        return key, b""
 
     # -- locks --------------------------------------------------------------------------------
 
@@ -138,9 +139,9 @@ class RadixTree:
     def _prune(self, namespace: NamespaceTree) -> None:
         """Delete an empty, unlocked namespace."""
         root = namespace.root
-        is_living = self.namespaces.get(namespace.name) is namespace
+        is_living = self.namespaces.get(namespace.key) is namespace
         if is_living and not root.lock_ref and not root.children:
-            del self.namespaces[namespace.name]
+            del self.namespaces[namespace.key]
 
     # -- insertion and removal ----------------------------------------------------------------
 
@@ -402,12 +403,12 @@ class RadixTree:
             self.evict(num_pages)
         return True
 
-    def reset(self, name: str | None) -> None:
+    def reset(self, key: Namespace | None) -> None:
         """Drop a namespace, or all if None. Its pages count as free at once; its nodes are removed
         when their pages are needed. O(1) per namespace, plus the history of evictions and what
         the retention policy keeps."""
-        for gone in list(self.namespaces) if name is None else [name]:
-            self.evicted_history.forget(gone)
+        for gone in list(self.namespaces) if key is None else [key]:
+            self.evicted_history.forget(str(gone))
             namespace = self.namespaces.pop(gone, None)
             if namespace is None:
                 continue
@@ -419,7 +420,7 @@ class RadixTree:
             if namespace.num_pages > namespace.num_locked:  # locked nodes are freed on unlock
                 self.pending_free.append(namespace.root)
             if self.events is not None:
-                self.events.add(Reset(gone))
+                self.events.add(Reset(namespace.text))
 
     # -- events -------------------------------------------------------------------------------
 
@@ -432,9 +433,9 @@ class RadixTree:
                 yield _stored(node)
                 queue.extend(node.children.values())
 
-    def leaves(self, namespace: str | None) -> list[Node]:
+    def leaves(self, key: Namespace | None) -> list[Node]:
         """Returns the leaves of a namespace, or of all if None, the last used first. O(nodes)."""
-        spaces = self.namespaces.values() if namespace is None else [self.namespaces.get(namespace)]
+        spaces = self.namespaces.values() if key is None else [self.namespaces.get(key)]
         leaves, stack = [], [space.root for space in spaces if space is not None]
         while stack:
             node = stack.pop()
@@ -467,4 +468,4 @@ def _stored(node: Node) -> Stored:
     parent = node.parent
     assert parent is not None
     above = ROOT if parent.parent is None else int(parent.node_id)
-    return Stored(int(node.node_id), above, node.namespace.name, bytes(node.tokens))
+    return Stored(int(node.node_id), above, node.namespace.text, bytes(node.tokens))

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from radixserve.cache.audit import usage_state
+from radixserve.cache.namespace import as_namespace
 from radixserve.cache.radix.lookup import match_prefix
 from radixserve.cache.radix.node import Node, path
 from radixserve.cache.radix.radix_tree import RadixTree
@@ -58,7 +59,7 @@ class _TreeSnapshot:
         self._users: dict[int, int] = {}  # sequences by the identity of a locked node
         self._locked = self._find_locked()
         self._shown: dict[int, Node] = {}  # by identity, parents first
-        spaces = (space for name, space in tree.namespaces.items() if view.shows(name))
+        spaces = (space for key, space in tree.namespaces.items() if view.shows(key))
         self._spaces = list(islice(spaces, _MAX_NAMESPACES))
 
     def _find_locked(self) -> list[Node]:
@@ -96,8 +97,8 @@ class _TreeSnapshot:
 
     def _on_wanted_path(self) -> list[Node]:
         view = self._view
-        space = self._tree.namespaces.get(view.path_namespace)
-        if not view.path or space is None or not view.shows(space.name):
+        space = self._tree.namespaces.get(as_namespace(view.path_namespace))
+        if not view.path or space is None or not view.shows(space.key):
             return []
         data = token_view(view.path)
         _, node, _, _ = match_prefix(space, data, len(data), self._tree.page_size)
@@ -146,7 +147,7 @@ class _TreeSnapshot:
             "page_size": tree.page_size,
             "namespaces": [
                 {
-                    "name": space.name,
+                    "name": space.text,
                     "num_pages": space.num_pages,
                     "num_locked": space.num_locked,
                     "num_children": len(space.root.children),
@@ -173,7 +174,7 @@ class _TreeSnapshot:
         return {
             "id": node.node_id,
             "parent": None if parent.parent is None else parent.node_id,
-            "namespace": node.namespace.name,
+            "namespace": node.namespace.text,
             "start": node.start,
             **edge_tokens(node.tokens),
             "num_pages": len(node.pages),
@@ -196,7 +197,7 @@ class _TreeSnapshot:
             for node in islice(self._dead(), _MAX_MARKED):
                 pages.mark(node.pages, FREE)
         if retention is not None:
-            shown = (n for n in retention.kept_nodes() if self._view.shows(n.namespace.name))
+            shown = (n for n in retention.kept_nodes() if self._view.shows(n.namespace.key))
             for node in islice(shown, _MAX_MARKED):
                 pages.mark(node.pages, LEASED)
         for node in self._locked:
@@ -219,7 +220,7 @@ class _TreeSnapshot:
         for node, reason in islice(live, self._view.max_victims):
             yield {
                 "id": node.node_id,
-                "namespace": node.namespace.name,
+                "namespace": node.namespace.text,
                 "start": node.start,
                 **edge_tokens(node.tokens),
                 "num_pages": len(node.pages),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from radixserve.api.branch import Branch
-from radixserve.request import tenant_of
+from radixserve.cache.namespace import as_namespace
 from radixserve.server.gate.session_table import InFlight, SessionTable
 from radixserve.server.wire.errors import ApiError
 
@@ -78,7 +78,7 @@ class BranchTable:
         """Count the tokens of a branch whose length has changed."""
         if opened.name not in self._open:  # closed meanwhile
             return
-        tenant = tenant_of(opened.branch.namespace)
+        tenant = as_namespace(opened.branch.namespace).tenant
         self._num_tokens[tenant] += opened.branch.length - opened.length
         opened.length = opened.branch.length
         while self._num_tokens[tenant] > MAX_TOKENS:
@@ -114,7 +114,7 @@ class BranchTable:
 
     def _release(self, name: str) -> None:
         opened = self._open.pop(name)
-        tenant = tenant_of(opened.branch.namespace)
+        tenant = as_namespace(opened.branch.namespace).tenant
         self._num_tokens[tenant] -= opened.length
         if not self._num_tokens[tenant]:
             del self._num_tokens[tenant]

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from radixserve.cache.namespace import as_namespace
 from radixserve.completion import Completion
-from radixserve.request import tenant_of
 
 _MAX_TOKENS = 4_000_000  # of a tenant's prompts and answers; four bytes each
 
@@ -121,7 +121,7 @@ class PromptRecords:
         scores = ("logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs")
         dropped: dict[str, Any] = dict.fromkeys((*scores, "prompt_ranks"))
         slim = tuple(replace(completion, text="", **dropped) for completion in completions)
-        own = self._by_tenant.setdefault(tenant_of(namespace), _TenantRecords())
+        own = self._by_tenant.setdefault(as_namespace(namespace).tenant, _TenantRecords())
         own.records[request_id] = PromptRecord(namespace, parts, slim)
         own.num_tokens += own.records[request_id].num_tokens
         while len(own.records) > self._max_records or own.num_tokens > _MAX_TOKENS:
@@ -131,7 +131,7 @@ class PromptRecords:
     def find(self, namespace: str, answer_id: str) -> PromptRecord | None:
         """The record of the request that was answered under this id: "chatcmpl-...", "resp_..." or
         "msg_...". None if the namespace does not have it."""
-        own = self._by_tenant.get(tenant_of(namespace))
+        own = self._by_tenant.get(as_namespace(namespace).tenant)
         request_id = answer_id.replace("-", "_").rpartition("_")[2]
         record = None if own is None else own.records.get(request_id)
         return record if record is not None and record.namespace == namespace else None

@@ -7,7 +7,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from radixserve.request import Request, tenant_of
+from radixserve.cache.namespace import as_namespace
+from radixserve.request import Request
 from radixserve.server.wire.errors import ApiError
 
 _MAX_ID = 256  # characters
@@ -61,7 +62,7 @@ class SessionTable:
         """Open a session or renew its lease. Returns its name in the cache."""
         name = _name(namespace, session_id)
         self._touch(name)
-        own = self._by_tenant[tenant_of(namespace)]
+        own = self._by_tenant[as_namespace(namespace).tenant]
         while len(own) > self._max_sessions:
             self._drop(next(iter(own)))
         return name
@@ -116,13 +117,13 @@ class SessionTable:
     def _touch(self, name: str) -> None:
         self._used_at[name] = time.monotonic()
         self._used_at.move_to_end(name)
-        own = self._by_tenant.setdefault(tenant_of(namespace_of(name)), OrderedDict())
+        own = self._by_tenant.setdefault(as_namespace(namespace_of(name)).tenant, OrderedDict())
         own[name] = None
         own.move_to_end(name)
 
     def _drop(self, name: str) -> None:
         del self._used_at[name]
-        tenant = tenant_of(namespace_of(name))
+        tenant = as_namespace(namespace_of(name)).tenant
         own = self._by_tenant[tenant]
         del own[name]
         if not own:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from radixserve.cache.namespace import Namespace, as_namespace
 from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
-from radixserve.request import tenant_of
 from radixserve.server.wire.errors import ApiError
 from radixserve.text.conversations import AnsweredChat, ConversationTable
 
@@ -58,7 +58,7 @@ class Caller:
                 f"cache_salt takes at most {MAX_SALT_LENGTH} characters, got {len(cache_salt)}"
             )
             raise ApiError(400, message, param="cache_salt")
-        return self.tenant if not cache_salt else f"{self.tenant}/{cache_salt}"
+        return str(Namespace(self.tenant, salt=cache_salt or None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,11 +236,11 @@ class TenantConversations:
 
     def note(self, namespace: str, chat: AnsweredChat) -> None:
         """Remember an answer; see `ConversationTable.note`."""
-        self._tables[tenant_of(namespace)].note(namespace, chat)
+        self._tables[as_namespace(namespace).tenant].note(namespace, chat)
 
     def find(self, namespace: str, text: str, answers: Collection[str]) -> AnsweredChat | None:
         """The longest conversation that `text` continues; see `ConversationTable.find`."""
-        return self._tables[tenant_of(namespace)].find(namespace, text, answers)
+        return self._tables[as_namespace(namespace).tenant].find(namespace, text, answers)
 
     def forget(self, namespace: str | None) -> None:
         """Drop the conversations of one namespace; None: of all namespaces."""

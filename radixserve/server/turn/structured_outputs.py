@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from radixserve.cache.namespace import as_namespace
 from radixserve.errors import InvalidRequest, RequestFailed
-from radixserve.request import tenant_of
 from radixserve.server.gate.state import AppState
 from radixserve.server.wire.errors import ApiError
 from radixserve.server.wire.schema import NativeSampling, ResponseFormat, StructuredOutputs
@@ -32,7 +32,7 @@ class Constraint(NamedTuple):
             structured_outputs = await asyncio.to_thread(StructuredOutput, **self.fields)
             if not server.runtime.has_grammar(structured_outputs):
                 compile_grammar = partial(server.runtime.compile_grammar, structured_outputs)
-                await server.grammar_threads.run(tenant_of(namespace), compile_grammar)
+                await server.grammar_threads.run(as_namespace(namespace).tenant, compile_grammar)
         except InvalidRequest as error:
             raise ApiError(400, f"{self.name}: {error}", param=self.name) from None
         except RequestFailed as error:
