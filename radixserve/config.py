@@ -1,4 +1,4 @@
-"""The settings of an engine: one frozen record that checks itself."""
+"""The settings of an engine: `EngineConfig`, one frozen record of groups that check themselves."""
 
 from __future__ import annotations
 
@@ -110,9 +110,25 @@ class EngineSettings(TypedDict, total=False):
     seed: int
 
 
+class SettingsGroup(StrictFields):
+    """Settings of one subject, a base of `EngineConfig`."""
+
+    __slots__ = ()
+
+    def _check(self) -> None:
+        """Raise InvalidRequest for wrong values; numbers become plain ones."""
+        raise NotImplementedError
+
+    def _check_shares(self, *names: str, open_low: bool = False) -> None:
+        """Make each field a plain float from 0 to 1, with `open_low` above 0."""
+        for name in names:
+            share = check_float(name, getattr(self, name), 0.0, 1.0, open_low=open_low)
+            object.__setattr__(self, name, share)
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
-class EngineConfig(StrictFields):
-    """The settings of an engine. Sizes are in tokens unless the name says otherwise.
+class ModelSettings(SettingsGroup):
+    """How the model is loaded and computed.
 
     device              "auto" (a CUDA device if the machine has one), "cpu", "cuda", or one of
                         several CUDA devices: "cuda:1"
@@ -132,49 +148,6 @@ class EngineConfig(StrictFields):
                         code), "native", or "transformers", which is slower and useful to compare
     tensor_parallel_size  number of ranks that compute each layer together: one CUDA device per
                         rank, or one process per rank on the CPU
-    page_size           tokens per KV page. Default: 1; 16 with cache "hash", the size of a block
-    num_pages           number of pages in the pool; default: as many as kv_cache_memory holds
-    kv_cache_memory     bytes of the pool, recurrent states included; "512MB" works. Default: a
-                        share of free memory (on a CPU it becomes resident as it is filled)
-    gpu_memory_utilization  share of a CUDA device's memory for weights, activations and pool
-                        together, if the pool's size is not given
-    chunked_prefill_size  prefill tokens per step, over all requests
-    max_running_requests  number of requests that run at the same time
-    max_seq_len         most tokens of prompt and output together. Default: what the model and the
-                        pool allow
-    num_states          number of recurrent states, for running requests and for checkpoints in the
-                        tree; models with recurrent layers only. Default: a share of free memory, of
-                        kv_cache_memory, or on CUDA of the memory left for states and pool
-    checkpoint_interval  tokens between two kept states of a sequence. Default: by the memory of a
-                        state and of a token's K/V, closer near the beginning
-    swa_full_tokens_ratio  for models with sliding-window layers: tokens whose K/V of these layers
-                        fits into the pool, divided by the tokens whose other K/V fits. Below 1 the
-                        pool holds more tokens in the same memory, and drops K/V before the windows
-                        in use when it is full. 1 drops none. Default: 0.5 for windows of up to
-                        1,024 positions, else 1; 1 if num_pages is given, with cache "hash" or
-                        several ranks
-    cache               "radix" (to the token), "hash" (whole blocks of page_size tokens), or
-                        "off" to reuse nothing
-    hash_algorithm      hash of a block's key with cache "hash": "sha256", or "xxh3", which is
-                        faster and needs the package xxhash
-    eviction            order in which unused pages are evicted: "lru", "arc", "lfu", "fifo",
-                        "slru", "priority", "expected-return"; cache "hash" has "lru" only.
-                        Default: "lru"; with admission "priced" "expected-return"
-    max_lease_share     share of the pool that the leases of open sessions may fill, of cache
-                        "radix"; the leases that began first end early
-    schedule_policy     "lpm" (longest cached prefix first; with admission "priced" and too few free
-                        pages shortest job first), "fcfs", "dfs-weight"
-    max_overtake        most later requests of its tenant that may be admitted before a waiting
-                        request. Default: 64; with admission "priced" 4096
-    max_wait_s          seconds after which no later request is admitted before a waiting request;
-                        default: no limit
-    tenant_weights      {tenant: weight}: shares of the computed tokens between tenants that wait;
-                        the others have 1. A tenant is what stands before the first "/" of a
-                        request's namespace. `radixserve serve` takes them from the key file
-    admission           "greedy" (a request starts if it fits), or "priced": a request waits that
-                        would evict K/V of more worth; see docs/scheduling.md
-    max_draft_tokens    most guessed tokens of a request that a step verifies beside its last token;
-                        answers stay the same, see docs/drafts.md. 0: none
     attention_backend   "cpu" (kernels compiled for this processor on first use), "torch" (PyTorch's
                         operations), on CUDA "flashinfer" and "triton", or "auto": the first that
                         can be used of "cpu" on a CPU, "flashinfer" and "triton" on CUDA
@@ -188,6 +161,192 @@ class EngineConfig(StrictFields):
                         faster on the CPU: shared pages are read together to their last token. True
                         is slower on CUDA: the Triton kernels run, and pages that rows share are
                         read by each of them
+    seed                seed of random weights, and of the requests that have none
+    """
+
+    device: str = "auto"
+    dtype: Dtype = "auto"
+    weight_dtype: WeightDtype = "auto"
+    activation_bits: int = 16
+    kv_dtype: KVDtype = "auto"
+    model_impl: ModelImpl = "auto"
+    tensor_parallel_size: int = 1
+    attention_backend: AttentionBackendName = "auto"
+    cuda_graphs: bool = True
+    overlap: bool = True
+    cascade_attention: bool = True
+    exact: bool | None = None
+    seed: int = 0
+
+    def _check(self) -> None:
+        self._check_ints(tensor_parallel_size=(1, 64), seed=(0, 2**63 - 1))
+        self._check_bools("cuda_graphs", "overlap", "cascade_attention")
+        if self.exact is not None:
+            self._check_bools("exact")
+        if self.activation_bits not in (8, 16):
+            bits = shown(self.activation_bits)
+            raise InvalidRequest(f"activation_bits must be 8 or 16, got {bits}")
+        device = self.device
+        if not isinstance(device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
+            raise InvalidRequest(
+                f'device must be "auto", "cpu", "cuda" or "cuda:N" for the N-th CUDA device, '
+                f"got {shown(device)}"
+            )
+        if self.dtype == "float16" and device == "cpu":
+            raise InvalidRequest(
+                'dtype="float16" needs a CUDA device; device="cpu" has float32 and bfloat16'
+            )
+        if self.weight_dtype != "auto" and device.startswith("cuda"):
+            raise InvalidRequest(
+                f'weight_dtype="{self.weight_dtype}" is computed on the CPU only; '
+                f'device="{device}" has "auto"'
+            )
+        if self.tensor_parallel_size > 1 and ":" in device:
+            raise InvalidRequest(
+                f'device="{device}" is one device, and '
+                f"tensor_parallel_size={self.tensor_parallel_size} needs as many: "
+                'give "cuda", and choose among them with CUDA_VISIBLE_DEVICES'
+            )
+
+    def is_exact_on(self, device_type: str) -> bool:
+        """Whether answers are exact on a device of type "cpu" or "cuda". `exact` None means True on
+        the CPU."""
+        return device_type == "cpu" if self.exact is None else self.exact
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PoolSettings(SettingsGroup):
+    """Sizes of the KV pool and of what lies beside it. In tokens unless the name says otherwise.
+
+    page_size           tokens per KV page. Default: 1; 16 with cache "hash", the size of a block
+    num_pages           number of pages in the pool; default: as many as kv_cache_memory holds
+    kv_cache_memory     bytes of the pool, recurrent states included; "512MB" works. Default: a
+                        share of free memory (on a CPU it becomes resident as it is filled)
+    gpu_memory_utilization  share of a CUDA device's memory for weights, activations and pool
+                        together, if the pool's size is not given
+    num_states          number of recurrent states, for running requests and for checkpoints in the
+                        tree; models with recurrent layers only. Default: a share of free memory, of
+                        kv_cache_memory, or on CUDA of the memory left for states and pool
+    checkpoint_interval  tokens between two kept states of a sequence. Default: by the memory of a
+                        state and of a token's K/V, closer near the beginning
+    swa_full_tokens_ratio  for models with sliding-window layers: tokens whose K/V of these layers
+                        fits into the pool, divided by the tokens whose other K/V fits. Below 1 the
+                        pool holds more tokens in the same memory, and drops K/V before the windows
+                        in use when it is full. 1 drops none. Default: 0.5 for windows of up to
+                        1,024 positions, else 1; 1 if num_pages is given, with cache "hash" or
+                        several ranks
+    """
+
+    page_size: int = None  # type: ignore[assignment]  # see `EngineConfig._choose_defaults`
+    num_pages: int | None = None
+    kv_cache_memory: int | str | None = None
+    gpu_memory_utilization: float = 0.9
+    num_states: int | None = None
+    checkpoint_interval: int | None = None
+    swa_full_tokens_ratio: float | None = None
+
+    def _check(self) -> None:
+        self._check_ints(
+            page_size=(1, 4096),
+            num_pages=(1, 2**31 - 1),
+            num_states=(1, 2**31 - 1),
+            checkpoint_interval=(1, None),
+        )
+        self._check_shares("gpu_memory_utilization", open_low=True)
+        if self.swa_full_tokens_ratio is not None:
+            self._check_shares("swa_full_tokens_ratio", open_low=True)
+        if self.kv_cache_memory is not None:
+            if self.num_pages is not None:
+                raise InvalidRequest("give num_pages or kv_cache_memory, not both")
+            parse_bytes(self.kv_cache_memory)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CacheSettings(SettingsGroup):
+    """What is reused, and what is evicted first.
+
+    cache               "radix" (to the token), "hash" (whole blocks of page_size tokens), or
+                        "off" to reuse nothing
+    hash_algorithm      hash of a block's key with cache "hash": "sha256", or "xxh3", which is
+                        faster and needs the package xxhash
+    eviction            order in which unused pages are evicted: "lru", "arc", "lfu", "fifo",
+                        "slru", "priority", "expected-return"; cache "hash" has "lru" only.
+                        Default: "lru"; with admission "priced" "expected-return"
+    max_lease_share     share of the pool that the leases of open sessions may fill, of cache
+                        "radix"; the leases that began first end early
+    """
+
+    cache: CacheKind = "radix"
+    hash_algorithm: HashAlgorithm = "sha256"
+    eviction: EvictionPolicy = field(default=None, metadata={"usual": "lru"})  # type: ignore[arg-type]
+    max_lease_share: float = 0.5
+
+    def _check(self) -> None:
+        self._check_shares("max_lease_share")
+        if self.cache == "hash" and self.eviction != "lru":
+            raise InvalidRequest(
+                f'eviction must be "lru" with cache="hash", got {self.eviction!r}; '
+                f'cache="radix" has {", ".join(EVICTION_POLICIES)}'
+            )
+        if self.cache != "hash" and self.hash_algorithm != "sha256":
+            raise InvalidRequest(
+                f'hash_algorithm="{self.hash_algorithm}" needs cache="hash", got {self.cache!r}: '
+                "the others hash nothing"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SchedulerSettings(SettingsGroup):
+    """Which requests run, and how much of them in a step. Sizes are in tokens.
+
+    chunked_prefill_size  prefill tokens per step, over all requests
+    max_running_requests  number of requests that run at the same time
+    max_seq_len         most tokens of prompt and output together. Default: what the model and the
+                        pool allow
+    schedule_policy     "lpm" (longest cached prefix first; with admission "priced" and too few free
+                        pages shortest job first), "fcfs", "dfs-weight"
+    max_overtake        most later requests of its tenant that may be admitted before a waiting
+                        request. Default: 64; with admission "priced" 4096
+    max_wait_s          seconds after which no later request is admitted before a waiting request;
+                        default: no limit
+    tenant_weights      {tenant: weight}: shares of the computed tokens between tenants that wait;
+                        the others have 1. A tenant is what stands before the first "/" of a
+                        request's namespace. `radixserve serve` takes them from the key file
+    admission           "greedy" (a request starts if it fits), or "priced": a request waits that
+                        would evict K/V of more worth; see docs/scheduling.md
+    max_draft_tokens    most guessed tokens of a request that a step verifies beside its last token;
+                        answers stay the same, see docs/drafts.md. 0: none
+    """
+
+    chunked_prefill_size: int = 512
+    max_running_requests: int = 64
+    max_seq_len: int | None = None
+    schedule_policy: SchedulePolicy = "lpm"
+    max_overtake: int = field(default=None, metadata={"usual": 64})  # type: ignore[assignment]
+    max_wait_s: float | None = None
+    tenant_weights: Mapping[str, float] | None = field(default=None, hash=False)
+    admission: AdmissionRule = "greedy"
+    max_draft_tokens: int | None = 0
+
+    def _check(self) -> None:
+        self._check_ints(
+            chunked_prefill_size=(1, None),
+            max_running_requests=(1, 1_000_000),
+            max_seq_len=(2, None),
+            max_overtake=(0, None),
+            max_draft_tokens=(0, 256),
+        )
+        if self.max_wait_s is not None:
+            self._check_floats(max_wait_s=(0.0, 1e9))
+        if self.tenant_weights is not None:
+            weights = _check_tenant_weights(self.tenant_weights)
+            object.__setattr__(self, "tenant_weights", weights)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class KVStoreSettings(SettingsGroup):
+    """K/V outside the pool: on disk, in Redis, in host memory.
+
     kv_store            folder that keeps the K/V of ended requests: a restart finds it, and so do
                         requests that come back after the pool has evicted it; or the address of a
                         Redis server, "redis://HOST:PORT/0"
@@ -199,9 +358,45 @@ class EngineConfig(StrictFields):
     kv_store_min_uses   see kv_store_write
     host_cache_memory   bytes of pinned host memory for what the device's pool evicts, in front of
                         kv_store or alone; not on the CPU, whose pool is in host memory
+    """
+
+    kv_store: str | None = None
+    kv_store_size: int | str = "8GB"
+    kv_store_write: KVStoreWrite = "auto"
+    kv_store_min_uses: int = 2
+    host_cache_memory: int | str | None = None
+
+    def _check(self) -> None:
+        self._check_ints(kv_store_min_uses=(1, None))
+        parse_bytes(self.kv_store_size, "kv_store_size")
+        if self.kv_store is not None and not check_str("kv_store", self.kv_store):
+            raise InvalidRequest("kv_store must be None or the path of a folder, got ''")
+        if self.host_cache_memory is not None:
+            parse_bytes(self.host_cache_memory, "host_cache_memory")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class HintSettings(SettingsGroup):
+    """Limits of hints.
+
     hint_seconds        seconds that a pin or retain lasts if the hint names none
     max_hint_seconds    most seconds that a pin or retain lasts
     max_hint_share      share of the pool that all pins and retains together may hold
+    """
+
+    hint_seconds: float = 300.0
+    max_hint_seconds: float = 3600.0
+    max_hint_share: float = 0.5
+
+    def _check(self) -> None:
+        self._check_floats(hint_seconds=(0.0, 1e9), max_hint_seconds=(0.0, 1e9))
+        self._check_shares("max_hint_share")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ExportSettings(SettingsGroup):
+    """What the engine records and publishes.
+
     trace               file to which every finished request is appended, for `radixserve replay`
     trace_hash_block    block size in tokens: the trace gets keyed hashes of blocks in place of
                         token ids
@@ -209,168 +404,16 @@ class EngineConfig(StrictFields):
                         format, "PUB[,REPLAY]": tcp://*:5557,tcp://*:5558
     kv_events_topic     topic of these messages; llm-d reads kv@POD@MODEL
     kv_events_block_size  tokens per block of these messages, whatever the page_size
-    generation_config   "auto": sampling fields that a request leaves out are the model's: those of
-                        its generation_config.json or GGUF file, else of its model card, for other
-                        GGUF files llama.cpp's. "none": temperature 1 and no filter
-    override_generation_config  sampling defaults that replace the model's, such as
-                        {"temperature": 0.2}: temperature, top_k, top_p, min_p, repetition_penalty
-    allow_guidance_options  read "x-guidance", the options of llguidance, in JSON schemas; else it
-                        is left out
-    parse_special_tokens  special tokens written in chat messages are control tokens, not text
-    seed                seed of random weights, and of the requests that have none
     """
 
-    device: str = "auto"
-    dtype: Dtype = "auto"
-    weight_dtype: WeightDtype = "auto"
-    activation_bits: int = 16
-    kv_dtype: KVDtype = "auto"
-    model_impl: ModelImpl = "auto"
-    tensor_parallel_size: int = 1
-    page_size: int = None  # type: ignore[assignment]  # __post_init__ sets the cache's default
-    num_pages: int | None = None
-    kv_cache_memory: int | str | None = None
-    gpu_memory_utilization: float = 0.9
-    chunked_prefill_size: int = 512
-    max_running_requests: int = 64
-    max_seq_len: int | None = None
-    num_states: int | None = None
-    checkpoint_interval: int | None = None
-    swa_full_tokens_ratio: float | None = None
-    cache: CacheKind = "radix"
-    hash_algorithm: HashAlgorithm = "sha256"
-    # __post_init__ sets the defaults of this one and of max_overtake by the admission
-    eviction: EvictionPolicy = field(default=None, metadata={"usual": "lru"})  # type: ignore[arg-type]
-    max_lease_share: float = 0.5
-    schedule_policy: SchedulePolicy = "lpm"
-    max_overtake: int = field(default=None, metadata={"usual": 64})  # type: ignore[assignment]
-    max_wait_s: float | None = None
-    tenant_weights: Mapping[str, float] | None = field(default=None, hash=False)
-    admission: AdmissionRule = "greedy"
-    max_draft_tokens: int | None = 0
-    attention_backend: AttentionBackendName = "auto"
-    cuda_graphs: bool = True
-    overlap: bool = True
-    cascade_attention: bool = True
-    exact: bool | None = None
-    kv_store: str | None = None
-    kv_store_size: int | str = "8GB"
-    kv_store_write: KVStoreWrite = "auto"
-    kv_store_min_uses: int = 2
-    host_cache_memory: int | str | None = None
-    hint_seconds: float = 300.0
-    max_hint_seconds: float = 3600.0
-    max_hint_share: float = 0.5
     trace: str | None = None
     trace_hash_block: int | None = None
     kv_events: str | None = None
     kv_events_topic: str = ""
     kv_events_block_size: int = 16
-    generation_config: GenerationConfig = "auto"
-    override_generation_config: Mapping[str, float] | None = field(default=None, hash=False)
-    allow_guidance_options: bool = False
-    parse_special_tokens: bool = False
-    seed: int = 0
 
-    def __post_init__(self) -> None:
-        if self.eviction is None:
-            is_priced = self.admission == "priced" and self.cache == "radix"
-            object.__setattr__(self, "eviction", "expected-return" if is_priced else "lru")
-        for name, choices in CHOICES.items():
-            check_choice(name, getattr(self, name), choices)
-        if self.max_overtake is None:
-            object.__setattr__(self, "max_overtake", default_max_overtake(self.admission))
-        if self.page_size is None:
-            object.__setattr__(self, "page_size", 16 if self.cache == "hash" else 1)
-        self._check_ints(
-            tensor_parallel_size=(1, 64),
-            page_size=(1, 4096),
-            num_pages=(1, 2**31 - 1),
-            chunked_prefill_size=(1, None),
-            max_running_requests=(1, 1_000_000),
-            max_seq_len=(2, None),
-            num_states=(1, 2**31 - 1),
-            checkpoint_interval=(1, None),
-            max_overtake=(0, None),
-            max_draft_tokens=(0, 256),
-            kv_store_min_uses=(1, None),
-            trace_hash_block=(1, 4096),
-            kv_events_block_size=(1, 4096),
-            seed=(0, 2**63 - 1),
-        )
-        name = "gpu_memory_utilization"
-        share = check_float(name, self.gpu_memory_utilization, 0.0, 1.0, open_low=True)
-        object.__setattr__(self, name, share)
-        share = check_float("max_lease_share", self.max_lease_share, 0.0, 1.0)
-        object.__setattr__(self, "max_lease_share", share)
-        if self.tenant_weights is not None:
-            weights = _check_tenant_weights(self.tenant_weights)
-            object.__setattr__(self, "tenant_weights", weights)
-        if (override := self.override_generation_config) is not None:
-            object.__setattr__(self, "override_generation_config", check_override(override))
-        if self.max_wait_s is not None:
-            self._check_floats(max_wait_s=(0.0, 1e9))
-        if self.swa_full_tokens_ratio is not None:
-            self._check_windows(self.swa_full_tokens_ratio)
-        most = 1e9
-        self._check_floats(
-            hint_seconds=(0.0, most), max_hint_seconds=(0.0, most), max_hint_share=(0.0, 1.0)
-        )
-        self._check_bools(
-            "allow_guidance_options",
-            "parse_special_tokens",
-            "cuda_graphs",
-            "overlap",
-            "cascade_attention",
-            *(() if self.exact is None else ("exact",)),
-        )
-        _check_device(self.device)
-        if self.dtype == "float16" and self.device == "cpu":
-            raise InvalidRequest(
-                'dtype="float16" needs a CUDA device; device="cpu" has float32 and bfloat16'
-            )
-        if self.activation_bits not in (8, 16):
-            raise InvalidRequest(
-                f"activation_bits must be 8 or 16, got {shown(self.activation_bits)}"
-            )
-        if self.weight_dtype != "auto" and self.device.startswith("cuda"):
-            raise InvalidRequest(
-                f'weight_dtype="{self.weight_dtype}" is computed on the CPU only; '
-                f'device="{self.device}" has "auto"'
-            )
-        if self.tensor_parallel_size > 1 and ":" in self.device:
-            raise InvalidRequest(
-                f'device="{self.device}" is one device, and '
-                f"tensor_parallel_size={self.tensor_parallel_size} needs as many: "
-                'give "cuda", and choose among them with CUDA_VISIBLE_DEVICES'
-            )
-        if self.kv_cache_memory is not None:
-            if self.num_pages is not None:
-                raise InvalidRequest("give num_pages or kv_cache_memory, not both")
-            parse_bytes(self.kv_cache_memory)
-        parse_bytes(self.kv_store_size, "kv_store_size")
-        if self.kv_store is not None and not check_str("kv_store", self.kv_store):
-            raise InvalidRequest("kv_store must be None or the path of a folder, got ''")
-        if self.host_cache_memory is not None:
-            parse_bytes(self.host_cache_memory, "host_cache_memory")
-        for name in ("kv_store", "host_cache_memory"):
-            if getattr(self, name) is not None and self.cache != "radix":
-                raise InvalidRequest(f'{name} needs cache="radix", got cache="{self.cache}"')
-        if self.cache == "hash" and self.eviction != "lru":
-            raise InvalidRequest(
-                f'eviction must be "lru" with cache="hash", got {self.eviction!r}; '
-                f'cache="radix" has {", ".join(EVICTION_POLICIES)}'
-            )
-        if self.admission == "priced" and self.eviction != "expected-return":
-            raise InvalidRequest(
-                'admission="priced" needs cache="radix" and eviction="expected-return", '
-                f"got cache={self.cache!r} and eviction={self.eviction!r}"
-            )
-        if self.cache != "hash" and self.hash_algorithm != "sha256":
-            raise InvalidRequest(
-                f'hash_algorithm="{self.hash_algorithm}" needs cache="hash", got {self.cache!r}: '
-                "the others hash nothing"
-            )
+    def _check(self) -> None:
+        self._check_ints(trace_hash_block=(1, 4096), kv_events_block_size=(1, 4096))
         if self.trace is not None and not check_str("trace", self.trace):
             raise InvalidRequest("trace must be None or the path of a file, got ''")
         if self.trace_hash_block is not None and self.trace is None:
@@ -384,20 +427,82 @@ class EngineConfig(StrictFields):
                     f'"tcp://*:5557,tcp://*:5558", got {self.kv_events!r}'
                 )
 
-    def is_exact_on(self, device_type: str) -> bool:
-        """Whether answers are exact on a device of type "cpu" or "cuda". `exact` None means True on
-        the CPU."""
-        return device_type == "cpu" if self.exact is None else self.exact
 
-    def _check_windows(self, ratio: float) -> None:
-        name = "swa_full_tokens_ratio"
-        object.__setattr__(self, name, check_float(name, ratio, 0.0, 1.0, open_low=True))
-        for other, is_one in (
-            ('cache="hash"', self.cache == "hash"),
-            (f"tensor_parallel_size={self.tensor_parallel_size}", self.tensor_parallel_size != 1),
-        ):
-            if is_one and self.swa_full_tokens_ratio != 1:
-                raise InvalidRequest(f"{name} must be None or 1 with {other}, got {ratio}")
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TextSettings(SettingsGroup):
+    """How requests are read, and what they leave out.
+
+    generation_config   "auto": sampling fields that a request leaves out are the model's: those of
+                        its generation_config.json or GGUF file, else of its model card, for other
+                        GGUF files llama.cpp's. "none": temperature 1 and no filter
+    override_generation_config  sampling defaults that replace the model's, such as
+                        {"temperature": 0.2}: temperature, top_k, top_p, min_p, repetition_penalty
+    allow_guidance_options  read "x-guidance", the options of llguidance, in JSON schemas; else it
+                        is left out
+    parse_special_tokens  special tokens written in chat messages are control tokens, not text
+    """
+
+    generation_config: GenerationConfig = "auto"
+    override_generation_config: Mapping[str, float] | None = field(default=None, hash=False)
+    allow_guidance_options: bool = False
+    parse_special_tokens: bool = False
+
+    def _check(self) -> None:
+        self._check_bools("allow_guidance_options", "parse_special_tokens")
+        if (override := self.override_generation_config) is not None:
+            object.__setattr__(self, "override_generation_config", check_override(override))
+
+
+# Fields are in the order of the bases, the last one first.
+@dataclass(frozen=True, kw_only=True, repr=False)
+class EngineConfig(
+    TextSettings,
+    ExportSettings,
+    HintSettings,
+    KVStoreSettings,
+    SchedulerSettings,
+    CacheSettings,
+    PoolSettings,
+    ModelSettings,
+):
+    """The settings of an engine, see the groups above. Raises InvalidRequest when made."""
+
+    def __post_init__(self) -> None:
+        self._choose_defaults()
+        for name, choices in CHOICES.items():
+            check_choice(name, getattr(self, name), choices)
+        for group in reversed(EngineConfig.__bases__):
+            group._check(self)
+        self._check_combinations()
+
+    def _choose_defaults(self) -> None:
+        """Set the fields whose defaults depend on others."""
+        is_priced = self.admission == "priced" and self.cache == "radix"
+        implied = {
+            "eviction": "expected-return" if is_priced else "lru",
+            "max_overtake": default_max_overtake(self.admission),
+            "page_size": 16 if self.cache == "hash" else 1,
+        }
+        for name, value in implied.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
+    def _check_combinations(self) -> None:
+        """Check settings of several groups against each other."""
+        for name in ("kv_store", "host_cache_memory"):
+            if getattr(self, name) is not None and self.cache != "radix":
+                raise InvalidRequest(f'{name} needs cache="radix", got cache="{self.cache}"')
+        if self.admission == "priced" and self.eviction != "expected-return":
+            raise InvalidRequest(
+                'admission="priced" needs cache="radix" and eviction="expected-return", '
+                f"got cache={self.cache!r} and eviction={self.eviction!r}"
+            )
+        ratio, num_ranks = self.swa_full_tokens_ratio, self.tensor_parallel_size
+        if ratio not in (None, 1.0) and (self.cache == "hash" or num_ranks > 1):
+            other = 'cache="hash"' if self.cache == "hash" else f"tensor_parallel_size={num_ranks}"
+            raise InvalidRequest(
+                f"swa_full_tokens_ratio must be None or 1 with {other}, got {ratio}"
+            )
 
 
 def default_max_overtake(admission: str) -> int:
@@ -419,14 +524,6 @@ def _check_tenant_weights(weights: object) -> dict[str, float]:
         name = f"tenant_weights of {shown(tenant)}"
         checked[tenant] = check_float(name, weight, 1e-3, 1e6)
     return checked
-
-
-def _check_device(device: object) -> None:
-    if not isinstance(device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
-        raise InvalidRequest(
-            f'device must be "auto", "cpu", "cuda" or "cuda:N" for the N-th CUDA device, '
-            f"got {shown(device)}"
-        )
 
 
 def choose_checkpoint_interval(interval: int | None, state_tokens: float) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 from radixserve.checks import shown
 from radixserve.commands.parser import CommandParser
 from radixserve.config import CHOICES as ENGINE_CHOICES
-from radixserve.config import EngineConfig
+from radixserve.config import EngineConfig, ExportSettings
 from radixserve.errors import InvalidRequest
 from radixserve.models.sizes import SIZES
 from radixserve.request import SamplingParams
@@ -30,8 +30,7 @@ from radixserve.sampling_defaults import NotGivenFloat, NotGivenInt
 from radixserve.server.config import REASONING_PARSERS
 
 DEFAULT_MODEL = "demo"
-# Fields of EngineConfig about what an engine publishes.
-EXPORTS = ("trace", "trace_hash_block", "kv_events", "kv_events_topic", "kv_events_block_size")
+EXPORTS = tuple(field.name for field in dataclasses.fields(ExportSettings))
 # Fields whose flags --help lists; --help-all lists the others too.
 COMMON_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed")
 COMMON_ENGINE = (
@@ -314,11 +313,12 @@ def _int_or_text(text: str) -> int | str:
 
 
 def _field_help(record: type) -> dict[str, str]:
-    """The help of each field: its line "name   meaning" in the record's docstring, with
-    continuation lines."""
+    """The help of each field: its line "name   meaning" in the docstring of the record or of a base,
+    with continuation lines."""
     texts: dict[str, str] = {}
     name = ""
-    for line in inspect.cleandoc(record.__doc__ or "").splitlines():
+    docs = (inspect.cleandoc(base.__doc__ or "") for base in record.__mro__)
+    for line in "\n".join(docs).splitlines():
         match = _FIELD.match(line)
         if match:
             name = match[1]
