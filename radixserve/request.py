@@ -16,7 +16,7 @@ from radixserve.checks import StrictFields, check_choice, check_float, check_int
 from radixserve.errors import InvalidRequest
 from radixserve.logits_digest import LogitsDigest
 from radixserve.sampling_defaults import NEUTRAL, NotGivenFloat, NotGivenInt, check_field
-from radixserve.structured_outputs import Grammar, StructuredOutput
+from radixserve.structured_outputs import Grammar, StructuredOutput, as_structured_output
 
 TruncationSide = Literal["left", "right"]
 MAX_LOGPROBS = 2**20  # more than any vocabulary; each step returns at most the vocabulary
@@ -162,7 +162,8 @@ class SamplingParams(StrictFields):
             put("logprob_token_ids", self._read_logprob_token_ids())
             put("logprobs", 0)
         put("bad_words", _strings("bad_words", self.bad_words, MAX_BAD_WORDS))
-        put("structured", _read_structured_outputs(self.structured))
+        if self.structured is not None:
+            put("structured", as_structured_output(self.structured))
         put("logits_processors", _processors(self.logits_processors))
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         put("stop", _strings("stop", stop, MAX_STOP_STRINGS))
@@ -324,14 +325,6 @@ def _processors(value: object) -> tuple[LogitsProcessor, ...]:
         if not callable(processor):
             raise InvalidRequest(f"logits_processors must be functions, got {shown(processor)}")
     return processors
-
-
-def _read_structured_outputs(value: object) -> StructuredOutput | None:
-    if value is None or isinstance(value, StructuredOutput):
-        return value
-    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
-        return StructuredOutput(**value)
-    raise InvalidRequest(f"structured must be a StructuredOutput, got {shown(value)}")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -109,6 +109,18 @@ class StructuredOutput(StrictFields):
         return str(getattr(self, self.kind))
 
 
+def as_structured_output(value: object) -> StructuredOutput:
+    """Returns a StructuredOutput as it is, or made of its fields. Raises InvalidRequest."""
+    if isinstance(value, StructuredOutput):
+        return value
+    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        return StructuredOutput(**value)
+    raise InvalidRequest(
+        'structured must be a StructuredOutput or its fields, such as {"regex": "[0-9]+"}, '
+        f"got {shown(value)}"
+    )
+
+
 def _schema_text(schema: object) -> str:
     what = "json must be a JSON schema: a mapping or its JSON text"
     try:

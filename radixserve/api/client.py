@@ -306,3 +306,9 @@ class EngineClient:
     ) -> Lookup:
         """Returns how much of a prompt is cached now, and why not more."""
         return self.core.call(LookUpPrompt(token_ids, namespace, compare_namespaces))
+
+
+class RuntimeMethods:
+    """Base of the groups of methods that make up a `Runtime`."""
+
+    _client: EngineClient

@@ -1,9 +1,9 @@
-# mypy: disable-error-code="overload-overlap"
 """`Runtime`: a model and its engine, for callers of any thread and for asyncio.
 
 A call builds requests (`RequestBuilder`), submits them through an `EngineClient`, and waits on a
 `RequestHandle`, which raises the errors of its requests. `EngineThread` runs the engine; when it
-ends, open calls get EngineDead.
+ends, open calls get EngineDead. The methods that generate, look at the cache and give hints are in
+runtime_generation.py, runtime_cache.py and runtime_hints.py.
 """
 
 from __future__ import annotations
@@ -11,39 +11,27 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from radixserve.api.beam_search import read_options
 from radixserve.api.branch import Branch
 from radixserve.api.chat import ChatSession
-from radixserve.api.client import EngineClient, RequestHandle
+from radixserve.api.client import EngineClient
 from radixserve.api.engine_factory import make_engine
-from radixserve.api.progress import BatchProgress
-from radixserve.api.request_builder import (
-    RequestBuilder,
-    check_params,
-    gather,
-    sequence_limit,
-)
+from radixserve.api.request_builder import RequestBuilder, sequence_limit
+from radixserve.api.runtime_cache import RuntimeCache
+from radixserve.api.runtime_generation import RuntimeGeneration
+from radixserve.api.runtime_hints import RuntimeHints
 from radixserve.api.scores import ScoreQuery, ascore, score
-from radixserve.api.settings import (
-    BeamSearchSettings,
-    ChatSettings,
-    GenerateSettings,
-    Params,
-    chat_options,
-)
-from radixserve.api.tree_view import flat_tree
+from radixserve.api.settings import ChatSettings, chat_options
 from radixserve.arrays import IntArray
-from radixserve.cache import Lookup, SnapshotView
-from radixserve.checks import check_int, check_str, check_text, shown
+from radixserve.checks import check_str, check_text, shown
+from radixserve.completion import Score
 from radixserve.config import EngineConfig, EngineSettings
 from radixserve.decisions import Decision, Question
 from radixserve.drafts.extension import AddDraftSource
@@ -52,26 +40,13 @@ from radixserve.engine import messages
 from radixserve.engine.core_client import EngineCoreClient, EngineFacts
 from radixserve.engine.engine_thread import AddExtension, EngineThread
 from radixserve.engine.extension import EngineExtension
-from radixserve.engine.messages import GetStats
 from radixserve.engine.output_notifier import OutputNotifier
 from radixserve.errors import InvalidRequest
-from radixserve.hints.hint import Hint, HintAnswer, check_hint
-from radixserve.hints.messages import ApplyHints, GetHeld
 from radixserve.models.names import check_model_name
-from radixserve.completion import Chunk, Completion, Score
-from radixserve.reports import EngineStatus
-from radixserve.reports import (
-    EngineStats,
-    EvictionCandidate,
-    FlatTreeDump,
-    HeldByHints,
-    TreeDump,
-)
-from radixserve.request import BeamParams, Request, SamplingParams, TruncationSide
+from radixserve.request import SamplingParams, TruncationSide
 from radixserve.sampling_defaults import NO_SAMPLING, SamplingDefault, in_force
-from radixserve.store import messages as store_messages
-from radixserve.structured_outputs import StructuredOutput
-from radixserve.text.prompts import Prompt, PromptReader, as_prompts
+from radixserve.structured_outputs import StructuredOutput, as_structured_output
+from radixserve.text.prompts import Prompt, PromptReader
 from radixserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -79,10 +54,9 @@ if TYPE_CHECKING:
     from radixserve.runner.base import MemoryPlan, ResolvedConfig
 
 DEMO = Path(__file__).parent.parent / "models" / "demo"
-_IDLE_POLL_S = 0.02  # until an engine that is busy is asked again
 
 
-class Runtime:
+class Runtime(RuntimeGeneration, RuntimeCache, RuntimeHints):
     """A model with its engine, running until `close`.
 
         with Runtime("demo") as rt:
@@ -230,193 +204,6 @@ class Runtime:
         """Stop the engine. Calls that still wait raise EngineDead. Can be called again."""
         self._finalizer()
 
-    # -- generating ---------------------------------------------------------------------------
-    # For a type checker a text is an iterable of texts, so the two overloads of a call overlap. It
-    # takes the first that fits, the one for a single prompt.
-
-    @overload
-    def generate(
-        self,
-        prompts: Prompt,
-        params: SamplingParams | None = None,
-        **options: Unpack[GenerateSettings],
-    ) -> Completion: ...
-
-    @overload
-    def generate(
-        self, prompts: Iterable[Prompt], params: Params = None, **options: Unpack[GenerateSettings]
-    ) -> list[Completion]: ...
-
-    def generate(
-        self,
-        prompts: Any,
-        params: Params = None,
-        *,
-        progress: bool | None = None,
-        request_id: str | None = None,
-        **chat: Unpack[ChatSettings],
-    ) -> Any:
-        """Complete one prompt (-> Completion) or several (-> list, in order).
-
-        A prompt is text, a list of token ids, or a list of chat messages; the answer continues the
-        last message if that is the assistant's. Several prompts are any iterable of these. All are
-        checked before any is started; an error of one of several names its index. With n > 1 in
-        its params a prompt has a list of n Completions, and is computed once: the first one's usage
-        counts it, the others count all but its last token as cached.
-
-        `progress` shows a bar, by default for batches on a terminal. `request_id` names a single
-        request for `abort`. `chat`: tools and chat_template_kwargs, see `ChatSettings`. Raises
-        InvalidRequest, RequestFailed and EngineDead.
-        """
-        handle, is_list = self._generate(prompts, params, request_id, chat)
-        core = self._client.core
-        bar = _progress_bar(handle, is_list, progress, lambda: core.call(GetStats()))
-        if bar is None:
-            return handle.get()
-        with bar:
-            return handle.get(bar.add)
-
-    @overload
-    async def agenerate(
-        self,
-        prompts: Prompt,
-        params: SamplingParams | None = None,
-        **options: Unpack[GenerateSettings],
-    ) -> Completion: ...
-
-    @overload
-    async def agenerate(
-        self, prompts: Iterable[Prompt], params: Params = None, **options: Unpack[GenerateSettings]
-    ) -> list[Completion]: ...
-
-    async def agenerate(
-        self,
-        prompts: Any,
-        params: Params = None,
-        *,
-        progress: bool | None = None,
-        request_id: str | None = None,
-        **chat: Unpack[ChatSettings],
-    ) -> Any:
-        """`generate` for asyncio. Cancelling the task aborts its requests."""
-        await self._compile_grammars(params)
-        handle, is_list = self._generate(prompts, params, request_id, chat)
-        core = self._client.core  # its status does not wait: nothing blocks the loop
-        bar = _progress_bar(handle, is_list, progress, lambda: core.status().stats)
-        if bar is None:
-            return await handle.aget()
-        with bar:
-            return await handle.aget(bar.add)
-
-    def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        **chat: Unpack[ChatSettings],
-    ) -> Iterator[Chunk]:
-        """Yields the answer in chunks; the last Chunk has the whole Completion.
-
-        The request is checked now and starts with the first iteration; leaving the loop aborts it.
-        """
-        return self._stream(self._single(prompt, params, request_id, chat))
-
-    def astream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        **chat: Unpack[ChatSettings],
-    ) -> AsyncIterator[Chunk]:
-        """`stream` for asyncio. Leaving the loop or cancelling the task aborts the request."""
-        return self._astream(self._single(prompt, params, request_id, chat))
-
-    @overload
-    def beam_search(
-        self,
-        prompts: Prompt,
-        beam_width: int | None = None,
-        max_tokens: int | None = None,
-        **fields: Unpack[BeamSearchSettings],
-    ) -> list[Completion]: ...
-
-    @overload
-    def beam_search(
-        self,
-        prompts: Iterable[Prompt],
-        beam_width: int | None = None,
-        max_tokens: int | None = None,
-        **fields: Unpack[BeamSearchSettings],
-    ) -> list[list[Completion]]: ...
-
-    def beam_search(
-        self,
-        prompts: Any,
-        beam_width: int | None = None,
-        max_tokens: int | None = None,
-        **fields: Any,
-    ) -> Any:
-        """Returns the `width` best answers that a beam search finds, best first, with their scores.
-
-        -> a list of Completions, or a list of these for a list of prompts. `beams` has the width
-        and the rules of the search; `params` has the end of an answer, penalties, logprobs,
-        priority and namespace. Or give the fields of both as keywords: `beam_width` (4),
-        `length_penalty`, `early_stopping`, `max_tokens` (64), `min_tokens`, `repetition_penalty`,
-        `stop`, ...
-
-        Answers and scores are those of transformers' beam search: `score` is the sum of the tokens'
-        log-probabilities, changed by the penalties and not normalised again, divided by (number of
-        tokens) ** length_penalty; `cumulative_logprob` is the sum of the model's own. `min_tokens`
-        forbids end tokens; a stop string ends a beam at any length.
-
-        The prompt is computed once and the beams share all that they have in common. The first
-        answer's usage counts the prompt, the others' count it as cached. An aborted search returns
-        the best answers so far, at least one.
-        """
-        return self._beam_search(
-            prompts, beam_width=beam_width, max_tokens=max_tokens, **fields
-        ).get()
-
-    @overload
-    async def abeam_search(
-        self,
-        prompts: Prompt,
-        beam_width: int | None = None,
-        max_tokens: int | None = None,
-        **fields: Unpack[BeamSearchSettings],
-    ) -> list[Completion]: ...
-
-    @overload
-    async def abeam_search(
-        self,
-        prompts: Iterable[Prompt],
-        beam_width: int | None = None,
-        max_tokens: int | None = None,
-        **fields: Unpack[BeamSearchSettings],
-    ) -> list[list[Completion]]: ...
-
-    async def abeam_search(
-        self,
-        prompts: Any,
-        beam_width: int | None = None,
-        max_tokens: int | None = None,
-        **fields: Any,
-    ) -> Any:
-        """`beam_search` for asyncio. Cancelling the task aborts it."""
-        await self._compile_grammars(fields.get("params"))
-        handle = self._beam_search(prompts, beam_width=beam_width, max_tokens=max_tokens, **fields)
-        return await handle.aget()
-
-    def abort(self, request_id: str | None = None) -> int:
-        """End one request, or all. Their callers get the tokens so far, with finish_reason "abort".
-
-        Returns how many were still running.
-        """
-        ids = None if request_id is None else [check_str("request_id", request_id)]
-        return self._client.core.abort(ids)
-
     # -- scoring ------------------------------------------------------------------------------
 
     def score(
@@ -477,38 +264,6 @@ class Runtime:
         ).arun()
         return decisions
 
-    def submit(
-        self,
-        prompts: Sequence[Prompt],
-        params: Params = None,
-        *,
-        streams: bool = False,
-        session: str = "",
-        beams: BeamParams | None = None,
-        max_in_flight: int | None = None,
-    ) -> RequestHandle[Any]:
-        """Returns the requests of a list of prompts as a handle, see `RequestHandle`.
-
-        The requests are in order of their prompts, `num_samples` per prompt; `get` and `aget`
-        return one entry per prompt, as `generate` does. With `streams` the handle yields Chunks.
-        `session` names a cache session that claims their cached tokens until `close_session`.
-        `beams`: each prompt is a beam search, whose answers come together as a tuple; not streamed.
-        `max_in_flight`: most requests in the engine at a time; the others follow as these end.
-        """
-        if beams is not None:
-            given = SamplingParams() if params is None else check_params(params)
-            own, _ = read_options(given, None, {})
-            requests = self._builder.beam_search(prompts, own, beams, None)
-            requests = [
-                replace(request, session=check_str("session", session)) for request in requests
-            ]
-            return self._client.submit(requests, max_in_flight=max_in_flight)
-        requests, each = self._builder.build(prompts, params)
-        if check_str("session", session):
-            requests = [replace(request, session=session) for request in requests]
-        finish = None if streams else lambda completions: gather(completions, each)
-        return self._client.submit(requests, finish, streams=streams, max_in_flight=max_in_flight)
-
     def close_session(self, name: str) -> None:
         """Release the claims of the session of that name; an unknown name does nothing."""
         self._core.post(messages.CloseSession(check_str("name", name)))
@@ -534,17 +289,17 @@ class Runtime:
         """
         self._builder.reader.check_length(text, num_before=num_before, is_prompt=is_prompt)
 
-    def compile_grammar(self, structured: StructuredOutput) -> None:
-        """Compile a grammar now, so that its first request does not wait.
+    def compile_grammar(self, structured: StructuredOutput | Mapping[str, Any]) -> None:
+        """Compile a grammar, or its fields, now, so that its first request does not wait.
 
         Takes about a millisecond; the first grammar of a Runtime takes seconds for a large
         vocabulary. The last 256 are kept. Raises InvalidRequest for a grammar that cannot be used.
         """
-        self._builder.grammars.compile(structured)
+        self._builder.grammars.compile(as_structured_output(structured))
 
-    def has_grammar(self, structured: StructuredOutput) -> bool:
+    def has_grammar(self, structured: StructuredOutput | Mapping[str, Any]) -> bool:
         """Whether a grammar is compiled already."""
-        return self._builder.grammars.has(structured)
+        return self._builder.grammars.has(as_structured_output(structured))
 
     # -- sessions -----------------------------------------------------------------------------
 
@@ -591,334 +346,17 @@ class Runtime:
         self._core.check_alive()
         return ChatSession.load(self._client, self._identity, path, params)
 
-    # -- the cache ----------------------------------------------------------------------------
-
-    def lookup(
-        self,
-        prompt: Prompt,
-        namespace: str = "",
-        *,
-        compare_namespaces: bool = True,
-        **chat: Unpack[ChatSettings],
-    ) -> Lookup:
-        """Returns how much of `prompt` is cached now, and why not more. Changes nothing.
-
-        With `compare_namespaces` False the answer does not depend on other namespaces.
-        """
-        self._core.check_alive()
-        reader = self._builder.reader
-        options = reader.at_its_start(prompt, chat_options(chat), is_noted=False)
-        ids = reader.read(prompt, options=options)
-        name = check_text("namespace", namespace)
-        answer = self._client.lookup(ids, name, compare_namespaces=compare_namespaces)
-        if answer.reason == "diverged" and reader.is_in_date(prompt, answer.position, options):
-            return answer._replace(reason="date")
-        return answer
-
-    def status(self) -> EngineStatus:
-        """Returns the engine's load and statistics. Never waits for the engine."""
-        return self._core.status()
-
-    def cache_stats(self) -> EngineStats:
-        """Returns counters and gauges of cache and scheduler, and the seconds spent by part of a
-        step, see `EngineStats`."""
-        return self._core.call(messages.GetStats())
-
-    @overload
-    def cache_tree(
-        self, max_nodes: int = ..., namespace: str | None = ..., *, flat: Literal[False] = False
-    ) -> TreeDump: ...
-
-    @overload
-    def cache_tree(
-        self, max_nodes: int = ..., namespace: str | None = ..., *, flat: Literal[True]
-    ) -> FlatTreeDump: ...
-
-    @overload
-    def cache_tree(
-        self, max_nodes: int = ..., namespace: str | None = ..., *, flat: bool
-    ) -> TreeDump | FlatTreeDump: ...
-
-    def cache_tree(
-        self, max_nodes: int = 10_000, namespace: str | None = None, *, flat: bool = False
-    ) -> TreeDump | FlatTreeDump:
-        """Returns the prefix tree as nested dicts, see `PrefixCache.dump`; with cache="hash" the
-        blocks. "sequences" has the page tables of running requests, with "request_id". `flat`:
-        returns one list of nodes, see `flat_tree`; needed to print a deep tree or write it as
-        JSON."""
-        count = check_int("max_nodes", max_nodes, 0)
-        dump = self._core.call(messages.DumpTree(count, namespace))
-        return flat_tree(dump) if flat else dump
-
-    def eviction_preview(self, n: int = 10) -> list[EvictionCandidate]:
-        """Returns the next evictions and their reasons, see `PrefixCache.eviction_preview`."""
-        return self._core.call(messages.PreviewEviction(check_int("n", n, 0)))
-
-    def cache_snapshot(self, view: SnapshotView | None = None) -> dict[str, Any]:
-        """Returns a bounded snapshot of the cache and its requests, cheap for a tree of any size.
-
-        See `PrefixCache.snapshot` and `RequestSnapshots.take`. "counters" are those of all requests
-        and pages; "at" is its time on the monotonic clock; "engine_s" the processor time that the
-        engine's thread took for it.
-        """
-        return self._core.call(messages.TakeSnapshot(view or SnapshotView()))
-
-    def flush_cache(self, namespace: str | None = None) -> None:
-        """Drop the cached prefixes of one namespace, or of all; running requests continue."""
-        if namespace is not None:
-            check_text("namespace", namespace)
-        self._core.call(messages.ResetCache(namespace))
-
-    def stored_len(self, prompt: Prompt, *, namespace: str = "") -> int:
-        """Returns how many leading tokens of a prompt are in the `kv_store`, cached or not; 0
-        without one. Raises InvalidRequest as `lookup` does."""
-        tokens = self._builder.reader.read(prompt)
-        return self._core.call(store_messages.FindStored(tokens, check_text("namespace", namespace)))
-
-    def save_cache(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        namespace: str | None = None,
-        prompts: Sequence[Prompt] | None = None,
-    ) -> int:
-        """Write cached K/V into a folder, for `load_cache` or for another process with that folder
-        as `kv_store`. K/V that the folder has already is not written again.
-
-        prompts    write only the cached parts of these prompts, in `namespace` or ""; None: write
-                   all cached prefixes
-        namespace  write only this namespace; None: all
-
-        Returns the tokens written. Other requests continue between runs of up to 512 tokens. Raises
-        InvalidRequest if K/V cannot be stored, see `EngineConfig.kv_store`; OSError.
-        """
-        name = os.fspath(folder)
-        if prompts is None:
-            prefixes = self._core.call(messages.ListPrefixes(namespace))
-        else:
-            prefixes = [(namespace or "", self._builder.reader.read(prompt)) for prompt in prompts]
-        prefixes.reverse()  # the last used is written last
-        self._core.call(store_messages.OpenStore(name))
-        num_written = 0
-        for namespace, tokens in prefixes:
-            self._core.call(store_messages.FindStored(tokens, namespace, name))
-            while count := self._core.call(store_messages.SavePrefix(name, namespace, tokens)):
-                num_written += count
-        return num_written
-
-    def load_cache(self, folder: str | os.PathLike[str], *, while_idle: bool = False) -> int:
-        """Fill free pages with the K/V that a folder has for this model, the last used first, until
-        no page is free. Other requests continue between runs of up to 512 tokens.
-
-        while_idle  wait before each run until no request is open
-
-        Returns the tokens loaded. Damaged files are left out. Raises what `save_cache` raises.
-        """
-        name, num_loaded = os.fspath(folder), 0
-        count: int | None = 0
-        loads: list[store_messages.LoadPrefix] = []
-        self._core.call(store_messages.OpenStore(name))
-        for namespace, tokens in self._core.call(store_messages.ListStored(name)):
-            loads.append(store_messages.LoadPrefix(name, namespace, tokens))
-            while count := self._load_run(loads[-1], while_idle=while_idle):
-                num_loaded += count
-            if count is None:
-                break
-        for load in reversed(loads):  # so that what was used last is evicted last
-            self._load_run(load, while_idle=while_idle)
-        return num_loaded
-
-    def _load_run(self, load: store_messages.LoadPrefix, *, while_idle: bool) -> int | None:
-        while while_idle and (status := self.status()).is_alive and not status.is_idle:
-            time.sleep(_IDLE_POLL_S)
-        return self._core.call(load)
-
     def extend(self, extension: EngineExtension) -> None:
         """Plug an extension into the engine, see `radixserve.engine.extension`. It lives until the
         engine ends."""
+        if not isinstance(extension, EngineExtension):
+            raise InvalidRequest(f"extension must be an EngineExtension, got {shown(extension)}")
         self._core.call(AddExtension(extension))
 
     def add_draft_source(self, source: DraftSource) -> None:
         """Let `source` guess next tokens, before the sources that are there. A wrong guess changes
         no answer. See docs/drafts.md."""
         self._core.call(AddDraftSource(source))
-
-    def check(self) -> None:
-        """Audit the cache, the scheduler and the kv_store. Raises AssertionError, which names the
-        first broken invariant."""
-        self._core.call(messages.CheckCache())
-
-    # -- hints --------------------------------------------------------------------------------
-
-    def hint(
-        self,
-        verb: str,
-        prompt: Prompt | None = None,
-        *,
-        session: str = "",
-        seconds: float | None = None,
-        max_tokens: int | None = None,
-        namespace: str = "",
-        **chat: Unpack[ChatSettings],
-    ) -> HintAnswer:
-        """Steer how long the K/V of a prompt, or of a session, stays in the cache.
-
-        retain    evict it after everything else, for `seconds`
-        pin       the same, and locked: it makes way only for a request that fits in no other way
-        demote    evict it first, with all that continues it; ends pins and retains of it
-        prefetch  compute it while no other request is open
-        share     let other namespaces copy it instead of computing it, while it is cached
-
-        `seconds` is cut to the config's `max_hint_seconds`; 0 ends the hints of the same verb.
-        `max_tokens`: apply the hint to so many of the prompt's first tokens only. `session`: a name
-        given to `submit`, for retain, pin and demote; demote closes the session. Whole pages count.
-        With cache="hash" all but prefetch are rejected, with cache="off" all are.
-
-        O(prompt), for retain and pin also O(retained nodes). Only prefetch computes tokens. Raises
-        InvalidRequest.
-        """
-        made = self._hint(verb, prompt, session, seconds, max_tokens, namespace, chat)
-        return self.apply_hints([made])[0]
-
-    async def ahint(
-        self,
-        verb: str,
-        prompt: Prompt | None = None,
-        *,
-        session: str = "",
-        seconds: float | None = None,
-        max_tokens: int | None = None,
-        namespace: str = "",
-        **chat: Unpack[ChatSettings],
-    ) -> HintAnswer:
-        """`hint` for asyncio."""
-        made = self._hint(verb, prompt, session, seconds, max_tokens, namespace, chat)
-        return (await self.aapply_hints([made]))[0]
-
-    def apply_hints(self, hints: Sequence[Hint]) -> list[HintAnswer]:
-        """Apply several hints between two steps of the engine. Returns one answer per hint, in
-        order. Their token ids are those of `tokenize`; an owner's budget counts all hints that it
-        was granted."""
-        self._client.core.check_alive()
-        return self._client.core.call(ApplyHints(tuple(map(self._checked, hints))))
-
-    async def aapply_hints(self, hints: Sequence[Hint]) -> list[HintAnswer]:
-        """`apply_hints` for asyncio."""
-        self._client.core.check_alive()
-        reply = self._client.core.ask(ApplyHints(tuple(map(self._checked, hints))))
-        return await asyncio.wrap_future(reply)
-
-    def held_by_hints(self, owner: str = "") -> HeldByHints:
-        """Returns {"pins", "retains", "held_tokens"} of an owner now. "held_tokens" are the cached
-        tokens that its pins and retains keep; a token that two of them keep counts once."""
-        self._client.core.check_alive()
-        return self._client.core.call(GetHeld(check_str("owner", owner)))
-
-    # -- inside -------------------------------------------------------------------------------
-
-    def _generate(
-        self, prompts: Any, params: Params, request_id: str | None, chat: Mapping[str, Any]
-    ) -> tuple[RequestHandle[Completion], bool]:
-        """Returns the handle of the requests, not submitted yet, and whether several prompts were
-        given."""
-        self._client.core.check_alive()
-        given, is_list = as_prompts(prompts)
-        requests, each = self._client.builder.build(
-            given, params, request_id, chat_options(chat), is_batch=is_list
-        )
-
-        def finish(completions: list[Completion]) -> Any:
-            entries = gather(completions, each)
-            return entries if is_list else entries[0]
-
-        prompt_indices = [
-            index for index, own_params in enumerate(each) for _ in range(own_params.num_samples)
-        ]
-        return self._client.submit(requests, finish, prompt_indices if is_list else None), is_list
-
-    async def _compile_grammars(self, params: Params) -> None:
-        """Compile the grammars of `params` that are new, outside the event loop."""
-        several = params if isinstance(params, list | tuple) else [params]
-        grammars = self._client.builder.grammars
-        for own_params in several:
-            structured_outputs = (
-                own_params.structured_outputs if isinstance(own_params, SamplingParams) else None
-            )
-            if structured_outputs is not None and not grammars.has(structured_outputs):
-                await asyncio.to_thread(grammars.compile, structured_outputs)
-
-    def _single(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        request_id: str | None,
-        chat: Mapping[str, Any],
-    ) -> Request:
-        self._client.core.check_alive()
-        return self._client.builder.single(prompt, params, request_id, chat_options(chat))
-
-    def _beam_search(
-        self,
-        prompts: Any,
-        params: SamplingParams | None = None,
-        beams: BeamParams | None = None,
-        request_id: str | None = None,
-        **fields: Any,
-    ) -> RequestHandle[tuple[Completion, ...]]:
-        """Returns the handle of the searches, not submitted yet."""
-        self._client.core.check_alive()
-        params, beams = read_options(params, beams, fields)
-        given, is_list = as_prompts(prompts)
-        requests = self._client.builder.beam_search(
-            given, params, beams, request_id, is_batch=is_list
-        )
-
-        def finish(answers: list[tuple[Completion, ...]]) -> Any:
-            return list(map(list, answers)) if is_list else list(answers[0])
-
-        prompt_indices = list(range(len(requests))) if is_list else None
-        return self._client.submit(requests, finish, prompt_indices)
-
-    def _stream(self, request: Request) -> Iterator[Chunk]:
-        with self._client.stream(request) as chunks:
-            yield from chunks
-
-    async def _astream(self, request: Request) -> AsyncIterator[Chunk]:
-        with self._client.stream(request) as chunks:
-            async for chunk in chunks:
-                yield chunk
-
-    def _hint(
-        self,
-        verb: str,
-        prompt: Prompt | None,
-        session: str,
-        seconds: float | None,
-        max_tokens: int | None,
-        namespace: str,
-        chat: ChatSettings,
-    ) -> Hint:
-        self._client.core.check_alive()
-        options = chat_options(chat)
-        ids = None if prompt is None else self._client.reader.read(prompt, options=options)
-        return Hint(verb, ids, session, namespace, seconds, max_tokens)
-
-    def _checked(self, hint: Hint) -> Hint:
-        """Returns a checked copy of a hint. Raises InvalidRequest."""
-        if not isinstance(hint, Hint):
-            raise InvalidRequest(f"a hint must be a Hint, got {shown(hint)}")
-        check_hint(hint.verb, hint.seconds, hint.max_tokens)
-        check_text("namespace", hint.namespace)
-        check_str("owner", hint.owner)
-        if hint.budget_tokens is not None:
-            check_int("budget_tokens", hint.budget_tokens, 0)
-        ids = hint.token_ids
-        if (ids is None) == (not check_str("session", hint.session)):
-            raise InvalidRequest("a hint takes a prompt or a session, one of the two")
-        seconds = None if hint.seconds is None else float(hint.seconds)
-        if ids is not None:
-            ids = self._client.reader.read(ids)
-        return replace(hint, token_ids=ids, seconds=seconds)
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
@@ -964,18 +402,3 @@ def _model_path(model: object) -> str:
         return str(DEMO)
     check_model_name(path)
     return path
-
-
-def _progress_bar(
-    handle: RequestHandle[Any],
-    is_list: bool,
-    progress: bool | None,
-    stats: Callable[[], Mapping[str, Any]],
-) -> BatchProgress | None:
-    """Returns the bar of a batch; None for a single prompt, unless a bar is requested. Raises
-    InvalidRequest."""
-    if progress is not None and not isinstance(progress, bool):
-        raise InvalidRequest(f"progress must be True, False or None, got {shown(progress)}")
-    if not is_list and not progress:
-        return None
-    return BatchProgress(len(handle), stats, wanted=progress)

@@ -1,0 +1,169 @@
+"""`RuntimeCache`: the methods of `Runtime` that look at the cache, empty, save and load it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any, Literal, Unpack, overload
+
+from radixserve.api.client import RuntimeMethods
+from radixserve.api.settings import ChatSettings, chat_options
+from radixserve.api.tree_view import flat_tree
+from radixserve.cache import Lookup, SnapshotView
+from radixserve.checks import check_int, check_text
+from radixserve.engine import messages
+from radixserve.reports import EngineStats, EngineStatus, EvictionCandidate, FlatTreeDump, TreeDump
+from radixserve.store import messages as store_messages
+from radixserve.text.prompts import Prompt
+
+_IDLE_POLL_S = 0.02  # until an engine that is busy is asked again
+
+
+class RuntimeCache(RuntimeMethods):
+    """The cache: what it has of a prompt, its figures and pictures, and its K/V in folders."""
+
+    def lookup(
+        self,
+        prompt: Prompt,
+        namespace: str = "",
+        *,
+        compare_namespaces: bool = True,
+        **chat: Unpack[ChatSettings],
+    ) -> Lookup:
+        """Returns how much of `prompt` is cached now, and why not more. Changes nothing.
+
+        With `compare_namespaces` False the answer does not depend on other namespaces.
+        """
+        self._client.core.check_alive()
+        reader = self._client.reader
+        options = reader.at_its_start(prompt, chat_options(chat), is_noted=False)
+        ids = reader.read(prompt, options=options)
+        name = check_text("namespace", namespace)
+        answer = self._client.lookup(ids, name, compare_namespaces=compare_namespaces)
+        if answer.reason == "diverged" and reader.is_in_date(prompt, answer.position, options):
+            return answer._replace(reason="date")
+        return answer
+
+    def status(self) -> EngineStatus:
+        """Returns the engine's load and statistics. Never waits for the engine."""
+        return self._client.core.status()
+
+    def cache_stats(self) -> EngineStats:
+        """Returns counters and gauges of cache and scheduler, and the seconds spent by part of a
+        step, see `EngineStats`."""
+        return self._client.core.call(messages.GetStats())
+
+    @overload
+    def cache_tree(
+        self, max_nodes: int = ..., namespace: str | None = ..., *, flat: Literal[False] = False
+    ) -> TreeDump: ...
+
+    @overload
+    def cache_tree(
+        self, max_nodes: int = ..., namespace: str | None = ..., *, flat: Literal[True]
+    ) -> FlatTreeDump: ...
+
+    @overload
+    def cache_tree(
+        self, max_nodes: int = ..., namespace: str | None = ..., *, flat: bool
+    ) -> TreeDump | FlatTreeDump: ...
+
+    def cache_tree(
+        self, max_nodes: int = 10_000, namespace: str | None = None, *, flat: bool = False
+    ) -> TreeDump | FlatTreeDump:
+        """Returns the prefix tree as nested dicts, see `PrefixCache.dump`; with cache="hash" the
+        blocks. "sequences" has the page tables of running requests, with "request_id". `flat`:
+        returns one list of nodes, see `flat_tree`; needed to print a deep tree or write it as
+        JSON."""
+        count = check_int("max_nodes", max_nodes, 0)
+        dump = self._client.core.call(messages.DumpTree(count, namespace))
+        return flat_tree(dump) if flat else dump
+
+    def eviction_preview(self, n: int = 10) -> list[EvictionCandidate]:
+        """Returns the next evictions and their reasons, see `PrefixCache.eviction_preview`."""
+        return self._client.core.call(messages.PreviewEviction(check_int("n", n, 0)))
+
+    def cache_snapshot(self, view: SnapshotView | None = None) -> dict[str, Any]:
+        """Returns a bounded snapshot of the cache and its requests, cheap for a tree of any size.
+
+        See `PrefixCache.snapshot` and `RequestSnapshots.take`. "counters" are those of all requests
+        and pages; "at" is its time on the monotonic clock; "engine_s" the processor time that the
+        engine's thread took for it.
+        """
+        return self._client.core.call(messages.TakeSnapshot(view or SnapshotView()))
+
+    def flush_cache(self, namespace: str | None = None) -> None:
+        """Drop the cached prefixes of one namespace, or of all; running requests continue."""
+        if namespace is not None:
+            check_text("namespace", namespace)
+        self._client.core.call(messages.ResetCache(namespace))
+
+    def stored_len(self, prompt: Prompt, *, namespace: str = "") -> int:
+        """Returns how many leading tokens of a prompt are in the `kv_store`, cached or not; 0
+        without one. Raises InvalidRequest as `lookup` does."""
+        tokens = self._client.builder.reader.read(prompt)
+        return self._client.core.call(store_messages.FindStored(tokens, check_text("namespace", namespace)))
+
+    def save_cache(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        namespace: str | None = None,
+        prompts: Sequence[Prompt] | None = None,
+    ) -> int:
+        """Write cached K/V into a folder, for `load_cache` or for another process with that folder
+        as `kv_store`. K/V that the folder has already is not written again.
+
+        prompts    write only the cached parts of these prompts, in `namespace` or ""; None: write
+                   all cached prefixes
+        namespace  write only this namespace; None: all
+
+        Returns the tokens written. Other requests continue between runs of up to 512 tokens. Raises
+        InvalidRequest if K/V cannot be stored, see `EngineConfig.kv_store`; OSError.
+        """
+        name = os.fspath(folder)
+        if prompts is None:
+            prefixes = self._client.core.call(messages.ListPrefixes(namespace))
+        else:
+            prefixes = [(namespace or "", self._client.builder.reader.read(prompt)) for prompt in prompts]
+        prefixes.reverse()  # the last used is written last
+        self._client.core.call(store_messages.OpenStore(name))
+        num_written = 0
+        for namespace, tokens in prefixes:
+            self._client.core.call(store_messages.FindStored(tokens, namespace, name))
+            while count := self._client.core.call(store_messages.SavePrefix(name, namespace, tokens)):
+                num_written += count
+        return num_written
+
+    def load_cache(self, folder: str | os.PathLike[str], *, while_idle: bool = False) -> int:
+        """Fill free pages with the K/V that a folder has for this model, the last used first, until
+        no page is free. Other requests continue between runs of up to 512 tokens.
+
+        while_idle  wait before each run until no request is open
+
+        Returns the tokens loaded. Damaged files are left out. Raises what `save_cache` raises.
+        """
+        name, num_loaded = os.fspath(folder), 0
+        count: int | None = 0
+        loads: list[store_messages.LoadPrefix] = []
+        self._client.core.call(store_messages.OpenStore(name))
+        for namespace, tokens in self._client.core.call(store_messages.ListStored(name)):
+            loads.append(store_messages.LoadPrefix(name, namespace, tokens))
+            while count := self._load_run(loads[-1], while_idle=while_idle):
+                num_loaded += count
+            if count is None:
+                break
+        for load in reversed(loads):  # so that what was used last is evicted last
+            self._load_run(load, while_idle=while_idle)
+        return num_loaded
+
+    def _load_run(self, load: store_messages.LoadPrefix, *, while_idle: bool) -> int | None:
+        while while_idle and (status := self.status()).is_alive and not status.is_idle:
+            time.sleep(_IDLE_POLL_S)
+        return self._client.core.call(load)
+
+    def check(self) -> None:
+        """Audit the cache, the scheduler and the kv_store. Raises AssertionError, which names the
+        first broken invariant."""
+        self._client.core.call(messages.CheckCache())
