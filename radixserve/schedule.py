@@ -85,7 +85,7 @@ class ScheduledRequest(NamedTuple):
     first_new_page: int = 0
     # page_ids before this index did not change since the last row of this slot and request; 0 in
     # the first row after the request got the slot
-    req_pool_idx: int = 0  # slot in the page table, 0 <= req_pool_idx < max_running_requests;
+    slot: int = 0  # slot in the page table, 0 <= slot < max_running_requests;
     # distinct within a step
 
     num_drafts: int = (
@@ -136,7 +136,7 @@ class ScheduledRows:
         self.page_ids: list[IntArray] = []
         self.samples: list[SampleSpec | None] = []
         self.first_new_pages: list[int] = []
-        self.req_pool_indices: list[int] = []
+        self.slots: list[int] = []
         self.future_indices: list[int] = []  # [] if all tokens are known
         self.targets: dict[int, LogprobTargets] = {}  # by row
         self.drafts: dict[
@@ -156,7 +156,7 @@ class ScheduledRows:
             columns.page_ids.append(row.page_ids)
             columns.samples.append(row.sample)
             columns.first_new_pages.append(row.first_new_page)
-            columns.req_pool_indices.append(row.req_pool_idx)
+            columns.slots.append(row.slot)
             columns.states.append(RowStates(row.state_id, row.checkpoints, row.written_state_id))
             if row.logprob_targets is not None:
                 columns.targets[number] = LogprobTargets(
@@ -197,7 +197,7 @@ class ScheduledRows:
             wants_ranks=targets.wants_ranks,
             future_index=self.future_indices[row] if self.future_indices else -1,
             first_new_page=self.first_new_pages[row],
-            req_pool_idx=self.req_pool_indices[row],
+            slot=self.slots[row],
             num_drafts=self.drafts.get(row, 0),
             state_id=states.state_id,
             checkpoints=states.checkpoints,

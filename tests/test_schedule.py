@@ -24,7 +24,7 @@ def test_rows_are_what_they_were(seed: int, has_futures: bool) -> None:
     generator = np.random.default_rng(seed)
     rows = [
         row._replace(
-            req_pool_idx=number,
+            slot=number,
             first_new_page=number % 3,
             future_index=number if has_futures and len(row.token_ids) == 1 else -1,
             state_id=number,

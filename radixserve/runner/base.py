@@ -1,7 +1,7 @@
 """`ModelRunner`: the engine's interface to a runner, on one device or on several.
 
 A runner owns the model, the KV pool and the attention backend. It reads a step's rows during
-`launch` only; on a device, a request's slot (`req_pool_idx`) keeps its pages and, with penalties,
+`launch` only; on a device, a request's `slot` keeps its pages and, with penalties,
 its token counts.
 """
 

@@ -39,7 +39,7 @@ class TableUpdate:
 
 
 class PageTable:
-    """pages [num_rows + 1, max_pages] int32 on the device: row `req_pool_idx` has the pages of the
+    """pages [num_rows + 1, max_pages] int32 on the device: row `slot` has the pages of the
     request in that slot; the last row is that of padding, page 0."""
 
     def __init__(self, num_rows: int, max_pages: int, device: torch.device) -> None:

@@ -133,7 +133,7 @@ def prepare_inputs(rows: ScheduledRows, page_size: int) -> InputBatch:
             kv_indptr=indptr(num_pages),
             seq_lens=seq_lens,
             page_tables=rows.page_ids,
-            row_slots=np.array(rows.req_pool_indices, np.int64),
+            row_slots=np.array(rows.slots, np.int64),
             first_new_page=np.array(rows.first_new_pages, np.int64),
         ),
         page_size=page_size,
@@ -151,7 +151,7 @@ def _single_tokens(rows: ScheduledRows, page_size: int) -> InputBatch:
         rows.input_ids,
         starts,
         map(_LAST, tables),
-        rows.req_pool_indices,
+        rows.slots,
         rows.first_new_pages,
         accumulate(num_pages, initial=0),
     )

@@ -75,7 +75,7 @@ def apply_penalties(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
 
 
 class TokenCounts:
-    """Per slot (`req_pool_idx`) and token id: whether the prompt has it, how often it was sampled.
+    """Per `slot` and token id: whether the prompt has it, how often it was sampled.
 
     5 bytes for each slot and token id, allocated when a request with a penalty first samples. A
     slot is filled from `SampleSpec.token_ids` when another request takes it; after that every token
@@ -97,12 +97,12 @@ class TokenCounts:
         `first_new_page` was 0: it may be another request's by then.
         """
         if self._counted:
-            for slot, first in zip(rows.req_pool_indices, rows.first_new_pages, strict=True):
+            for slot, first in zip(rows.slots, rows.first_new_pages, strict=True):
                 if not first:
                     self._counted.pop(slot, None)
         stale, prompts, sampled, future = [], [], [], []
         for row, spec in penalized:
-            slot = rows.req_pool_indices[row]
+            slot = rows.slots[row]
             known = rows.request_ids[row], len(spec.token_ids) + spec.num_placeholders
             if self._counted.get(slot) != known:
                 first_cell = slot * self._vocab_size

@@ -93,7 +93,7 @@ def _schedule(
                 page_ids=np.arange(first, first + num_pages, dtype=np.int32),
                 sample=SampleSpec(params, row, 1, np.zeros(1, np.int32), ()),
                 logprob_targets=np.zeros(length - 1, np.int32) if scores and length > 1 else None,
-                req_pool_idx=row,
+                slot=row,
                 state_id=row,
             )
         )

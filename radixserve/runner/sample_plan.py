@@ -287,7 +287,7 @@ def _distribution_arrays(specs: Sequence[SampleSpec]) -> dict[str, NDArray[Any]]
 
 def _penalty_slots(plan: SamplePlan, rows: ScheduledRows) -> dict[str, NDArray[Any]]:
     """[m] each, of the rows with penalties."""
-    slots = [rows.req_pool_indices[plan.rows.outputs[row]] for row in plan.penalized]
+    slots = [rows.slots[plan.rows.outputs[row]] for row in plan.penalized]
     return {
         "penalized_rows": np.array(plan.penalized, np.int64),
         "penalty_slots": np.array(slots, np.int64),

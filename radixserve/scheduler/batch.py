@@ -121,7 +121,7 @@ class Batch:
         rows.page_ids.append(pages)
         rows.samples.append(spec)
         rows.first_new_pages.append(first_new_page)
-        rows.req_pool_indices.append(state.req_pool_idx)
+        rows.slots.append(state.slot)
         if rows.future_indices:
             rows.future_indices.append(-1)
 
@@ -156,7 +156,7 @@ class Batch:
                 state.greedy_only_spec or self._make_spec(state, sequence, num_placeholders)
             )
             rows.first_new_pages.append(first_new_page)
-            rows.req_pool_indices.append(state.req_pool_idx)
+            rows.slots.append(state.slot)
             if not num_placeholders:
                 rows.input_ids.append(state.tokens.last)
                 if sequence.cow_copies:  # of a fork; else a step in flight has made them

@@ -65,7 +65,6 @@ class RequestState:
         "priority_key",
         "producer",
         "queued_at",
-        "req_pool_idx",
         "request",
         "request_id",
         "scores",
@@ -73,6 +72,7 @@ class RequestState:
         "sequence",
         "session",
         "session_arrival",
+        "slot",
         "tenant",
         "tokens",
         "waiters",
@@ -101,7 +101,7 @@ class RequestState:
         self.session_arrival = arrival  # of the first request of its session, as far as known
         self.session = session  # cache session of its sequences, while that is open
         self.sequence: CacheSequence | None = None
-        self.req_pool_idx = -1  # slot in the page table while running
+        self.slot = -1  # slot in the page table while running
         self.producer: RequestState | None = None  # the producer of tokens it waits for
         self.awaited_len = 0  # number of committed tokens of the producer that it waits for
         self.waiters: list[RequestState] = []  # requests that wait for this one, while it runs

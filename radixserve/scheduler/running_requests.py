@@ -81,7 +81,7 @@ class RunningRequests:
         self._num_of[state.tenant] += 1
         self.are_shared = len(self._num_of) > 1
         self._is_sorted &= not self.are_shared
-        state.req_pool_idx = self._free_slots.pop()
+        state.slot = self._free_slots.pop()
         if state.sequence is not None:
             state.sequence.restart_page_table()
 
@@ -97,9 +97,9 @@ class RunningRequests:
     def free_slot(self, state: RequestState) -> None:
         """Others may use its slot from the next step on: its last row is in flight, or it is gone.
         Idempotent."""
-        if state.req_pool_idx >= 0:
-            self._free_slots.append(state.req_pool_idx)
-            state.req_pool_idx = -1
+        if state.slot >= 0:
+            self._free_slots.append(state.slot)
+            state.slot = -1
 
 
 def _by_share(states: Iterable[RequestState]) -> list[RequestState]:

@@ -166,5 +166,5 @@ def check_queues(
         assert is_active == (state.sequence is not None), f"{name} has pages and may not, or lacks"
     num_placed = len(waiting) + len(running) + len(parked)
     assert num_placed <= len(requests), "a request that has ended is queued"
-    slots = [state.req_pool_idx for state in running if state.req_pool_idx >= 0]
+    slots = [state.slot for state in running if state.slot >= 0]
     assert len(slots) == len(set(slots)), "two running requests have one slot"

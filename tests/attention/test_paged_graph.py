@@ -163,7 +163,7 @@ def grown(case: Case, start: int, first_row: int) -> Case:
     step = copy.copy(case)
     step.rows = tuple(
         row._replace(
-            start=start, page_ids=row.page_ids[: start + 1], first_new_page=start, req_pool_idx=at
+            start=start, page_ids=row.page_ids[: start + 1], first_new_page=start, slot=at
         )
         for at, row in enumerate(case.rows[first_row:], first_row)
     )

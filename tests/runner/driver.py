@@ -133,7 +133,7 @@ class Driver:
             )
         return ScheduledRequest(
             request_id=str(id(sequence)),
-            req_pool_idx=self.sequences.index(sequence),
+            slot=self.sequences.index(sequence),
             token_ids=np.array(sequence.tokens[start:end], np.int32),
             start=start,
             page_ids=np.array(sequence.pages[: -(-end // self.page_size)], np.int32),

@@ -250,7 +250,7 @@ def test_profile_schedules(
             <= max_running_requests
         )
         assert all(1 <= len(row.token_ids) <= longest for row in schedule.rows)
-        slots = {row.req_pool_idx for row in schedule.rows}
+        slots = {row.slot for row in schedule.rows}
         assert slots <= set(range(max_running_requests))
         assert len(slots) == len(schedule.rows)
         num_tokens = sum(len(row.token_ids) for row in schedule.rows)

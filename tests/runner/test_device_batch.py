@@ -22,7 +22,7 @@ def row(slot: int, pages: list[int], first_new_page: int = 0) -> ScheduledReques
         page_ids=np.array(pages, np.int32),
         sample=SPEC,
         first_new_page=first_new_page,
-        req_pool_idx=slot,
+        slot=slot,
     )
 
 
@@ -37,10 +37,10 @@ def apply(table: PageTable, update: TableUpdate) -> None:
 
 
 def check(table: PageTable, rows: list[ScheduledRequest], update: TableUpdate) -> None:
-    slots = [one.req_pool_idx for one in rows]
+    slots = [one.slot for one in rows]
     assert update.table_rows[: len(rows)].tolist() == slots
     for one in rows:
-        assert table.pages[one.req_pool_idx, : len(one.page_ids)].tolist() == one.page_ids.tolist()
+        assert table.pages[one.slot, : len(one.page_ids)].tolist() == one.page_ids.tolist()
     assert set(update.table_rows[len(rows) :].tolist()) <= {table.num_rows}
     assert not table.pages[table.num_rows, 0]
 

@@ -42,7 +42,7 @@ def spec(
 
 def row(at: int, asked: SampleSpec | None, **fields: object) -> ScheduledRequest:
     token, page = np.ones(1, np.int32), np.zeros(1, np.int32)
-    made = ScheduledRequest(f"{at}", token, 0, page, asked, req_pool_idx=at)
+    made = ScheduledRequest(f"{at}", token, 0, page, asked, slot=at)
     return made._replace(**fields)
 
 

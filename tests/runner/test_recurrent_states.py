@@ -60,7 +60,7 @@ def row_of(num_tokens: int, start: int, state_id: int, *kept: tuple[int, int]) -
     pages = np.arange(start + num_tokens, dtype=np.int32) + 100 * state_id
     spec = SampleSpec(GREEDY, 0, 1, np.arange(3, 4 + start + num_tokens, dtype=np.int32), ())
     return ScheduledRequest(
-        f"row {state_id}", tokens, start, pages, spec, req_pool_idx=state_id, state_id=state_id,
+        f"row {state_id}", tokens, start, pages, spec, slot=state_id, state_id=state_id,
         checkpoints=kept,
     )  # fmt: skip
 

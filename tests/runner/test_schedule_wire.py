@@ -25,7 +25,7 @@ def row(slot: int, pages: list[int], first_new: int = 0, **fields: object) -> Sc
         page_ids=ids(*pages),
         sample=spec,
         first_new_page=first_new,
-        req_pool_idx=slot,
+        slot=slot,
     )
     return made._replace(**fields)
 
@@ -40,7 +40,7 @@ def check(sent: SchedulerOutput, arrived: SchedulerOutput) -> None:
     assert np.array_equal(sent.cow_copies, arrived.cow_copies)
     assert len(sent.rows) == len(arrived.rows)
     for mine, other in zip(sent.rows, arrived.rows, strict=True):
-        for name in ("request_id", "start", "future_index", "first_new_page", "req_pool_idx"):
+        for name in ("request_id", "start", "future_index", "first_new_page", "slot"):
             assert getattr(mine, name) == getattr(other, name)
         assert np.array_equal(mine.token_ids, other.token_ids)
         assert np.array_equal(mine.page_ids, other.page_ids)

@@ -147,7 +147,7 @@ def attended_pages(
     order = np.random.default_rng(0).permutation(sum(num_pages)).astype(np.int32)
     tables = np.split(order, np.cumsum(num_pages)[:-1])
     rows = [
-        ScheduledRequest(f"r{at}", np.zeros(new, np.int32), start, pages, None, req_pool_idx=at)
+        ScheduledRequest(f"r{at}", np.zeros(new, np.int32), start, pages, None, slot=at)
         for at, ((start, new), pages) in enumerate(zip(lengths, tables, strict=True))
     ]
     first_seen = [max(0, start + 1 - WINDOW) // page_size for start, _ in lengths]

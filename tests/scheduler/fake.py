@@ -128,12 +128,12 @@ class FakeRunner:
     def read_pages(self, schedule: SchedulerOutput) -> None:
         for row in schedule.rows:
             pages, first = row.page_ids.tolist(), row.first_new_page
-            owner, known = self.table.get(row.req_pool_idx, ("", []))
+            owner, known = self.table.get(row.slot, ("", []))
             assert first <= len(known)
             assert not first or owner == row.request_id, "the slot was another request's"
             assert known[:first] + pages[first:] == pages, "a page changed and nobody was told"
-            self.table[row.req_pool_idx] = row.request_id, pages
-        slots = [row.req_pool_idx for row in schedule.rows]
+            self.table[row.slot] = row.request_id, pages
+        slots = [row.slot for row in schedule.rows]
         assert len(set(slots)) == len(slots)
         assert all(0 <= slot < self.num_slots for slot in slots)
 

@@ -19,7 +19,7 @@ from radixserve.schedule import LogprobTargets, SampleSpec, ScheduledRows, Sched
 _SAMPLED_ON_RANK0 = SampleSpec(SamplingParams(), 0, 0, np.empty(0, np.int32), ())
 _COLUMNS = (  # of ScheduledRows, sent as they are
     *("request_ids", "input_ids", "num_tokens", "starts"),
-    *("first_new_pages", "req_pool_indices", "future_indices", "drafts"),
+    *("first_new_pages", "slots", "future_indices", "drafts"),
 )
 
 
@@ -55,7 +55,7 @@ class ScheduleUnpacker:
     def unpack(self, message: bytes) -> SchedulerOutput:
         step, copies, num_prefill, num_decode, columns, *others = pickle.loads(message)
         is_sampled, num_new_pages, pages, targets = others
-        slots, page_ids, begin = columns["req_pool_indices"], [], 0
+        slots, page_ids, begin = columns["slots"], [], 0
         for slot, first, num_new in zip(
             slots, columns["first_new_pages"], num_new_pages, strict=True
         ):
