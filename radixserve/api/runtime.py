@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack, get_args
 
 from radixserve.api.branch import Branch
 from radixserve.api.chat import ChatSession
@@ -30,7 +30,15 @@ from radixserve.api.runtime_hints import RuntimeHints
 from radixserve.api.scores import ScoreQuery, ascore, score
 from radixserve.api.settings import ChatSettings, chat_options
 from radixserve.arrays import IntArray
-from radixserve.checks import check_str, check_text, shown
+from radixserve.checks import (
+    check_choice,
+    check_int,
+    check_path,
+    check_str,
+    check_text,
+    check_type,
+    shown,
+)
 from radixserve.completion import Score
 from radixserve.config import EngineConfig, EngineSettings
 from radixserve.decisions import Decision, Question
@@ -278,6 +286,9 @@ class Runtime(RuntimeGeneration, RuntimeCache, RuntimeHints):
         """Returns [n] int32: the token ids of a prompt as `generate` reads it, or with `keep_last`
         the last ones, see `truncation_side`. Raises InvalidRequest.
         """
+        if keep_last is not None:
+            check_int("keep_last", keep_last, 1)
+        check_choice("truncation_side", truncation_side, get_args(TruncationSide))
         return self._builder.reader.read(
             prompt, keep_last=keep_last, truncation_side=truncation_side
         )
@@ -287,6 +298,8 @@ class Runtime(RuntimeGeneration, RuntimeCache, RuntimeHints):
         prompt. With `is_prompt` False raise InvalidRequest for more than four contexts. Takes
         little memory for a text of any length. `tokenize` checks texts itself.
         """
+        check_str("text", text)
+        check_int("num_before", num_before, 0)
         self._builder.reader.check_length(text, num_before=num_before, is_prompt=is_prompt)
 
     def compile_grammar(self, structured: StructuredOutput | Mapping[str, Any]) -> None:
@@ -344,14 +357,13 @@ class Runtime(RuntimeGeneration, RuntimeCache, RuntimeHints):
         Nothing is computed before its next turn. Raises InvalidRequest for a chat of another model.
         """
         self._core.check_alive()
-        return ChatSession.load(self._client, self._identity, path, params)
+        name = check_path("path", path)
+        return ChatSession.load(self._client, self._identity, name, params)
 
     def extend(self, extension: EngineExtension) -> None:
         """Plug an extension into the engine, see `radixserve.engine.extension`. It lives until the
         engine ends."""
-        if not isinstance(extension, EngineExtension):
-            raise InvalidRequest(f"extension must be an EngineExtension, got {shown(extension)}")
-        self._core.call(AddExtension(extension))
+        self._core.call(AddExtension(check_type("extension", extension, EngineExtension)))
 
     def add_draft_source(self, source: DraftSource) -> None:
         """Let `source` guess next tokens, before the sources that are there. A wrong guess changes
@@ -382,11 +394,10 @@ def _close(core: EngineThread, runner: Any) -> None:
 def _read_config(config: object, settings: Mapping[str, Any]) -> EngineConfig:
     if config is None:
         return EngineConfig(**settings)
-    if not isinstance(config, EngineConfig):
-        raise InvalidRequest(f"config must be an EngineConfig, got {shown(config)}")
+    given = check_type("config", config, EngineConfig)
     if settings:
         raise InvalidRequest(f"give config or {', '.join(settings)}, not both")
-    return config
+    return given
 
 
 def _model_path(model: object) -> str:

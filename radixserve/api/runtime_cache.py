@@ -11,11 +11,11 @@ from radixserve.api.client import RuntimeMethods
 from radixserve.api.settings import ChatSettings, chat_options
 from radixserve.api.tree_view import flat_tree
 from radixserve.cache import Lookup, SnapshotView
-from radixserve.checks import check_int, check_text
+from radixserve.checks import check_int, check_path, check_text, check_type
 from radixserve.engine import messages
 from radixserve.reports import EngineStats, EngineStatus, EvictionCandidate, FlatTreeDump, TreeDump
 from radixserve.store import messages as store_messages
-from radixserve.text.prompts import Prompt
+from radixserve.text.prompts import Prompt, check_prompts
 
 _IDLE_POLL_S = 0.02  # until an engine that is busy is asked again
 
@@ -77,6 +77,8 @@ class RuntimeCache(RuntimeMethods):
         returns one list of nodes, see `flat_tree`; needed to print a deep tree or write it as
         JSON."""
         count = check_int("max_nodes", max_nodes, 0)
+        if namespace is not None:
+            check_text("namespace", namespace)
         dump = self._client.core.call(messages.DumpTree(count, namespace))
         return flat_tree(dump) if flat else dump
 
@@ -91,7 +93,8 @@ class RuntimeCache(RuntimeMethods):
         and pages; "at" is its time on the monotonic clock; "engine_s" the processor time that the
         engine's thread took for it.
         """
-        return self._client.core.call(messages.TakeSnapshot(view or SnapshotView()))
+        given = SnapshotView() if view is None else check_type("view", view, SnapshotView)
+        return self._client.core.call(messages.TakeSnapshot(given))
 
     def flush_cache(self, namespace: str | None = None) -> None:
         """Drop the cached prefixes of one namespace, or of all; running requests continue."""
@@ -102,7 +105,7 @@ class RuntimeCache(RuntimeMethods):
     def stored_len(self, prompt: Prompt, *, namespace: str = "") -> int:
         """Returns how many leading tokens of a prompt are in the `kv_store`, cached or not; 0
         without one. Raises InvalidRequest as `lookup` does."""
-        tokens = self._client.builder.reader.read(prompt)
+        tokens = self._client.reader.read(prompt)
         return self._client.core.call(store_messages.FindStored(tokens, check_text("namespace", namespace)))
 
     def save_cache(
@@ -122,11 +125,14 @@ class RuntimeCache(RuntimeMethods):
         Returns the tokens written. Other requests continue between runs of up to 512 tokens. Raises
         InvalidRequest if K/V cannot be stored, see `EngineConfig.kv_store`; OSError.
         """
-        name = os.fspath(folder)
+        name = check_path("folder", folder)
+        if namespace is not None:
+            check_text("namespace", namespace)
         if prompts is None:
             prefixes = self._client.core.call(messages.ListPrefixes(namespace))
         else:
-            prefixes = [(namespace or "", self._client.builder.reader.read(prompt)) for prompt in prompts]
+            read = self._client.reader.read
+            prefixes = [(namespace or "", read(prompt)) for prompt in check_prompts(prompts)]
         prefixes.reverse()  # the last used is written last
         self._client.core.call(store_messages.OpenStore(name))
         num_written = 0
@@ -144,7 +150,7 @@ class RuntimeCache(RuntimeMethods):
 
         Returns the tokens loaded. Damaged files are left out. Raises what `save_cache` raises.
         """
-        name, num_loaded = os.fspath(folder), 0
+        name, num_loaded = check_path("folder", folder), 0
         count: int | None = 0
         loads: list[store_messages.LoadPrefix] = []
         self._client.core.call(store_messages.OpenStore(name))

@@ -19,12 +19,12 @@ from radixserve.api.settings import (
     Params,
     chat_options,
 )
-from radixserve.checks import check_str, shown
+from radixserve.checks import check_int, check_str, shown
 from radixserve.completion import Chunk, Completion
 from radixserve.engine.messages import GetStats
 from radixserve.errors import InvalidRequest
 from radixserve.request import BeamParams, Request, SamplingParams
-from radixserve.text.prompts import Prompt, as_prompts
+from radixserve.text.prompts import Prompt, as_prompts, check_prompts
 
 
 class RuntimeGeneration(RuntimeMethods):
@@ -234,16 +234,18 @@ class RuntimeGeneration(RuntimeMethods):
         `beams`: each prompt is a beam search, whose answers come together as a tuple; not streamed.
         `max_in_flight`: most requests in the engine at a time; the others follow as these end.
         """
+        several = check_prompts(prompts)
+        check_str("session", session)
+        if max_in_flight is not None:
+            check_int("max_in_flight", max_in_flight, 1)
         if beams is not None:
             given = SamplingParams() if params is None else check_params(params)
-            own, _ = read_options(given, None, {})
-            requests = self._client.builder.beam_search(prompts, own, beams, None)
-            requests = [
-                replace(request, session=check_str("session", session)) for request in requests
-            ]
+            own, beams = read_options(given, beams, {})
+            requests = self._client.builder.beam_search(several, own, beams, None)
+            requests = [replace(request, session=session) for request in requests]
             return self._client.submit(requests, max_in_flight=max_in_flight)
-        requests, each = self._client.builder.build(prompts, params)
-        if check_str("session", session):
+        requests, each = self._client.builder.build(several, params)
+        if session:
             requests = [replace(request, session=session) for request in requests]
         finish = None if streams else lambda completions: gather(completions, each)
         return self._client.submit(requests, finish, streams=streams, max_in_flight=max_in_flight)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Unpack
 
 from radixserve.api.client import RuntimeMethods
 from radixserve.api.settings import ChatSettings, chat_options
-from radixserve.checks import check_int, check_str, check_text, shown
+from radixserve.checks import check_int, check_str, check_text, check_type, shown
 from radixserve.errors import InvalidRequest
 from radixserve.hints.hint import Hint, HintAnswer, check_hint
 from radixserve.hints.messages import ApplyHints, GetHeld
@@ -70,12 +70,12 @@ class RuntimeHints(RuntimeMethods):
         order. Their token ids are those of `tokenize`; an owner's budget counts all hints that it
         was granted."""
         self._client.core.check_alive()
-        return self._client.core.call(ApplyHints(tuple(map(self._checked, hints))))
+        return self._client.core.call(ApplyHints(self._checked_hints(hints)))
 
     async def aapply_hints(self, hints: Sequence[Hint]) -> list[HintAnswer]:
         """`apply_hints` for asyncio."""
         self._client.core.check_alive()
-        reply = self._client.core.ask(ApplyHints(tuple(map(self._checked, hints))))
+        reply = self._client.core.ask(ApplyHints(self._checked_hints(hints)))
         return await asyncio.wrap_future(reply)
 
     def held_by_hints(self, owner: str = "") -> HeldByHints:
@@ -101,10 +101,14 @@ class RuntimeHints(RuntimeMethods):
         ids = None if prompt is None else self._client.reader.read(prompt, options=options)
         return Hint(verb, ids, session, namespace, seconds, max_tokens)
 
-    def _checked(self, hint: Hint) -> Hint:
-        """Returns a checked copy of a hint. Raises InvalidRequest."""
-        if not isinstance(hint, Hint):
-            raise InvalidRequest(f"a hint must be a Hint, got {shown(hint)}")
+    def _checked_hints(self, hints: object) -> tuple[Hint, ...]:
+        """Returns checked copies of hints. Raises InvalidRequest."""
+        if not isinstance(hints, Iterable):
+            raise InvalidRequest(f"hints must be a list of Hints, got {shown(hints)}")
+        return tuple(map(self._checked, hints))
+
+    def _checked(self, hint: object) -> Hint:
+        hint = check_type("a hint", hint, Hint)
         check_hint(hint.verb, hint.seconds, hint.max_tokens)
         check_text("namespace", hint.namespace)
         check_str("owner", hint.owner)

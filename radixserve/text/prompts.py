@@ -195,6 +195,15 @@ def as_prompts(given: object) -> tuple[list[Any], bool]:
     return list(several), True
 
 
+def check_prompts(given: object) -> list[Any]:
+    """Returns a list of prompts, not checked yet. Raises InvalidRequest for a single prompt and for
+    anything else."""
+    prompts, is_list = as_prompts(given)
+    if not is_list:
+        raise InvalidRequest(f"prompts must be a list of prompts, got one: {shown(given)}")
+    return prompts
+
+
 def check_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Returns chat messages as plain dicts. Raises InvalidRequest."""
     for message in messages:
