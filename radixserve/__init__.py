@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from radixserve.api.runtime import Runtime
     from radixserve.cache import Lookup, RadixCache, RadixSequence
     from radixserve.cache.diagnosis import Diagnosis
+    from radixserve.completion import Chunk, Completion, Score
     from radixserve.config import EngineConfig
     from radixserve.decisions import Decision, Option, Question
     from radixserve.errors import (
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
         RequestFailed,
     )
     from radixserve.hints.hint import Hint, HintAnswer
-    from radixserve.completion import Chunk, Completion, Score
     from radixserve.output import Metrics, Usage
     from radixserve.recipes import search
     from radixserve.request import BeamParams, SamplingParams

@@ -1,6 +1,7 @@
 """Types of an engine's reports on its cache and requests.
 
-All but `EngineStatus` are plain dicts at run time. The methods of `Runtime` that return them explain the keys.
+All but `EngineStatus` are plain dicts at run time. The methods of `Runtime` that return them
+explain the keys.
 """
 
 from __future__ import annotations

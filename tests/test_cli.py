@@ -21,8 +21,8 @@ from radixserve.cli import EXTRAS, build_parser, main
 from radixserve.commands import demo, info
 from radixserve.commands.flags import CHOICES, given_fields
 from radixserve.commands.parser import MAX_WIDTH
-from radixserve.config import EngineConfig
 from radixserve.completion import Completion
+from radixserve.config import EngineConfig
 from radixserve.output import Metrics, Usage
 from radixserve.recipes.demo import DemoAnswer, DemoRun, Part
 from radixserve.request import SamplingParams

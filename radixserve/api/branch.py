@@ -29,11 +29,11 @@ from radixserve.api.scores import ScoreQuery, ascore, score
 from radixserve.arrays import IntArray
 from radixserve.cache import Lookup
 from radixserve.checks import check_int
+from radixserve.completion import Chunk, Completion, Score
 from radixserve.engine.core_client import EngineCoreClient
 from radixserve.engine.messages import CloseSession, SessionClaim
 from radixserve.engine.output_collector import Event
 from radixserve.errors import BranchBusy, InvalidRequest
-from radixserve.completion import Chunk, Completion, Score
 from radixserve.output import Usage, add_usages
 from radixserve.request import Request, SamplingParams
 

@@ -23,8 +23,8 @@ from radixserve.api.request_builder import check_params
 from radixserve.arrays import IntArray
 from radixserve.cache.diagnosis import is_time, text_at
 from radixserve.checks import check_int, check_str, shown
-from radixserve.errors import EngineDead, InvalidRequest
 from radixserve.completion import Chunk, Completion
+from radixserve.errors import EngineDead, InvalidRequest
 from radixserve.request import SamplingParams
 from radixserve.text.chat_format import ChatFormat
 from radixserve.text.chat_options import ChatOptions, begun_answer

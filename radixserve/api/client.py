@@ -13,12 +13,12 @@ from radixserve.api.beam_search import BeamCollector
 from radixserve.api.request_builder import RequestBuilder
 from radixserve.arrays import IntArray
 from radixserve.cache import Lookup
+from radixserve.completion import Chunk, Completion, join_chunks
 from radixserve.engine.core_client import EngineCoreClient
 from radixserve.engine.messages import LookUpPrompt
 from radixserve.engine.output_collector import Event, OutputCollector
 from radixserve.engine.output_notifier import LoopWaker, OutputNotifier
 from radixserve.errors import InvalidRequest, RequestFailed, request_failed
-from radixserve.completion import Chunk, Completion, join_chunks
 from radixserve.request import Request
 from radixserve.text.prompts import PromptReader
 from radixserve.text.tokenizer import Tokenizer

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
+from radixserve.completion import Completion
 from radixserve.errors import EngineDead
 from radixserve.models.names import TENSORS_READ
-from radixserve.completion import Completion
 
 EVERY_S = 0.25  # the shortest time between two reads of the engine's counters
 WIDE = 118  # columns from which the rates have room

@@ -16,10 +16,10 @@ import numpy as np
 from radixserve.api.beam_search import as_search
 from radixserve.arrays import IntArray
 from radixserve.checks import shown
+from radixserve.completion import Completion
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.grammar.compiler import GrammarCompiler
-from radixserve.completion import Completion
 from radixserve.request import BeamParams, Request, SamplingParams
 from radixserve.sampling_defaults import NEUTRAL, SamplingDefault
 from radixserve.text.chat_options import ChatOptions

@@ -14,7 +14,7 @@ from radixserve.cache import Lookup, SnapshotView
 from radixserve.checks import check_int, check_path, check_text, check_type
 from radixserve.engine import messages
 from radixserve.reports import EngineStats, EngineStatus, EvictionCandidate, FlatTreeDump, TreeDump
-from radixserve.store import messages as store_messages
+from radixserve.store.messages import FindStored, ListStored, LoadPrefix, OpenStore, SavePrefix
 from radixserve.text.prompts import Prompt, check_prompts
 
 _IDLE_POLL_S = 0.02  # until an engine that is busy is asked again
@@ -106,7 +106,7 @@ class RuntimeCache(RuntimeMethods):
         """Returns how many leading tokens of a prompt are in the `kv_store`, cached or not; 0
         without one. Raises InvalidRequest as `lookup` does."""
         tokens = self._client.reader.read(prompt)
-        return self._client.core.call(store_messages.FindStored(tokens, check_text("namespace", namespace)))
+        return self._client.core.call(FindStored(tokens, check_text("namespace", namespace)))
 
     def save_cache(
         self,
@@ -134,11 +134,11 @@ class RuntimeCache(RuntimeMethods):
             read = self._client.reader.read
             prefixes = [(namespace or "", read(prompt)) for prompt in check_prompts(prompts)]
         prefixes.reverse()  # the last used is written last
-        self._client.core.call(store_messages.OpenStore(name))
+        self._client.core.call(OpenStore(name))
         num_written = 0
         for namespace, tokens in prefixes:
-            self._client.core.call(store_messages.FindStored(tokens, namespace, name))
-            while count := self._client.core.call(store_messages.SavePrefix(name, namespace, tokens)):
+            self._client.core.call(FindStored(tokens, namespace, name))
+            while count := self._client.core.call(SavePrefix(name, namespace, tokens)):
                 num_written += count
         return num_written
 
@@ -152,10 +152,10 @@ class RuntimeCache(RuntimeMethods):
         """
         name, num_loaded = check_path("folder", folder), 0
         count: int | None = 0
-        loads: list[store_messages.LoadPrefix] = []
-        self._client.core.call(store_messages.OpenStore(name))
-        for namespace, tokens in self._client.core.call(store_messages.ListStored(name)):
-            loads.append(store_messages.LoadPrefix(name, namespace, tokens))
+        loads: list[LoadPrefix] = []
+        self._client.core.call(OpenStore(name))
+        for namespace, tokens in self._client.core.call(ListStored(name)):
+            loads.append(LoadPrefix(name, namespace, tokens))
             while count := self._load_run(loads[-1], while_idle=while_idle):
                 num_loaded += count
             if count is None:
@@ -164,7 +164,7 @@ class RuntimeCache(RuntimeMethods):
             self._load_run(load, while_idle=while_idle)
         return num_loaded
 
-    def _load_run(self, load: store_messages.LoadPrefix, *, while_idle: bool) -> int | None:
+    def _load_run(self, load: LoadPrefix, *, while_idle: bool) -> int | None:
         while while_idle and (status := self.status()).is_alive and not status.is_idle:
             time.sleep(_IDLE_POLL_S)
         return self._client.core.call(load)

@@ -12,8 +12,8 @@ import numpy as np
 from radixserve.api.client import EngineClient, RequestHandle
 from radixserve.arrays import IntArray
 from radixserve.checks import shown
-from radixserve.errors import InvalidRequest
 from radixserve.completion import Completion, Score
+from radixserve.errors import InvalidRequest
 from radixserve.request import Request, SamplingParams
 from radixserve.text.prompts import PromptReader
 

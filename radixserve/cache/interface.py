@@ -251,9 +251,7 @@ class PrefixCache(ABC):
         sequence.is_pin = True
         return sequence
 
-    def demote(
-        self, tokens: TokenIds, namespace: str | Namespace = DEFAULT_NAMESPACE
-    ) -> int:
+    def demote(self, tokens: TokenIds, namespace: str | Namespace = DEFAULT_NAMESPACE) -> int:
         """Evict the cached part of `tokens`, and everything that continues it, before all others,
         until it is used again. Parts of the prefix that nothing else continues are demoted, too.
         Nodes that open sessions reach keep their place until these are closed.

@@ -17,10 +17,10 @@ class Namespace(NamedTuple):
     adapter  name of the adapter that computed the K/V; "": the model alone
     salt     separates requests of a tenant; None: it does not
 
-    As text: "TENANT" or "TENANT/SALT", after "\\0ADAPTER\\0" if there is an adapter. Callers, reports,
-    events, traces and stores have the text. `as_namespace` and `str` alone convert it: every text
-    is that of one namespace. A further field, such as an epoch of the weights, needs a default and
-    a mark in the text.
+    As text: "TENANT" or "TENANT/SALT", after "\\0ADAPTER\\0" if there is an adapter. Callers,
+    reports, events, traces and stores have the text. `as_namespace` and `str` alone convert it:
+    every text is that of one namespace. A further field, such as an epoch of the weights, needs a
+    default and a mark in the text.
     """
 
     tenant: str = ""

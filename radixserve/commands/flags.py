@@ -313,8 +313,8 @@ def _int_or_text(text: str) -> int | str:
 
 
 def _field_help(record: type) -> dict[str, str]:
-    """The help of each field: its line "name   meaning" in the docstring of the record or of a base,
-    with continuation lines."""
+    """The help of each field: its line "name   meaning" in the docstring of the record or of one of
+    its bases, with continuation lines."""
     texts: dict[str, str] = {}
     name = ""
     docs = (inspect.cleandoc(base.__doc__ or "") for base in record.__mro__)

@@ -9,8 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
-from radixserve.engine.beam_group import StopCheck
 from radixserve.completion import Chunk, Completion, FinishReason, PromptTokens
+from radixserve.engine.beam_group import StopCheck
 from radixserve.output import Finish, Metrics, RequestOutput, Usage, single_tokens
 from radixserve.request import Request
 from radixserve.text.prediction import count_matched

@@ -28,8 +28,8 @@ from radixserve.api.request_builder import NUM_SEEDS, check_single
 from radixserve.api.tree_view import draw_below, escape, shorten
 from radixserve.arrays import IntArray
 from radixserve.checks import check_int, check_str, shown
-from radixserve.errors import InvalidRequest
 from radixserve.completion import Completion
+from radixserve.errors import InvalidRequest
 from radixserve.output import Usage, add_usages
 from radixserve.request import MAX_SAMPLES, SamplingParams
 from radixserve.text.prompts import Prompt

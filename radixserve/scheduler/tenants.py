@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
-
 _MAX_IDLE = 10_000  # tenants without a request whose virtual time is remembered
 
 

@@ -23,13 +23,17 @@ WRONG: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "path must be a path, got None": ("load_chat", (None,), {}),
     "namespace must be a string, got 5": ("save_cache", ("folder",), {"namespace": 5}),
     "prompts must be a list of prompts, got one": (
-        "save_cache", ("folder",), {"prompts": "a text"}
+        "save_cache",
+        ("folder",),
+        {"prompts": "a text"},
     ),
     "namespace must be a string, got 6": ("cache_tree", (10,), {"namespace": 6}),
     "keep_last must be >= 1, got 0": ("tokenize", ("a text",), {"keep_last": 0}),
     "keep_last must be an integer": ("tokenize", ("a text",), {"keep_last": "3"}),
     "truncation_side must be one of left, right": (
-        "tokenize", ("a text",), {"truncation_side": "middle"}
+        "tokenize",
+        ("a text",),
+        {"truncation_side": "middle"},
     ),
     "text must be a string, got list": ("check_length", ([1, 2],), {}),
     "num_before must be an integer": ("check_length", ("a",), {"num_before": None}),

@@ -162,9 +162,7 @@ def grown(case: Case, start: int, first_row: int) -> Case:
     have `start` tokens: each in a slot of its own, with one new page."""
     step = copy.copy(case)
     step.rows = tuple(
-        row._replace(
-            start=start, page_ids=row.page_ids[: start + 1], first_new_page=start, slot=at
-        )
+        row._replace(start=start, page_ids=row.page_ids[: start + 1], first_new_page=start, slot=at)
         for at, row in enumerate(case.rows[first_row:], first_row)
     )
     step.lengths = [(start, 1)] * len(step.rows)

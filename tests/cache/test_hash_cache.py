@@ -400,7 +400,11 @@ class Parts:
 
     @property
     def locked(self) -> list[Block]:
-        return [block for block in self.pool.namespaces[Namespace()].blocks.values() if block.lock_ref]
+        return [
+            block
+            for block in self.pool.open_namespace(Namespace()).blocks.values()
+            if block.lock_ref
+        ]
 
 
 DAMAGE: dict[str, Callable[[Parts], object]] = {
@@ -412,7 +416,9 @@ DAMAGE: dict[str, Callable[[Parts], object]] = {
     "not where it says": lambda parts: setattr(parts.locked[0], "is_listed", False),
     "another page than": lambda parts: parts.seq._pages.__setitem__(0, int(parts.seq.pages[1])),
     "not published all": lambda parts: setattr(parts.seq, "committed_len", 12),
-    "miscounts its sequences": lambda parts: setattr(parts.pool.namespaces[Namespace()], "num_sequences", 5),
+    "miscounts its sequences": lambda parts: setattr(
+        parts.pool.open_namespace(Namespace()), "num_sequences", 5
+    ),
     "does not protect its copy": lambda parts: parts.seq.cow_copies.append((0, 1, 2)),
 }
 

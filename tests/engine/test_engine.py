@@ -14,6 +14,7 @@ import pytest
 
 from radixserve.api.engine_factory import make_engine
 from radixserve.commands.terminal import format_profile
+from radixserve.completion import Completion
 from radixserve.config import EngineConfig
 from radixserve.engine.engine import Engine
 from radixserve.engine.engine_thread import EngineThread
@@ -22,7 +23,6 @@ from radixserve.engine.output_collector import Event, OutputCollector
 from radixserve.errors import EngineDead, InvalidRequest
 from radixserve.hints.hint import Hint
 from radixserve.hints.messages import ApplyHints
-from radixserve.completion import Completion
 from radixserve.output import RequestOutput
 from radixserve.request import BeamParams, Request, SamplingParams
 from radixserve.schedule import (
@@ -339,7 +339,7 @@ class TestThread:
         """Never more than 64, while somebody waits for tokens. Many that are alone arrive together,
         and few do not wait for the rest of many."""
         runner, events = ChainRunner(), []
-        engine = CountingEngine(runner, EngineConfig(max_running_requests=16))
+        engine = CountingEngine(runner)
         thread = EngineThread(engine)
         names = [f"r{at}" for at in range(300)]
         thread.submit([self.collector(name, events, max_tokens=1) for name in names])
@@ -361,7 +361,7 @@ class TestThread:
 
     def test_requests_that_have_not_arrived_can_be_aborted(self) -> None:
         runner, events = ChainRunner(), []
-        engine = CountingEngine(runner, EngineConfig(max_running_requests=16))
+        engine = CountingEngine(runner)
         thread = EngineThread(engine)
         with self.running(runner, thread, events):
             many = [self.collector(f"r{at}", events, max_tokens=9) for at in range(300)]
@@ -391,8 +391,9 @@ class TestThread:
 class CountingEngine(Engine):
     """Counts the requests that it gets between two steps."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, runner: Any) -> None:
+        made = make_engine(runner, EngineConfig(max_running_requests=16))
+        super().__init__(runner, made.cache, made.scheduler)
         self.added, self.num_added = [0], 0
 
     def add(self, *args: Any) -> None:

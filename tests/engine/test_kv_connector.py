@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from radixserve import InvalidRequest, Runtime, SamplingParams
-from radixserve.errors import RequestFailed
 from radixserve.completion import Completion
+from radixserve.errors import RequestFailed
 from radixserve.store import FolderStore
 from radixserve.store.connector import KVConnector
 from tests.engine.stores import connector_of, flush, set_limits, store_stats

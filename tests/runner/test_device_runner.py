@@ -15,8 +15,8 @@ import torch
 from radixserve import EngineDead, ModelNotSupported, RequestFailed, Runtime, SamplingParams
 from radixserve.attention.cuda import flashinfer_calls
 from radixserve.attention.cuda.flashinfer import FlashInferBackend
-from radixserve.config import EngineConfig
 from radixserve.completion import Completion
+from radixserve.config import EngineConfig
 from radixserve.runner import cuda_graph, cuda_runner
 from radixserve.runner.cuda_graph import DecodeGraph
 from radixserve.runner.cuda_runner import PendingStep

@@ -21,8 +21,8 @@ from radixserve import Runtime, SamplingParams
 from radixserve.attention.choice import unusable_reason
 from radixserve.attention.cuda import cascade
 from radixserve.attention.cuda.cascade import NodeFinder
-from radixserve.models.sizes import SIZES
 from radixserve.completion import Completion
+from radixserve.models.sizes import SIZES
 from radixserve.runner.cuda_graph import DecodeGraph
 from tests.runner.on_device import DeviceRuntime
 

@@ -35,7 +35,6 @@ from radixserve.schedule import (
     SchedulerOutput,
     WindowLayers,
 )
-from radixserve.scheduler import Scheduler
 from radixserve.scheduler.request_state import RequestState
 
 VOCAB = 50

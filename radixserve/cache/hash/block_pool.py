@@ -129,7 +129,9 @@ class BlockPool:
         self.evictable = EvictableBlocks()
         self.chains = ChainMemo(digest, self.width)
         self.watch_registry = WatchRegistry()
-        self.evicted: OrderedDict[bytes, Namespace] = OrderedDict()  # key -> namespace, oldest first
+        self.evicted: OrderedDict[bytes, Namespace] = (
+            OrderedDict()
+        )  # key -> namespace, oldest first
         self.num_pages = 0  # of findable blocks, and of those that only sequences still use
         self.num_evicted_tokens = 0
         self.num_collisions = 0  # equal keys of different prefixes met

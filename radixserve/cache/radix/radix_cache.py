@@ -433,9 +433,7 @@ class RadixCache(PrefixCache):
         retention = self._tree.retention
         return 0 if retention is None else retention.num_retained_pages
 
-    def demote(
-        self, tokens: TokenIds, namespace: str | Namespace = DEFAULT_NAMESPACE
-    ) -> int:
+    def demote(self, tokens: TokenIds, namespace: str | Namespace = DEFAULT_NAMESPACE) -> int:
         """See `PrefixCache.demote`. O(tokens + nodes below them)."""
         data, space = token_view(tokens), self._tree.namespaces.get(as_namespace(namespace))
         if space is None or not len(data):

@@ -16,8 +16,8 @@ from functools import partial
 import numpy as np
 
 from radixserve.arrays import IntArray
-from radixserve.errors import InvalidRequest, PromptTooLong
 from radixserve.completion import Completion
+from radixserve.errors import InvalidRequest, PromptTooLong
 from radixserve.request import TruncationSide
 from radixserve.server.answer.output_parser import ParsedAnswer
 from radixserve.server.answer.tool_choice import ChatTools, functions_of

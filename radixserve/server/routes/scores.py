@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from radixserve.checks import shown
-from radixserve.errors import InvalidRequest
 from radixserve.completion import Score
+from radixserve.errors import InvalidRequest
 from radixserve.output import add_usages
 from radixserve.server.gate.disconnect import CancelOnDisconnect
 from radixserve.server.gate.json_body import JsonRoute
