@@ -472,6 +472,7 @@ class EngineConfig(
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
         for group in reversed(EngineConfig.__bases__):
+            assert issubclass(group, SettingsGroup)
             group._check(self)
         self._check_combinations()
 
