@@ -18,9 +18,9 @@ import numpy as np
 from radixserve.api.client import EngineClient
 from radixserve.arrays import IntArray
 from radixserve.checks import check_text, shown
+from radixserve.completion import Completion
 from radixserve.decisions import Decision, Question
 from radixserve.errors import InvalidRequest, PromptTooLong
-from radixserve.completion import Completion
 from radixserve.output import add_usages
 from radixserve.request import Request, SamplingParams
 from radixserve.text.decision_prompts import DecisionPrompts

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from radixserve.api.engine_factory import make_engine
 from radixserve.cache import HashBlockCache, PrefixCache, RadixCache
 from radixserve.config import EngineConfig
 from radixserve.engine.engine_thread import answer_message
