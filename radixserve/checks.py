@@ -8,15 +8,13 @@ import difflib
 import math
 import numbers
 import operator
-import os
 import reprlib
 from array import array
 from collections.abc import Iterable
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from radixserve.errors import InvalidRequest
 
-T = TypeVar("T")
 # Most levels of nested brackets, objects and lists in grammars, schemas and arguments.
 MAX_NESTING = 128
 _REPR = reprlib.Repr()  # shows the beginning of a value, which `shown` cuts further
@@ -114,23 +112,6 @@ def check_str(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise InvalidRequest(f"{name} must be a string, got {shown(value)}")
     return value
-
-
-def check_type(name: str, value: object, kind: type[T]) -> T:
-    """Returns `value` if it is a `kind`. Raises InvalidRequest for other values."""
-    if not isinstance(value, kind):
-        article = "an" if kind.__name__[0] in "AEIOU" else "a"
-        raise InvalidRequest(f"{name} must be {article} {kind.__name__}, got {shown(value)}")
-    return value
-
-
-def check_path(name: str, value: object) -> str:
-    """Returns the path of a file or folder as text. Raises InvalidRequest for what is no path, and
-    for an empty one."""
-    path = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if not isinstance(path, str) or not path:
-        raise InvalidRequest(f"{name} must be a path, got {shown(value)}")
-    return path
 
 
 def check_text(name: str, value: object) -> str:

@@ -19,6 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack, get_args
 
+from radixserve.api.arguments import check_path, check_type
 from radixserve.api.branch import Branch
 from radixserve.api.chat import ChatSession
 from radixserve.api.client import EngineClient
@@ -30,15 +31,7 @@ from radixserve.api.runtime_hints import RuntimeHints
 from radixserve.api.scores import ScoreQuery, ascore, score
 from radixserve.api.settings import ChatSettings, chat_options
 from radixserve.arrays import IntArray
-from radixserve.checks import (
-    check_choice,
-    check_int,
-    check_path,
-    check_str,
-    check_text,
-    check_type,
-    shown,
-)
+from radixserve.checks import check_choice, check_int, check_str, check_text, shown
 from radixserve.completion import Score
 from radixserve.config import EngineConfig, EngineSettings
 from radixserve.decisions import Decision, Question

@@ -7,11 +7,12 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
+from radixserve.api.arguments import check_path, check_type
 from radixserve.api.client import RuntimeMethods
 from radixserve.api.settings import ChatSettings, chat_options
 from radixserve.api.tree_view import flat_tree
 from radixserve.cache import Lookup, SnapshotView
-from radixserve.checks import check_int, check_path, check_text, check_type
+from radixserve.checks import check_int, check_text
 from radixserve.engine import messages
 from radixserve.reports import EngineStats, EngineStatus, EvictionCandidate, FlatTreeDump, TreeDump
 from radixserve.store.messages import FindStored, ListStored, LoadPrefix, OpenStore, SavePrefix

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Unpack
 
+from radixserve.api.arguments import check_type
 from radixserve.api.client import RuntimeMethods
 from radixserve.api.settings import ChatSettings, chat_options
-from radixserve.checks import check_int, check_str, check_text, check_type, shown
+from radixserve.checks import check_int, check_str, check_text, shown
 from radixserve.errors import InvalidRequest
 from radixserve.hints.hint import Hint, HintAnswer, check_hint
 from radixserve.hints.messages import ApplyHints, GetHeld
