@@ -86,7 +86,7 @@ class NamespaceText(DraftSource):
             self._nodes.append(node)
         else:
             self._nodes[number] = node
-        places = self._places(tokens, node.namespace.name)
+        places = self._places(tokens, node.namespace.text)
         self._node_at[places] = number
         self._end_at[places] = np.arange(start + RUN_TOKENS, start + len(tokens) + 1)
 
@@ -120,7 +120,7 @@ class NamespaceText(DraftSource):
         node = self._nodes[number] if number >= 0 else None
         if node is None or node.parent is None or node.namespace.is_dead:
             return tokens[:0]
-        if node.namespace.name != namespace:
+        if node.namespace.text != namespace:
             return tokens[:0]
         end = int(self._end_at[place])
         first = end - RUN_TOKENS

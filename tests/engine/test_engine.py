@@ -264,7 +264,7 @@ class TestThread:
     def test_it_warms_up_once_while_it_is_idle(self) -> None:
         runner, events = ChainRunner(), []
         runner.num_cold = 3
-        thread = EngineThread(Engine(runner, EngineConfig()))
+        thread = EngineThread(make_engine(runner, EngineConfig()))
         thread.submit([self.collector("a", events, max_tokens=2)])
         assert self.ended.wait(PATIENCE_S)  # what is asked for at once comes first
         assert "warm" not in runner.log
