@@ -20,8 +20,11 @@ counts, and beside it the ratio of both, with the median of the rounds' ratios. 
 it takes for one token of one row is taken off. K and V lie in large memory pages, as those of a
 pool of 1 GiB or more do.
 
-With one thread a loop that only reads the same rows in the same order tells what memory gives at
-best ("reads"): of no prefetches and those 8 and 16 rows ahead, the fastest of each round counts.
+Two more columns say what bounds it, each measured alone. "reads", with one thread: a loop that only
+reads the same rows in the same order, without prefetches, and with them 4 to 16 rows ahead into the
+first or second cache level: the fastest of each round. "arithmetic": attention itself, with keys
+and values that are all in the first cache level, since a row has the same 8 tokens again and again.
+The last column is attention beside the slower of both: 1 where all of the other hides behind it.
 
 int8 is the dtype of K and V in a bfloat16 model. --clock cpu, on a machine with other work:
 seconds of the process's CPU time, divided by the threads.
@@ -53,9 +56,11 @@ from radixserve_kernels.stored_kv import stored_width, to_stored
 LEAST_BYTES = 192e6  # that are read before any of them is read again
 VOCAB, FEATURES = 49_152, 576
 RUN = 16
+NEAR = 8  # tokens whose K and V are in the first cache level
 COLUMNS = (
     *("dtype", "rows", "tokens", "order", "GB/s"),
     *("weights, GB/s", "ratio (median)", "reads, GB/s", "ratio (median)"),
+    *("arithmetic, GB/s", "of the slower (median)"),
 )
 ORDERS = ("sequence", "runs", "scattered", "interleaved")
 DTYPES = {  # of the model, of K and V
@@ -92,7 +97,8 @@ class Layers:
         memory = fresh_memory(math.prod(shape) * stored.itemsize)
         pool = torch.from_numpy(memory).view(stored).view(shape)
         pool[:] = layer
-        self._backend = CpuBackend(pool, num_heads, dtype=self._dtype)
+        # Rows that have tokens in common, as those of `arithmetic_rate`, are on their own.
+        self._backend = CpuBackend(pool, num_heads, dtype=self._dtype, shares=False)
         self._attention = PagedAttention(self._dtype)
         self._q = torch.randn(rows, num_heads, dim).to(self._dtype)
 
@@ -103,11 +109,16 @@ class Layers:
         self._plan(pages)
         return self._layer_bytes / (self._seconds(self._q) - own) / 1e9
 
-    def read_rate(self, reader: RowReader, pages: IntArray, ahead: int) -> float:
+    def arithmetic_rate(self, pages: IntArray) -> float:
+        """GB of K and V a second where they are in the first cache level."""
+        near = np.arange(pages.shape[1], dtype=np.int32) % NEAR
+        return self.rate(np.tile(near, (pages.shape[0], 1)))
+
+    def read_rate(self, reader: RowReader, pages: IntArray, ahead: int, is_far: bool) -> float:
         """GB a second where K and V are read and nothing is computed, by one thread."""
         began = CLOCK()
         for k, v in self._backend.slots:
-            reader.read(k, v, pages, ahead)
+            reader.read(k, v, pages, ahead, is_far)
         return len(self._backend.slots) * self._layer_bytes / (CLOCK() - began) / 1e9
 
     def _plan(self, pages: IntArray) -> None:
@@ -151,26 +162,35 @@ def measure(
     attention: dict[str, list[float]] = {order: [] for order in args.orders}
     of_weights: dict[str, list[float]] = {order: [] for order in args.orders}
     of_reads: dict[str, list[float]] = {order: [] for order in args.orders}
+    of_arithmetic: dict[str, list[float]] = {order: [] for order in args.orders}
     pages = {order: slots(order, num_rows, num_tokens) for order in args.orders}
     for _, order in product(range(args.rounds), args.orders):
         attention[order].append(layers.rate(pages[order]))
         of_weights[order].append(weights.rate())
+        of_arithmetic[order].append(layers.arithmetic_rate(pages[order]))
         if reader is not None:
-            rates = [layers.read_rate(reader, pages[order], ahead) for ahead in AHEAD]
+            rates = [layers.read_rate(reader, pages[order], *how) for how in AHEAD]
             of_reads[order].append(max(rates))
     rows: list[list[Cell]] = []
     for order, rates in attention.items():
         own: list[Cell] = [name, *case, order, max(rates)]
         for others in (of_weights[order], of_reads[order]):
             own += beside(rates, others) if others else [None, None]
-        rows.append(own)
+        arithmetic, reads = of_arithmetic[order], of_reads[order] or of_arithmetic[order]
+        slower = [min(both) for both in zip(arithmetic, reads, strict=True)]
+        bound = min(max(arithmetic), max(reads))
+        rows.append([*own, max(arithmetic), ratio(rates, slower, max(rates) / bound)])
     return rows
 
 
 def beside(rates: list[float], others: list[float]) -> list[Cell]:
     """The best of the others, and the ratio of the best, with the median of the rounds' ratios."""
+    return [max(others), ratio(rates, others, max(rates) / max(others))]
+
+
+def ratio(rates: list[float], others: list[float], of_best: float) -> str:
     middle = median(rate / other for rate, other in zip(rates, others, strict=True))
-    return [max(others), f"{max(rates) / max(others):.2f} ({middle:.2f})"]
+    return f"{of_best:.2f} ({middle:.2f})"
 
 
 def numbers_of(text: str) -> tuple[int, ...]:

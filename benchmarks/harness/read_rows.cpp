@@ -3,9 +3,9 @@
 
 typedef uint64_t words __attribute__((vector_size(64), aligned(1), may_alias));
 
-// k, v: [slots][row_bytes]; slots: [count + ahead]. Rows are prefetched `ahead` rows before they are read, 0: not at all.
-extern "C" uint64_t read_rows(const char *k, const char *v, const int32_t *slots, int64_t count, int64_t row_bytes,
-                              int64_t ahead) {
+template <int LEVEL>
+static uint64_t read(const char *k, const char *v, const int32_t *slots, int64_t count, int64_t row_bytes,
+                     int64_t ahead) {
     words of_k = {}, of_v = {};
     const int64_t whole = row_bytes / 64 * 64, last = row_bytes - 64;  // a row's last words may be read twice
     for (int64_t i = 0; i < count; i++) {
@@ -13,14 +13,24 @@ extern "C" uint64_t read_rows(const char *k, const char *v, const int32_t *slots
         if (ahead) {
             const char *later_key = k + slots[i + ahead] * row_bytes, *later_value = v + slots[i + ahead] * row_bytes;
             for (int64_t b = 0; b < row_bytes; b += 64) {
-                __builtin_prefetch(later_key + b, 0, 3);
-                __builtin_prefetch(later_value + b, 0, 3);
+                __builtin_prefetch(later_key + b, 0, LEVEL);
+                __builtin_prefetch(later_value + b, 0, LEVEL);
             }
-            if (whole < row_bytes) __builtin_prefetch(later_key + row_bytes - 1), __builtin_prefetch(later_value + row_bytes - 1);
+            if (whole < row_bytes) {
+                __builtin_prefetch(later_key + row_bytes - 1, 0, LEVEL);
+                __builtin_prefetch(later_value + row_bytes - 1, 0, LEVEL);
+            }
         }
         for (int64_t b = 0; b < whole; b += 64) of_k ^= *(const words *)(key + b), of_v ^= *(const words *)(value + b);
         if (whole < row_bytes) of_k ^= *(const words *)(key + last), of_v ^= *(const words *)(value + last);
     }
     const words all = of_k ^ of_v;
     return all[0] ^ all[1] ^ all[2] ^ all[3] ^ all[4] ^ all[5] ^ all[6] ^ all[7];
+}
+
+// k, v: [slots][row_bytes]; slots: [count + ahead]. Rows are prefetched `ahead` rows before they are read, 0: not at all;
+// into the first cache level, or with is_far into the second.
+extern "C" uint64_t read_rows(const char *k, const char *v, const int32_t *slots, int64_t count, int64_t row_bytes,
+                              int64_t ahead, int64_t is_far) {
+    return (is_far ? read<2> : read<3>)(k, v, slots, count, row_bytes, ahead);
 }

@@ -12,7 +12,9 @@ from torch import Tensor
 from radixserve.arrays import IntArray
 from radixserve_kernels.cpu_compiler import compile_once, find_compiler
 
-AHEAD = (0, 8, 16)  # rows to prefetch before they are read; 0: the processor does that alone
+# Rows to prefetch before they are read, 0: the processor does that alone; whether into the second
+# cache level.
+AHEAD = ((0, False), (8, False), (16, False), (4, True), (8, True), (16, True))
 _FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-w")
 
 
@@ -26,11 +28,12 @@ class RowReader:
         path = compile_once(compiler, [source], Path(self._folder.name), source.stem, source.stem)
         self._read = ctypes.CDLL(str(path)).read_rows
         pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._read.argtypes = (pointer, pointer, pointer, number, number, number)
+        self._read.argtypes = (pointer, pointer, pointer, *[number] * 4)
         self._read.restype = ctypes.c_uint64
 
-    def read(self, k: Tensor, v: Tensor, slots: IntArray, ahead: int) -> None:
+    def read(self, k: Tensor, v: Tensor, slots: IntArray, ahead: int, is_far: bool) -> None:
         """k, v [num_slots, heads, width]; slots [rows, tokens], read row after row."""
         order = np.concatenate((slots.ravel(), np.zeros(ahead, np.int32)))
         row_bytes = k[0].numel() * k.element_size()
-        self._read(k.data_ptr(), v.data_ptr(), order.ctypes.data, slots.size, row_bytes, ahead)
+        pointers = (k.data_ptr(), v.data_ptr(), order.ctypes.data)
+        self._read(*pointers, slots.size, row_bytes, ahead, is_far)

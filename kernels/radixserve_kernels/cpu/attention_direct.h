@@ -10,11 +10,11 @@
 #include "pack_kv.h"
 
 constexpr int FOUR = 4;  // rows of one step
+constexpr int QK_ROWS = LANES == 16 ? 8 : FOUR;  // the same of scores: bounded by registers
 constexpr int64_t DIRECT_KEYS = 64;  // of a block, at most
-// Bytes of a block's keys, about: two blocks with their values, or with AVX2 one and the next keys, fit into L1.
-constexpr int64_t DIRECT_BYTES = (LANES == 16 ? 6 : 12) << 10;
+constexpr int64_t DIRECT_BYTES = 12 << 10;  // of a block's keys, about. Measured.
 
-// Keys of a block, of which a row has `size` bytes: what is prefetched a block ahead is still in L1. Measured.
+// Keys of a block, of which a row has `size` bytes.
 inline int64_t direct_keys(int64_t size) {
     const int64_t keys = DIRECT_BYTES / size / 16 * 16;
     return keys < 16 ? 16 : min(keys, DIRECT_KEYS);
@@ -44,93 +44,71 @@ template <class T> struct HeadRows {
     int64_t count, at, dim;
 };
 
-// Prefetches rows line by line in the order in which they lie, so that the processor's own prefetcher follows.
-class LinePrefetcher {
+// Prefetches rows of the two blocks after one that is read, in step with it: with a line of a row the same line of the
+// row in its place. Into the second cache level: a processor that reads these lines from there need not wait, but with
+// as many lines under way as the first level can wait for (on EPYC) every other load waits for them. Each line is asked
+// for twice, since a processor drops a prefetch into the second level where it waits for as many lines as it can.
+class LaterRows {
   public:
-#if defined(RADIXSERVE_LANE_SCORES)
-    // `count` rows of `size` bytes, at from + offsets[...].
-    LinePrefetcher(const char *from, const int64_t *offsets, int64_t count, int64_t size)
-        : from(from), offsets(offsets), end(offsets + count), size(size), line(from + size), row_end(line) {}
-    // NEAR: into the first cache level, for readers whose blocks fit there; else into the second. After the last row it
-    // comes again: that takes fewer instructions than an end.
-    template <bool NEAR> void fetch(int lines) {
-#pragma GCC unroll 8
-        for (int i = 0; i < lines; i++, line += 64) {
-            if (line >= row_end) {
-                if (offsets < end) row_end = from + *offsets++ + size;
-                line = row_end - size;
-            }
-            __builtin_prefetch(line, 0, NEAR ? 3 : 2);
-        }
+    // Offsets of as many rows as the block has at most; number_bytes: of a number as it is stored.
+    LaterRows(const char *from, int64_t number_bytes, const int64_t *next, const int64_t *after)
+        : from(from), number_bytes(number_bytes), next(next), after(after) {}
+    // The line of the row's number `at`.
+    void fetch(int64_t row, int64_t at) const {
+        __builtin_prefetch(from + after[row] + at * number_bytes, 0, 2);
+        __builtin_prefetch(from + next[row] + at * number_bytes, 0, 2);
     }
-#else
-    LinePrefetcher(const char *from, const int64_t *offsets, int64_t count, int64_t size)
-        : from(from), offsets(offsets), end(offsets + count), size(size) {}
-    template <bool NEAR> void fetch(int lines) {
-        for (; lines && offsets < end; lines--) {
-            __builtin_prefetch(from + *offsets + at, 0, NEAR ? 3 : 2);
-            at += 64;
-            if (at >= size) at = 0, offsets++;
-        }
-    }
-#endif
+    LaterRows from_row(int64_t row) const { return {from, number_bytes, next + row, after + row}; }
 
   private:
     const char *from;
-    const int64_t *offsets, *end;
-#if defined(RADIXSERVE_LANE_SCORES)
-    int64_t size;
-    const char *line, *row_end;  // the next line to prefetch, in a row that ends there
-#else
-    int64_t size, at = 0;
-#endif
+    int64_t number_bytes;
+    const int64_t *next, *after;
 };
 
-// Prefetches keys or values of whole blocks: those that are read next and, with AVX-512, those after them, which the next
-// prefetcher asks for once more. A processor that waits for as many lines as it can may drop a prefetch, as EPYC does: of
-// lines that were asked for once, many are not there when they are read.
-class RowPrefetcher {
+// Offsets of the keys of the block that is read and of those after it, of up to `most` keys each.
+template <class T> class LaterBlocks {
   public:
-    RowPrefetcher(const LinePrefetcher &next, const LinePrefetcher &after) : next(next), after(after) {}
-    RowPrefetcher(const char *from, const int64_t *offsets, int64_t count, int64_t size)
-        : RowPrefetcher({from, offsets, count, size}, {from, offsets, 0, size}) {}
-    // NEAR: into the first cache level, for readers whose blocks fit there; else into the second.
-    // ALTERNATES: a line of each rather than all lines of both. Which is faster is measured.
-    template <bool NEAR = false, bool ALTERNATES = false> void fetch(int lines) {
-        if (LANES < 16) return next.fetch<NEAR>(lines);
-        const int step = ALTERNATES ? 1 : lines;
-        for (; lines > 0; lines -= step) next.fetch<NEAR>(step), after.fetch<NEAR>(step);
+    LaterBlocks(const PagedKv<T> &kv, const TaskState<T> &state, int64_t most, const Task *next)
+        : kv(kv), state(state), next(next), most(most), last(state.begin) {
+        if (last < state.end)
+            for (int i = 0; i < NUM_BLOCKS; i++) append(i);
+    }
+    // The i-th block after the one that is read.
+    const int64_t *offsets(int i) const { return blocks[(first + i) % NUM_BLOCKS].offsets; }
+    int64_t count(int i) const { return blocks[(first + i) % NUM_BLOCKS].count; }
+    LaterRows rows(const char *from) const { return {from, kv.number_bytes(), offsets(1), offsets(2)}; }
+    // The next block is read from now on. Returns the number of keys of the one that was.
+    int64_t step() {
+        const int64_t read = count(0);
+        append(first);
+        first = (first + 1) % NUM_BLOCKS;
+        return read;
     }
 
   private:
-    LinePrefetcher next, after;
+    static constexpr int NUM_BLOCKS = 3;
+    struct Block {
+        int64_t offsets[DIRECT_KEYS], count = 0;
+    };
+    const PagedKv<T> &kv;
+    const TaskState<T> &state;
+    const Task *next;
+    const int64_t most;
+    int64_t last;   // the key after the last block
+    int first = 0;  // the block that is read
+    Block blocks[NUM_BLOCKS];
+
+    void append(int i) {
+        Block &block = blocks[i];
+        block.count = fitting_keys(block.offsets, kv.next_offsets(state, last, most, next, block.offsets));
+        last += block.count;
+        for (int64_t j = block.count; j < most; j++) block.offsets[j] = block.count ? block.offsets[block.count - 1] : 0;
+    }
 };
 
-// Prefetches the first byte of each row that begins in another page of memory than the row before it, and the last byte
-// where that is in a page of its own. The processor then looks up the addresses of several pages at the same time; where
-// it meets them one by one while it computes, it waits for each. Inlined: GCC drops calls that do nothing but prefetch.
-__attribute__((always_inline)) inline void touch_pages(const char *from, const int64_t *offsets, int64_t count,
-                                                       int64_t size) {
-    constexpr int PAGE_BITS = 12;
-    uintptr_t last = 0;
-    for (int64_t j = 0; j < count; j++) {
-        const char *row = from + offsets[j], *end = row + size - 1;
-        if ((uintptr_t)row >> PAGE_BITS != last) __builtin_prefetch(row);
-        last = (uintptr_t)end >> PAGE_BITS;
-        if ((uintptr_t)row >> PAGE_BITS != last) __builtin_prefetch(end);
-    }
-}
-
-// touch_pages of the keys and values of the next block, rows of `size` bytes. Not where they follow those of this block
-// in bfloat16, which is slower then; float32 is faster. Measured.
-template <class T>
-__attribute__((always_inline)) inline void touch_block(const PagedKv<T> &kv, const int64_t *offsets, int64_t count,
-                                                       const int64_t *later, int64_t num_later, int64_t size) {
-    if (!HAS_LANE_SCORES || !num_later) return;
-    if (sizeof(T) == 2 && later[num_later - 1] - offsets[count - 1] == num_later * kv.slot_bytes) return;
-    touch_pages(kv.k, later, num_later, size);
-    touch_pages(kv.v, later, num_later, size);
-}
+// For readers of what is in the cache.
+inline LaterRows no_prefetcher(const char *from, const int64_t *offsets) { return {from, 0, offsets, offsets}; }
 
 // sum + a query's numbers times those in a word of 32 bits of each key.
 template <class T> inline vec add_word(vec sum, const Operand<T> *query, uvec word) {
@@ -141,36 +119,34 @@ template <class T> inline vec add_word(vec sum, const Operand<T> *query, uvec wo
         return sum + broadcast(query[1]) * high_halves(word);
     } else {
 #if defined(RADIXSERVE_BF16)
-        int32_t both;
-        memcpy(&both, query, 4);
-        return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(both), (__m512bh)word);
+        // As an operand in memory: GCC would broadcast by an instruction of its own.
+        asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(word), "m"(*(const int32_t *)query));
+        return sum;
 #endif
     }
 }
 
-// Scores of N vectors of keys from `first` on for H rows, to scores[row * stride + key].
-template <int H, int N, class T>
-inline void qk_panel(const Operand<T> *queries, int64_t depth, const HeadRows<T> &keys, int64_t first, float *scores,
-                     int64_t stride, RowPrefetcher &shared_prefetcher) {
-    constexpr int64_t NUMBERS = 4 / sizeof(T), STEP = 4 * NUMBERS;
-    RowPrefetcher prefetcher = shared_prefetcher;  // a copy stays in registers
-    vec sums[H][N] = {};
-    for (int64_t d = 0; d < keys.dim; d += STEP) {
-        prefetcher.fetch<true, sizeof(T) == 4>(N * LANES / 4);  // as much as is read
-#pragma GCC unroll 2
-        for (int n = 0; n < N; n++) {
-            uvec words[4];
-            transpose_words((const uint32_t *const *)keys.rows + first + n * LANES, (keys.at + d) / NUMBERS, words);
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; i++)
-#pragma GCC unroll 4
-                for (int h = 0; h < H; h++)
-                    sums[h][n] = add_word<T>(sums[h][n], queries + h * depth + d + i * NUMBERS, words[i]);
+// Scores of LANES keys for H rows, to scores[row * stride + key]. The keys begin at keys[...] + at.
+template <int H, class T>
+inline void qk_panel(const Operand<T> *queries, int64_t depth, const T *const *keys, int64_t at, int64_t dim,
+                     float *scores, int64_t stride, const LaterRows &later) {
+    constexpr int WORDS = LANES == 16 ? 16 : 4;  // of a key at a time
+    constexpr int64_t NUMBERS = 4 / sizeof(T), STEP = WORDS * NUMBERS;
+    vec sums[H] = {};
+    for (int64_t d = 0; d < dim; d += STEP) {
+        const bool begins_line = WORDS == 16 || (at + d) * sizeof(T) % 64 == 0;
+        uvec words[WORDS];
+        transpose_words(keys, at + d, (dim - d) / NUMBERS, words);
+#pragma GCC unroll 16
+        for (int i = 0; i < WORDS; i++) {
+            if (STEP * sizeof(Operand<T>) > 64 && d + i * NUMBERS >= dim) break;  // half a line is left, see is_direct
+            for (int j = i; j < LANES && begins_line; j += WORDS) later.fetch(j, at + d);
+#pragma GCC unroll 8
+            for (int h = 0; h < H; h++)
+                sums[h] = add_word<T>(sums[h], queries + h * depth + d + i * NUMBERS, words[i]);
         }
     }
-    shared_prefetcher = prefetcher;
-    for (int h = 0; h < H; h++)
-        for (int n = 0; n < N; n++) store(scores + h * stride + first + n * LANES, sums[h][n]);
+    for (int h = 0; h < H; h++) store(scores + h * stride, sums[h]);
 }
 
 // Vectors of features that `rows` rows sum at a time: bounded by registers.
@@ -183,8 +159,7 @@ constexpr int vectors_at_once(int rows) {
 // Adds the weighted values to out[row][d ...], key after key, for H rows and V vectors from d on.
 template <int H, int V, class T>
 inline void pv_vectors(const float *weights, int64_t stride, const HeadRows<T> &values, int64_t d, float *out,
-                       int64_t width, RowPrefetcher &shared_prefetcher) {
-    RowPrefetcher prefetcher = shared_prefetcher;
+                       int64_t width, const LaterRows &later) {
     const int64_t at = values.at + d;
     vec sums[H][V];
     for (int h = 0; h < H; h++)
@@ -193,7 +168,8 @@ inline void pv_vectors(const float *weights, int64_t stride, const HeadRows<T> &
         vec some[V];
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) some[v] = load(values.rows[k] + at + v * LANES);
-        prefetcher.fetch<true, sizeof(T) == 4>((V * LANES * sizeof(T) + 63) / 64);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v += 64 / (LANES * sizeof(T))) later.fetch(k, at + v * LANES);
 #pragma GCC unroll 4
         for (int h = 0; h < H; h++) {
             const vec weight = broadcast(weights[h * stride + k]);
@@ -201,28 +177,26 @@ inline void pv_vectors(const float *weights, int64_t stride, const HeadRows<T> &
             for (int v = 0; v < V; v++) sums[h][v] = sums[h][v] + weight * some[v];
         }
     }
-    shared_prefetcher = prefetcher;
     for (int h = 0; h < H; h++)
         for (int v = 0; v < V; v++) store(out + h * width + d + v * LANES, sums[h][v]);
 }
 
 template <int H, class T>
 inline void pv_rows(const float *weights, int64_t stride, const HeadRows<T> &values, float *out,
-                    int64_t width, RowPrefetcher &prefetcher) {
+                    int64_t width, const LaterRows &later) {
     constexpr int V = vectors_at_once(H);
     int64_t d = 0;
     for (; d + V * LANES <= values.dim; d += V * LANES)
-        pv_vectors<H, V>(weights, stride, values, d, out, width, prefetcher);
-    for (; d < values.dim; d += LANES) pv_vectors<H, 1>(weights, stride, values, d, out, width, prefetcher);
+        pv_vectors<H, V>(weights, stride, values, d, out, width, later);
+    for (; d < values.dim; d += LANES) pv_vectors<H, 1>(weights, stride, values, d, out, width, later);
 }
 
 #else
 // Adds the weighted values to out[row][d ...], key after key, for H rows and V vectors from d on.
 template <int H, int V, class T>
 inline void pv_vectors(const float *weights, int64_t stride, const HeadRows<T> &values, int64_t d, float *out,
-                       int64_t width, RowPrefetcher &shared_prefetcher) {
+                       int64_t width, const LaterRows &later) {
     constexpr int PARTS = 4 / sizeof(T);  // vectors of features from one vector of words
-    RowPrefetcher prefetcher = shared_prefetcher;
     const int64_t at = values.at + d;
     vec sums[H][V];
 #pragma GCC unroll 4
@@ -233,7 +207,8 @@ inline void pv_vectors(const float *weights, int64_t stride, const HeadRows<T> &
         vec weight[H];
 #pragma GCC unroll 4
         for (int h = 0; h < H; h++) weight[h] = broadcast(weights[h * stride + k]);
-        prefetcher.fetch<true>((V * LANES * sizeof(T) + 63) / 64);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v += 64 / (LANES * sizeof(T))) later.fetch(k, at + v * LANES);
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) {
             const vec numbers = load_part(values.rows[k] + at + v / PARTS * PARTS * LANES, v % PARTS);
@@ -241,7 +216,6 @@ inline void pv_vectors(const float *weights, int64_t stride, const HeadRows<T> &
             for (int h = 0; h < H; h++) sums[h][v] = add_product(sums[h][v], weight[h], numbers);
         }
     }
-    shared_prefetcher = prefetcher;
 #pragma GCC unroll 4
     for (int h = 0; h < H; h++)
 #pragma GCC unroll 8
@@ -250,12 +224,12 @@ inline void pv_vectors(const float *weights, int64_t stride, const HeadRows<T> &
 
 template <int H, class T>
 inline void pv_rows(const float *weights, int64_t stride, const HeadRows<T> &values, float *out, int64_t width,
-                    RowPrefetcher &prefetcher) {
+                    const LaterRows &later) {
     constexpr int V = vectors_at_once(H), LEAST = 4 / sizeof(T);
     int64_t d = 0;
     for (; d + V * LANES <= values.dim; d += V * LANES)
-        pv_vectors<H, V>(weights, stride, values, d, out, width, prefetcher);
-    for (; d < values.dim; d += LEAST * LANES) pv_vectors<H, LEAST>(weights, stride, values, d, out, width, prefetcher);
+        pv_vectors<H, V>(weights, stride, values, d, out, width, later);
+    for (; d < values.dim; d += LEAST * LANES) pv_vectors<H, LEAST>(weights, stride, values, d, out, width, later);
 }
 #endif
 
@@ -264,8 +238,7 @@ inline void pv_rows(const float *weights, int64_t stride, const HeadRows<T> &val
 // every quarter of a line the lower four features come first, then the upper four.
 template <int H, int V>
 inline void pv_vectors(const bf16 *weights, int64_t stride, const HeadRows<bf16> &values, int64_t d, float *out,
-                       int64_t width, RowPrefetcher &shared_prefetcher) {
-    RowPrefetcher prefetcher = shared_prefetcher;
+                       int64_t width, const LaterRows &later) {
     const int64_t at = values.at + d;
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
@@ -285,7 +258,7 @@ inline void pv_vectors(const bf16 *weights, int64_t stride, const HeadRows<bf16>
         for (int v = 0; v < V; v++) {
             const __m512i even = _mm512_loadu_si512(values.rows[k] + at + v * 32);
             const __m512i odd = _mm512_loadu_si512(values.rows[k + 1] + at + v * 32);
-            prefetcher.fetch<true>(2);
+            later.fetch(k, at + v * 32), later.fetch(k + 1, at + v * 32);
             some[2 * v] = _mm512_unpacklo_epi16(even, odd);
             some[2 * v + 1] = _mm512_unpackhi_epi16(even, odd);
         }
@@ -299,7 +272,6 @@ inline void pv_vectors(const bf16 *weights, int64_t stride, const HeadRows<bf16>
                 sums[h][v] = _mm512_dpbf16_ps(sums[h][v], weight, (__m512bh)some[v]);
         }
     }
-    shared_prefetcher = prefetcher;
     for (int h = 0; h < H; h++)
         for (int v = 0; v < V; v++) {
             float *to = out + h * width + d + v * 32;
@@ -311,17 +283,17 @@ inline void pv_vectors(const bf16 *weights, int64_t stride, const HeadRows<bf16>
 
 template <int H>
 inline void pv_rows(const bf16 *weights, int64_t stride, const HeadRows<bf16> &values, float *out, int64_t width,
-                    RowPrefetcher &prefetcher) {
+                    const LaterRows &later) {
     int64_t d = 0;
-    for (; d + 64 <= values.dim; d += 64) pv_vectors<H, 2>(weights, stride, values, d, out, width, prefetcher);
-    for (; d < values.dim; d += 32) pv_vectors<H, 1>(weights, stride, values, d, out, width, prefetcher);
+    for (; d + 64 <= values.dim; d += 64) pv_vectors<H, 2>(weights, stride, values, d, out, width, later);
+    for (; d < values.dim; d += 32) pv_vectors<H, 1>(weights, stride, values, d, out, width, later);
 }
 #endif
 
-// Splits rows into fours: call(first row, their number as a constant).
-template <class Call> inline void for_row_quads(int64_t rows, Call &&call) {
-    for (int64_t row = 0; row < rows; row += FOUR)
-        with_row_count<FOUR>(int(min<int64_t>(rows - row, FOUR)), [&](auto count) { call(row, count); });
+// Splits rows into fours, or as many: call(first row, their number as a constant).
+template <int AT_ONCE = FOUR, class Call> inline void for_row_quads(int64_t rows, Call &&call) {
+    for (int64_t row = 0; row < rows; row += AT_ONCE)
+        with_row_count<AT_ONCE>(int(min<int64_t>(rows - row, AT_ONCE)), [&](auto count) { call(row, count); });
 }
 
 // Keys or values of a block: zeros after the last one, up to a whole panel.
@@ -343,21 +315,16 @@ inline void point_at_widened(const PagedKv<T> &kv, int64_t num_heads, const T *(
 // Scores of a block for all heads and rows of a task, [heads][rows][KEYS].
 template <class T>
 void qk_block(const TaskState<T> &state, const T *const *keys, int64_t count, int64_t dim, float *scores,
-              RowPrefetcher &prefetcher) {
-    for (int64_t j = 0; j < count; j += PANEL)
+              const LaterRows &later) {
+    for (int64_t j = 0; j < count; j += LANES)
         for (int64_t head = 0; head < state.task.num_heads; head++)
-            for_row_quads(state.rows, [&](int64_t row, auto some) {
+            for_row_quads<QK_ROWS>(state.rows, [&](int64_t row, auto some) {
                 const Operand<T> *queries = state.head(head).queries + row * state.depth;
-                float *to = scores + (head * state.rows + row) * KEYS;
+                float *to = scores + (head * state.rows + row) * KEYS + j;
 #if defined(RADIXSERVE_LANE_SCORES)
-                for (int64_t k = 0; k < min<int64_t>(count - j, PANEL); k += LANES)
-                    lane_scores<some>(queries, state.depth, keys + j + k, head * dim, dim, to + j + k, KEYS, prefetcher);
+                lane_scores<some>(queries, state.depth, keys + j, head * dim, dim, to, KEYS, later.from_row(j));
 #else
-                const HeadRows<T> of_head{keys, count, head * dim, dim};
-                if (count - j > LANES)
-                    qk_panel<some, 2, T>(queries, state.depth, of_head, j, to, KEYS, prefetcher);
-                else
-                    qk_panel<some, 1, T>(queries, state.depth, of_head, j, to, KEYS, prefetcher);
+                qk_panel<some>(queries, state.depth, keys + j, head * dim, dim, to, KEYS, later.from_row(j));
 #endif
             });
 }
@@ -365,15 +332,14 @@ void qk_block(const TaskState<T> &state, const T *const *keys, int64_t count, in
 // Adds the weighted values of a block to the outputs of one head's rows.
 template <class T>
 void pv_block(const TaskState<T> &state, int64_t head, const Operand<T> *weights, const T *const *values,
-              int64_t count, int64_t dim, RowPrefetcher &prefetcher) {
+              int64_t count, int64_t dim, const LaterRows &later) {
     for_row_quads(state.rows, [&](int64_t row, auto some) {
         pv_rows<some>(weights + row * KEYS, KEYS, HeadRows<T>{values, count, head * dim, dim},
-                      state.head(head).part.acc + row * state.width, state.width, prefetcher);
+                      state.head(head).part.acc + row * state.width, state.width, later);
     });
 }
 
-// While a block's keys are scored, its values and the next keys are prefetched; while its values are weighted, the next
-// keys and their values.
+// While a block's keys are scored, later keys are prefetched; while its values are weighted, later values.
 template <class T>
 void attend_direct(const PagedKv<T> &kv, const TaskState<T> &state, const Task *next, ThreadScratch &scratch) {
     const Task &task = state.task;
@@ -393,11 +359,9 @@ void attend_direct(const PagedKv<T> &kv, const TaskState<T> &state, const Task *
         widened_keys = scratch.key_rows.get<T>(most * size);
         widened_values = scratch.value_rows.get<T>(most * size);
     }
-    int64_t offsets_of[2][KEYS], *offsets = offsets_of[0], *later = offsets_of[1];  // of a block and of the next one
-    int64_t from = state.begin, num_later = 0;
-    int64_t count = from < state.end ? kv.key_offsets(task, from, state.block_end(from, most), offsets) : 0;
-    count = fitting_keys(offsets, count);
-    for (; from < state.end; from += count, count = num_later, std::swap(offsets, later)) {
+    LaterBlocks blocks(kv, state, most, next);
+    for (int64_t from = state.begin; from < state.end; from += blocks.step()) {
+        const int64_t *offsets = blocks.offsets(0), count = blocks.count(0);
         state.begin_block(from);
         if (widened_keys) {
             point_at_widened(kv, task.num_heads, keys, kv.k, offsets, count, zeros, widened_keys, scales.keys);
@@ -405,12 +369,8 @@ void attend_direct(const PagedKv<T> &kv, const TaskState<T> &state, const Task *
             point_at(keys, kv.k, offsets, count, zeros);
             point_at(values, kv.v, offsets, count, zeros);
         }
-        num_later = fitting_keys(later, kv.next_offsets(state, from + count, most, next, later));
-        touch_block(kv, offsets, count, later, num_later, num_bytes);
-        const LinePrefetcher next_keys(kv.k, later, num_later, num_bytes);
-        RowPrefetcher prefetcher({kv.v, offsets, count, num_bytes}, next_keys);
-        qk_block(state, keys, count, dim, scores, prefetcher);
-        prefetcher = {next_keys, {kv.v, later, num_later, num_bytes}};
+        const LaterRows later_keys = blocks.rows(kv.k), later_values = blocks.rows(kv.v);
+        qk_block(state, keys, count, dim, scores, later_keys);
         if (widened_values)
             point_at_widened(kv, task.num_heads, values, kv.v, offsets, count, zeros, widened_values, scales.values);
         for (int64_t head = 0; head < task.num_heads; head++) {
@@ -421,13 +381,12 @@ void attend_direct(const PagedKv<T> &kv, const TaskState<T> &state, const Task *
                 kv.softmax_row(state, row, from, count, padded_depth<Operand<T>>(count),
                                scores + (head * rows + row) * KEYS, row_weights, scales.of_head(head), part,
                                [&](int64_t first, int64_t end) {
-                                   RowPrefetcher no_prefetcher(kv.v, offsets, 0, num_bytes);
                                    pv_rows<1>(row_weights + first, KEYS,
                                               HeadRows<T>{values + first, end - first, head * dim, dim}, part.acc,
-                                              state.width, no_prefetcher);
+                                              state.width, no_prefetcher(kv.v, offsets + first));
                                });
             }
-            pv_block(state, head, weights, values, count, dim, prefetcher);
+            pv_block(state, head, weights, values, count, dim, later_values);
         }
     }
 }

@@ -156,15 +156,17 @@ inline void add_quarters(const int8_t *part, const __m512i (&words)[4][4], __m51
     }
 }
 
-// Scores of 16 keys, whose numbers begin at keys[...] + at and have `scales`, for `rows` rows from `first` on. With each
-// row `lines` are prefetched.
+// Scores of 16 keys, whose numbers begin at keys[...] + at and have `scales`, for `rows` rows from `first` on.
+// Meanwhile later keys are prefetched, see LaterRows.
+template <class Later>
 inline void integer_scores(const IntegerQueries &queries, int64_t first, int64_t rows, const char *const *keys,
-                           int64_t at, const float *scales, float *scores, int64_t stride, RowPrefetcher &prefetcher,
-                           int lines) {
+                           int64_t at, const float *scales, float *scores, int64_t stride, const Later &later) {
     __m512i sums_of_rows[16][4];
     for (int64_t chunk = 0; chunk < queries.chunks; chunk++) {
         const int64_t d = chunk * QUERY_CHUNK;
         __m512i words[4][4];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) later.fetch(i, at + d), later.fetch(i, at + d + 64);  // rows are not aligned
         load_quarters(keys, at + d, queries.dim - d, words);
         for (int64_t row = 0; row < rows; row++) {
             const int8_t *query = queries.chunk(first + row, chunk);
@@ -181,7 +183,6 @@ inline void integer_scores(const IntegerQueries &queries, int64_t first, int64_t
                 for (int g = 0; g < 4; g++) sums_of_rows[row][g] = sums[g];
                 continue;
             }
-            prefetcher.fetch<true>(lines);
             auto add_32 = [](__m512i a, __m512i b) {
                 return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
             };
@@ -206,10 +207,10 @@ inline vec widen_raised(uvec words, int i) {
 // Scores of PANEL keys, whose numbers begin at keys[...] + at and have `scales`, for H rows.
 template <int H>
 inline void widened_scores(const float *queries, int64_t depth, const char *const *keys, int64_t at, int64_t dim,
-                           const float *scales, float *scores, int64_t stride, RowPrefetcher &prefetcher, int lines) {
+                           const float *scales, float *scores, int64_t stride, const LaterRows &later) {
     vec sums[H][2] = {};
     for (int64_t d = 0; d < dim; d += 16) {
-        prefetcher.fetch<true>(lines);
+        for (int j = 0; j < PANEL && d % 64 == 0; j++) later.fetch(j, at + d);
 #pragma GCC unroll 2
         for (int n = 0; n < 2; n++) {
             const uint32_t *from[LANES];
@@ -255,15 +256,16 @@ struct Int16Queries {
 };
 
 // Scores of eight keys, whose numbers begin at keys[...] + at and have `scales`, for H rows of integers with their units.
-// Meanwhile `lines` are prefetched.
+// Meanwhile later keys are prefetched.
 template <int H>
 inline void integer_scores(const int16_t *queries, const float *units, const char *const *keys, int64_t at, int64_t dim,
-                           const float *scales, float *scores, int64_t stride, RowPrefetcher &prefetcher, int lines) {
+                           const float *scales, float *scores, int64_t stride, const LaterRows &later) {
     constexpr int K = H <= 3 ? 4 : 2;  // keys at a time: bounded by registers
     for (int first = 0; first < 8; first += K) {
         __m256i sums[H][K] = {};
-        prefetcher.fetch<true>((lines * K + 7) / 8);
         for (int64_t d = 0; d < dim; d += 16) {
+            for (int k = 0; k < K && d % 64 == 0; k++)
+                later.fetch(first + k, at + d), later.fetch(first + k, at + d + 64);  // rows are not aligned
 #pragma GCC unroll 4
             for (int k = 0; k < K; k++) {
                 const __m256i key = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(keys[first + k] + at + d)));
@@ -301,15 +303,14 @@ inline void integer_scores(const int16_t *queries, const float *units, const cha
 // values[...] + at.
 template <int H, int V>
 inline void integer_values(const Operand<float> *weights, int64_t stride, const char *const *values, int64_t count,
-                           int64_t at, float *out, int64_t width, RowPrefetcher &shared_prefetcher) {
-    RowPrefetcher prefetcher = shared_prefetcher;
+                           int64_t at, float *out, int64_t width, const LaterRows &later) {
     vec sums[H][V];
 #pragma GCC unroll 4
     for (int h = 0; h < H; h++)
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) sums[h][v] = load(out + h * width + v * LANES);
     for (int64_t k = 0; k < count; k++) {
-        prefetcher.fetch<true>((V * LANES + 63) / 64);
+        later.fetch(k, at), later.fetch(k, at + 64);
 #if defined(RADIXSERVE_LANE_SCORES)
         vec weight[H];
 #pragma GCC unroll 4
@@ -332,7 +333,6 @@ inline void integer_values(const Operand<float> *weights, int64_t stride, const 
         }
 #endif
     }
-    shared_prefetcher = prefetcher;
 #pragma GCC unroll 4
     for (int h = 0; h < H; h++)
 #pragma GCC unroll 8
@@ -390,8 +390,7 @@ template <int V> inline void widen_pairs(const char *even, const char *odd, uvec
 // integer_values of two keys at a time.
 template <int H, int V>
 inline void integer_values(const bf16 *weights, int64_t stride, const char *const *values, int64_t count, int64_t at,
-                           float *out, int64_t width, RowPrefetcher &shared_prefetcher) {
-    RowPrefetcher prefetcher = shared_prefetcher;
+                           float *out, int64_t width, const LaterRows &later) {
     __m512 sums[H][V];
 #pragma GCC unroll 4
     for (int h = 0; h < H; h++)
@@ -400,7 +399,8 @@ inline void integer_values(const bf16 *weights, int64_t stride, const char *cons
     for (int64_t k = 0; k < count; k += 2) {
         uvec some[V];
         widen_pairs<V>(values[k] + at, values[k + 1] + at, some);
-        prefetcher.fetch<true>((2 * V * LANES + 63) / 64 + 1);
+        later.fetch(k, at), later.fetch(k + 1, at);
+        later.fetch(k, at + 64), later.fetch(k + 1, at + 64);
 #pragma GCC unroll 4
         for (int h = 0; h < H; h++) {
             int32_t both;
@@ -410,7 +410,6 @@ inline void integer_values(const bf16 *weights, int64_t stride, const char *cons
             for (int v = 0; v < V; v++) sums[h][v] = _mm512_dpbf16_ps(sums[h][v], weight, (__m512bh)some[v]);
         }
     }
-    shared_prefetcher = prefetcher;
 #pragma GCC unroll 4
     for (int h = 0; h < H; h++)
 #pragma GCC unroll 4
@@ -420,13 +419,13 @@ inline void integer_values(const bf16 *weights, int64_t stride, const char *cons
 
 template <int H, class Number>
 inline void integer_value_rows(const Number *weights, int64_t stride, const char *const *values, int64_t count,
-                               int64_t at, int64_t dim, float *out, int64_t width, RowPrefetcher &prefetcher) {
+                               int64_t at, int64_t dim, float *out, int64_t width, const LaterRows &later) {
     constexpr int V = vectors_at_once(H);
     int64_t d = 0;
     for (; d + V * LANES <= dim; d += V * LANES)
-        integer_values<H, V>(weights, stride, values, count, at + d, out + d, width, prefetcher);
+        integer_values<H, V>(weights, stride, values, count, at + d, out + d, width, later);
     for (; d < dim; d += LANES)
-        integer_values<H, 1>(weights, stride, values, count, at + d, out + d, width, prefetcher);
+        integer_values<H, 1>(weights, stride, values, count, at + d, out + d, width, later);
 }
 
 // Scales of `count` keys or values, up to a multiple of 8, which lie at rows[...] + at.
@@ -457,42 +456,35 @@ void attend_int8(const PagedKv<T> &kv, const TaskState<T> &state, const Task *ne
     const Int16Queries queries(state, dim, scratch);
 #endif
     const char *keys[KEYS], *values[KEYS];
-    int64_t offsets_of[2][KEYS], *offsets = offsets_of[0], *later = offsets_of[1];  // of a block and of the next one
-    int64_t from = state.begin, num_later = 0;
-    int64_t count = from < state.end ? kv.key_offsets(task, from, state.block_end(from, DIRECT_KEYS), offsets) : 0;
-    for (; from < state.end; from += count, count = num_later, std::swap(offsets, later)) {
+    LaterBlocks<T> blocks(kv, state, direct_keys(size), next);
+    for (int64_t from = state.begin; from < state.end; from += blocks.step()) {
+        const int64_t *offsets = blocks.offsets(0), count = blocks.count(0);
         state.begin_block(from);
         for (int64_t j = 0; j < round_up(count, PANEL); j++) {
             keys[j] = j < count ? kv.k + offsets[j] : zeros;
             values[j] = j < count ? kv.v + offsets[j] : zeros;
         }
-        num_later = kv.next_offsets(state, from + count, DIRECT_KEYS, next, later);
-        touch_block(kv, offsets, count, later, num_later, size);
-        RowPrefetcher prefetcher(kv.v, offsets, count, size);
-        const int64_t calls_per_head = ROUNDS_QUERIES ? (rows + FOUR - 1) / FOUR : WIDENS_KEYS ? dim / 16 : rows;
-        const int64_t calls = (count + SCORED_KEYS - 1) / SCORED_KEYS * task.num_heads * calls_per_head;
-        const int lines = int((count * ((size + 63) / 64) + calls - 1) / calls);
+        const LaterRows later_keys = blocks.rows(kv.k), later_values = blocks.rows(kv.v);
         for (int64_t head = 0; head < task.num_heads; head++)
             load_scales(keys, head * kv.head_bytes + dim, count, scales.of_head(head).keys);
         for (int64_t j = 0; j < count; j += SCORED_KEYS)
             for (int64_t head = 0; head < task.num_heads; head++)
 #if defined(RADIXSERVE_VNNI)
                 integer_scores(queries, head * rows, rows, keys + j, head * kv.head_bytes, scales.of_head(head).keys + j,
-                               scores + head * rows * KEYS + j, KEYS, prefetcher, lines);
+                               scores + head * rows * KEYS + j, KEYS, later_keys.from_row(j));
 #elif defined(RADIXSERVE_LANE_SCORES)
                 for_row_quads(rows, [&](int64_t row, auto some) {
                     integer_scores<some>(queries.numbers + (head * rows + row) * dim, queries.units + head * rows + row,
                                          keys + j, head * kv.head_bytes, dim, scales.of_head(head).keys + j,
-                                         scores + (head * rows + row) * KEYS + j, KEYS, prefetcher, lines);
+                                         scores + (head * rows + row) * KEYS + j, KEYS, later_keys.from_row(j));
                 });
 #else
                 for_row_quads(rows, [&](int64_t row, auto some) {
                     widened_scores<some>(state.head(head).queries + row * state.depth, state.depth, keys + j,
                                          head * kv.head_bytes, dim, scales.of_head(head).keys + j,
-                                         scores + (head * rows + row) * KEYS + j, KEYS, prefetcher, lines);
+                                         scores + (head * rows + row) * KEYS + j, KEYS, later_keys.from_row(j));
                 });
 #endif
-        prefetcher = RowPrefetcher(kv.k, later, num_later, size);
         for (int64_t head = 0; head < task.num_heads; head++) {
             const HeadState<T> of_head = state.head(head);
             const int64_t at = head * kv.head_bytes;
@@ -504,14 +496,13 @@ void attend_int8(const PagedKv<T> &kv, const TaskState<T> &state, const Task *ne
                 kv.softmax_row(state, row, from, count, padded_depth<Operand<T>>(count),
                                scores + (head * rows + row) * KEYS, row_weights, of_values, part,
                                [&](int64_t first, int64_t end) {
-                                   RowPrefetcher no_prefetcher(kv.v, offsets, 0, size);
                                    integer_value_rows<1>(row_weights + first, KEYS, values + first, end - first, at, dim,
-                                                         part.acc, state.width, no_prefetcher);
+                                                         part.acc, state.width, no_prefetcher(kv.v, offsets + first));
                                });
             }
             for_row_quads(rows, [&](int64_t row, auto some) {
                 integer_value_rows<some>(weights + row * KEYS, KEYS, values, count, at, dim,
-                                         of_head.part.acc + row * state.width, state.width, prefetcher);
+                                         of_head.part.acc + row * state.width, state.width, later_values);
             });
         }
     }

@@ -92,8 +92,9 @@ template <class T> struct TaskState {
         const int64_t row = head * rows;
         return {all.queries + row * depth, all.part.from_row(row, width), all.merged.from_row(row, width)};
     }
-    int64_t seen_by(int64_t row) const { return causal ? seen + row / group : end; }
-    int64_t first_seen_by(int64_t row) const { return first_seen ? first_seen[row / group] : 0; }
+    int64_t query_of(int64_t row) const { return row < group ? 0 : row / group; }  // mostly without a division
+    int64_t seen_by(int64_t row) const { return causal ? seen + query_of(row) : end; }
+    int64_t first_seen_by(int64_t row) const { return first_seen ? first_seen[query_of(row)] : 0; }
     // The end of the block of up to `keys` that begins with the key `from`.
     int64_t block_end(int64_t from, int64_t keys = KEYS) const {
         const int64_t of_partition = round_up(origin + from + 1, PARTITION_KEYS) - origin;
@@ -141,6 +142,9 @@ template <class T> struct PagedKv {
           slot_bytes(heads.num_kv_heads * head_bytes),
           page_ids(page_ids ? page_ids : plan.jobs.page_ids), exponent_scale(heads.scale * LOG2_E) {}
 
+    // Bytes of a number as it is stored.
+    int64_t number_bytes() const { return type == INT8_KV ? 1 : head_bytes / heads.dim; }
+
     // Scales of blocks of the task, if what is stored has some.
     BlockScales scales(const Task &task, ThreadScratch &scratch) const {
         if (type != INT8_KV) return {};
@@ -161,6 +165,10 @@ template <class T> struct PagedKv {
         const int32_t *pages = page_ids + plan.jobs.first_page[task.job];
         const int64_t size = plan.jobs.page_size, step = slot_bytes;
         const int64_t count = min<int64_t>(end - first, KEYS), head = task.first_head * head_bytes;
+        if (size == 1) {
+            for (int64_t j = 0; j < count; j++) offsets[j] = pages[first + j] * step + head;
+            return count;
+        }
         int64_t page = first / size, offset = first % size;
         for (int64_t j = 0; j < count; page++, offset = 0)
             for (; offset < size && j < count; offset++, j++)
@@ -169,13 +177,13 @@ template <class T> struct PagedKv {
     }
 
     // key_offsets of the block of up to `keys` that is likely to be read after the one that ends at `from`: of the
-    // same task, or the first keys of `next`.
+    // same task, or of `next`, whose keys follow those of the task.
     int64_t next_offsets(const TaskState<T> &state, int64_t from, int64_t keys, const Task *next,
                          int64_t *offsets) const {
         if (from < state.end) return key_offsets(state.task, from, state.block_end(from, keys), offsets);
-        if (next && next->num_heads == state.task.num_heads)
-            return key_offsets(*next, 0, min(plan.jobs.num_keys[next->job], keys), offsets);
-        return 0;
+        const int64_t first = from - state.end;
+        if (!next || next->num_heads != state.task.num_heads || first >= plan.jobs.num_keys[next->job]) return 0;
+        return key_offsets(*next, first, min(plan.jobs.num_keys[next->job], first + keys), offsets);
     }
 
     // Softmax weights of a row of the task and of the `count` keys from `from` on, by the layer's features; zeros up to

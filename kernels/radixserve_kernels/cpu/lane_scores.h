@@ -82,16 +82,17 @@ inline __m128 add_lanes(vec a, vec b, vec c, vec d) {
 }
 
 // Scores of eight keys, which begin at keys[...] + at, for H rows of arranged queries, to scores[row * stride + key].
-template <int H, class T, class Prefetcher>
+// later.fetch(key, number) is called for each line of a key.
+template <int H, class T, class Later>
 inline void lane_scores(const float *queries, int64_t depth, const T *const *keys, int64_t at, int64_t dim,
-                        float *scores, int64_t stride, Prefetcher &shared_prefetcher) {
+                        float *scores, int64_t stride, const Later &later) {
     constexpr int K = H == 1 ? 8 : H <= 3 ? 4 : 2;  // keys at a time: bounded by registers
     constexpr int PARTS = 4 / sizeof(T);            // vectors of features from one vector of words
-    Prefetcher prefetcher = shared_prefetcher;      // a copy stays in registers
     for (int first = 0; first < 8; first += K) {
         vec sums[H][K] = {};
         for (int64_t d = 0; d < dim; d += PARTS * LANES) {
-            prefetcher.template fetch<true>(K / 2);
+#pragma GCC unroll 8
+            for (int k = 0; k < K && d * sizeof(T) % 64 == 0; k++) later.fetch(first + k, at + d);
 #pragma GCC unroll 2
             for (int part = 0; part < PARTS; part++) {
                 vec query[H];
@@ -121,7 +122,6 @@ inline void lane_scores(const float *queries, int64_t depth, const T *const *key
                                   add_lanes(sums[h][k], sums[h][k + 1], sums[h][k + 2], sums[h][k + 3]));
         }
     }
-    shared_prefetcher = prefetcher;
 }
 
 #endif

@@ -34,6 +34,37 @@ inline void transpose_words(const uint32_t *const *keys, int64_t at, uvec (&word
 #endif
 }
 
+// words[i] holds the i-th word of each of LANES keys from the number `at` on, of `count` words that are left.
+template <class T>
+inline void transpose_words(const T *const *keys, int64_t at, int64_t count, uvec (&words)[LANES == 16 ? 16 : 4]) {
+#if defined(__AVX512F__)
+    asm volatile("" ::: "memory");  // else GCC keeps all pointers in vector registers, where each costs more than a load
+    const __mmask16 mask = count >= 16 ? 0xffff : (1u << count) - 1;
+    __m512d quads[4][4];  // [g][w]: the words w, w + 4, w + 8, w + 12 of the keys 4 * g to 4 * g + 3
+#pragma GCC unroll 4
+    for (int g = 0; g < 4; g++) {
+        __m512 rows[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) rows[i] = _mm512_maskz_loadu_ps(mask, keys[4 * g + i] + at);
+        const __m512d a = (__m512d)_mm512_unpacklo_ps(rows[0], rows[1]), b = (__m512d)_mm512_unpackhi_ps(rows[0], rows[1]);
+        const __m512d c = (__m512d)_mm512_unpacklo_ps(rows[2], rows[3]), d = (__m512d)_mm512_unpackhi_ps(rows[2], rows[3]);
+        quads[g][0] = _mm512_unpacklo_pd(a, c), quads[g][1] = _mm512_unpackhi_pd(a, c);
+        quads[g][2] = _mm512_unpacklo_pd(b, d), quads[g][3] = _mm512_unpackhi_pd(b, d);
+    }
+#pragma GCC unroll 4
+    for (int w = 0; w < 4; w++) {
+        const __m512d a = _mm512_shuffle_f64x2(quads[0][w], quads[1][w], 0x44);
+        const __m512d b = _mm512_shuffle_f64x2(quads[0][w], quads[1][w], 0xee);
+        const __m512d c = _mm512_shuffle_f64x2(quads[2][w], quads[3][w], 0x44);
+        const __m512d d = _mm512_shuffle_f64x2(quads[2][w], quads[3][w], 0xee);
+        words[w] = (uvec)_mm512_shuffle_f64x2(a, c, 0x88), words[4 + w] = (uvec)_mm512_shuffle_f64x2(a, c, 0xdd);
+        words[8 + w] = (uvec)_mm512_shuffle_f64x2(b, d, 0x88), words[12 + w] = (uvec)_mm512_shuffle_f64x2(b, d, 0xdd);
+    }
+#else
+    transpose_words((const uint32_t *const *)keys, at * int64_t(sizeof(T)) / 4, words);
+#endif
+}
+
 // to[c * stride + r] = rows[r][column + c] for 16 rows and some columns of 32 bits, a multiple of four.
 inline void transpose_16(const uint32_t *const *rows, int64_t column, uint32_t *to, int64_t stride,
                          int columns = 16) {
