@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 
 from radixserve.cache import ReturnEstimate
 from radixserve.scheduler.request_state import RequestState
@@ -19,7 +19,9 @@ _LEAST_RETURNS = 4  # observed before anything is expected
 _PRIOR = 1.0  # observations that the population counts for in a session's own mean
 _DECAY = 0.98  # of the population's past at each observation: about 50 count
 _MIN_S = 1e-3  # shorter think times are all the same: the network's
-_REGULAR = 0.4  # standard deviation of log think times up to which they are regular
+_LEAST_ODDS = 0.5  # of a return, below which its time is worth nothing
+_REGULAR = 0.4  # standard deviation of log think times up to which they become regular
+_IRREGULAR = 0.6  # from which on they are regular no more: between the two they stay as they are
 _LATE = 1.5  # such deviations after which a return is late
 _MAX_TURNS = 8.0  # for which a session's growth is foreseen
 _UNKNOWN_GROWTH = 2.0  # of a session that comes back, relative to its first turn, until it is seen
@@ -42,6 +44,8 @@ class _Conversation:
     __slots__ = (
         "ended_at",
         "first_arrival",
+        "is_idle",
+        "is_named",
         "late_at",
         "length",
         "num_thinks",
@@ -49,13 +53,21 @@ class _Conversation:
         "sum_logs",
     )
 
-    def __init__(self, first_arrival: int) -> None:
+    def __init__(self, first_arrival: int, *, is_named: bool) -> None:
         self.first_arrival = first_arrival  # arrival number of its first request
+        self.is_named = is_named  # by its client; else found by its tokens
+        self.is_idle = False  # none of its requests is in the scheduler
         self.num_turns = 0  # requests that have ended
         self.num_thinks = 0
         self.length = 0  # tokens when its last request ended
         self.sum_logs = 0.0  # of its think times
-        self.ended_at = self.late_at = math.nan
+        self.ended_at = math.nan
+        self.late_at: float | None = None  # None: not known
+
+    @property
+    def fate_key(self) -> tuple[bool, bool]:
+        """By which it is counted whether sessions are continued: (named, after its first turn)."""
+        return self.is_named, self.num_turns == 1
 
 
 class _Mean:
@@ -82,11 +94,20 @@ class ReturnTimes:
     def __init__(self) -> None:
         self._idle: OrderedDict[Key, _Conversation] = OrderedDict()  # the first to end is first
         self._active: dict[int, tuple[_Conversation, bool]] = {}  # by arrival of its request
+        # Of which it is not known whether they are continued, the first to end is first; with the
+        # number of their turns then: others have been continued since.
+        self._unresolved: deque[tuple[_Conversation, int]] = deque(maxlen=MAX_CONVERSATIONS)
         self._weight = self._mean = self._variance = 0.0  # of the population's log think times
         self._num_returns = 0
+        self._are_regular = True  # think times, of the population
         self._has_names = False  # whether a request has named its session
-        # by whether it was the first turn: turns that were continued, and all whose fate is known
-        self._fates = {True: [1.0, 2.0], False: [2.0, 2.2]}
+        # by whether the session is named and whether it was its first turn: turns that were
+        # continued, and all whose fate is known
+        self._fates = {
+            (is_named, is_first): [1.0, 2.0] if is_first else [2.0, 2.2]
+            for is_named in (True, False)
+            for is_first in (True, False)
+        }
         self._mean_output = 32.0
         self._turn_growth, self._mean_length = _Mean(), _Mean()  # tokens: by turn, of sessions
 
@@ -95,12 +116,14 @@ class ReturnTimes:
 
     def note_arrival(self, state: RequestState, now: float) -> None:
         """A request was queued: it may continue a conversation. O(tokens) without a session."""
-        self._has_names |= bool(state.request.session)
+        is_named = bool(state.request.session)
+        self._has_names |= is_named
         conversation = self._continued(state)
         if conversation is None:
-            self._active[state.arrival] = _Conversation(state.arrival), True
+            self._active[state.arrival] = _Conversation(state.arrival, is_named=is_named), True
             return
         state.session_arrival = conversation.first_arrival
+        conversation.is_idle = False
         if conversation.num_turns:
             self._note_think(conversation, now - conversation.ended_at)
             self._note_fate(conversation, is_continued=True)
@@ -124,7 +147,9 @@ class ReturnTimes:
         self._mean_length.note(length)
         self._expire(now)
         expected = self._expect(conversation, now)
-        conversation.late_at = now + _UNKNOWN_S if expected is None else expected.late_at
+        conversation.late_at = None if expected is None else expected.late_at
+        conversation.is_idle = True
+        self._unresolved.append((conversation, conversation.num_turns))
         key = _end_key(state)
         self._idle[key] = conversation
         self._idle.move_to_end(key)
@@ -135,7 +160,8 @@ class ReturnTimes:
     def note_closed(self, name: str) -> None:
         """The session was closed: it does not come back."""
         conversation = self._idle.pop(name, None)
-        if conversation is not None:
+        if conversation is not None and conversation.is_idle:
+            conversation.is_idle = False
             self._note_fate(conversation, is_continued=False)
 
     def expected_output(self, state: RequestState) -> int:
@@ -150,7 +176,7 @@ class ReturnTimes:
         Before the first growth is seen it is assumed of sessions that are named, so that the first
         wave leaves them room.
         """
-        continued, known = self._fates[self._turn_growth.value == 0.0]
+        continued, known = self._fates[self._has_names, self._turn_growth.value == 0.0]
         if not self._turn_growth.value:
             return _UNKNOWN_GROWTH * continued / known if self._has_names else 0.0
         turns = min(_MAX_TURNS, continued / max(known - continued, 1e-9))
@@ -177,18 +203,21 @@ class ReturnTimes:
             return None
         count = conversation.num_thinks
         mean = (_PRIOR * self._mean + conversation.sum_logs) / (_PRIOR + count)
-        return self._estimate(mean, conversation.num_turns == 1, now)
+        return self._estimate(mean, conversation.fate_key, now)
 
     def typical(self, now: float) -> ReturnEstimate | None:
         """What is expected of a session of which nothing is known; None until something is."""
-        return None if self._num_returns < _LEAST_RETURNS else self._estimate(self._mean, True, now)
+        if self._num_returns < _LEAST_RETURNS:
+            return None
+        return self._estimate(self._mean, (self._has_names, True), now)
 
-    def _estimate(self, mean: float, is_first: bool, now: float) -> ReturnEstimate:
+    def _estimate(self, mean: float, fate_key: tuple[bool, bool], now: float) -> ReturnEstimate:
         deviation = math.sqrt(self._variance)
-        continued, known = self._fates[is_first]
+        continued, known = self._fates[fate_key]
         late_s = 1.25 * math.exp(mean + _LATE * deviation) + 2 * _MIN_S
         # An unusually long pause is better kept in order of recency.
-        is_regular = deviation <= _REGULAR and mean <= self._mean + 1.0
+        is_regular = self._are_regular and mean <= self._mean + 1.0
+        is_regular &= continued >= _LEAST_ODDS * known
         return_at = now + math.exp(mean)
         return ReturnEstimate(
             return_at, return_at - now, now + late_s, continued / known, is_regular
@@ -202,6 +231,8 @@ class ReturnTimes:
             self._variance += (1 - _DECAY) * ((value - own) ** 2 - self._variance)
             if self._num_returns < 20:  # few: the plain mean of the squares
                 self._variance += ((value - own) ** 2 - self._variance) / (self._num_returns + 1)
+        limit = _IRREGULAR if self._are_regular else _REGULAR
+        self._are_regular = self._variance <= limit**2
         self._weight = self._weight * _DECAY + 1.0
         self._mean += (value - self._mean) / self._weight
         self._num_returns += 1
@@ -209,21 +240,23 @@ class ReturnTimes:
         conversation.sum_logs += value
 
     def _note_fate(self, conversation: _Conversation, *, is_continued: bool) -> None:
-        fates = self._fates[conversation.num_turns == 1]
+        fates = self._fates[conversation.fate_key]
         fates[0] = fates[0] * _DECAY + is_continued
         fates[1] = fates[1] * _DECAY + 1.0
 
     def _expire(self, now: float) -> None:
         """Conversations that are late have probably ended: count that. O(1) amortised."""
-        for key, conversation in self._idle.items():
-            if conversation.late_at > now:
-                return
-            if conversation.late_at == -math.inf:
-                continue
-            conversation.late_at = -math.inf
-            self._note_fate(conversation, is_continued=False)
-            self._idle.move_to_end(key, last=False)
-            return
+        late_s = _UNKNOWN_S
+        if (typical := self.typical(now)) is not None:
+            late_s = typical.late_at - now
+        while self._unresolved:
+            conversation, num_turns = self._unresolved[0]
+            if conversation.is_idle and conversation.num_turns == num_turns:
+                late_at = conversation.late_at
+                if now < (conversation.ended_at + late_s if late_at is None else late_at):
+                    return
+                self._note_fate(conversation, is_continued=False)
+            self._unresolved.popleft()
 
 
 def _checksums(state: RequestState) -> array[int]:

@@ -309,6 +309,41 @@ def test_a_finished_session_tells_the_cache_when_it_comes_back() -> None:
     assert estimates[0].seconds_left(driver.now - 5.0) == pytest.approx(5.0, rel=0.1)
 
 
+def test_prompts_that_never_come_again_are_told_from_named_sessions() -> None:
+    """Unnamed prompts that are sent once make no session less likely to return."""
+    driver = PricedDriver(4_000)
+    text = prompt(0, 70)
+    for turn in range(30):
+        driver.add(f"t{turn}", text, max_tokens=2, ignore_eos=True, session="agent")
+        driver.run()
+        text = text + driver.output(f"t{turn}") + prompt(turn + 1, 5)
+        for number in range(3):
+            driver.add(f"{turn}-{number}", prompt(100 + 3 * turn + number, 20), max_tokens=1)
+            driver.run()
+        driver.now += 1.0
+    estimates = [estimate for _, estimate in driver.cache.victims()]
+    current = [one for one in estimates if one is not None and one.late_at > driver.now]
+    assert {estimate.is_regular for estimate in current} == {False, True}
+    for estimate in current:
+        assert estimate.probability > 0.8 if estimate.is_regular else estimate.probability < 0.1
+
+
+def test_think_times_stay_regular_while_they_vary_a_little_more() -> None:
+    """So that of two sessions of one kind neither is kept for the other."""
+    driver = PricedDriver(1_000)
+    returns, text = driver.pricing.returns, prompt(0, 20)
+    seen = []
+    for turn in range(180):
+        driver.add(f"t{turn}", text, max_tokens=1, ignore_eos=True, session="agent")
+        driver.run()
+        expected = returns.typical(driver.now)
+        seen.append(expected is not None and expected.is_regular)
+        spread = (1.0, 1.65, 2.5)[turn // 60]
+        driver.now += spread if turn % 2 else 1.0 / spread
+    assert all(seen[10:110])
+    assert not any(seen[170:])
+
+
 def test_priced_admission_needs_its_order_of_eviction() -> None:
     assert EngineConfig(admission="priced").eviction == "expected-return"
     assert EngineConfig().eviction == "lru"
