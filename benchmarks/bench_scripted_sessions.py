@@ -2,12 +2,14 @@
 
     python benchmarks/bench_scripted_sessions.py [--rooms 3,6,12,30] [--thinks 0,20,200]
         [--kinds fixed,exponential,mixed] [--engine] [--model PATH] [--scale 1.0] [--limit N]
+        [--step 600,8,20]
 
 24 sessions of 8 turns: 600 tokens, then 100 more a turn, 8 answered; with --mixed every second
 one begins with 150 and adds 25. A room for n sessions has 1,500 n tokens. --scale multiplies these
 lengths and rooms, but not the answers. Think times are fixed, exponential, or mixed (exponential;
 every second session thinks nine times as long), in ms.
---limit is `max_overtake` of all; by default each admission has its own.
+--limit is `max_overtake` of all; by default each admission has its own. --step: the simulated
+microseconds of a step, of a prefilled token and of a decoded one.
 
 In simulated time, in which all settings are tried: greedy with fixed max_running_requests, with a
 fixed number of live sessions, and with other orders of eviction, mru and random among them; priced
@@ -91,13 +93,13 @@ def scripted(added: list[list[list[int]]], pauses: list[list[float]]) -> tuple[T
 
 
 def simulate(
-    trace: Trace, loop: ClosedLoop, num_tokens: int, limit: int | None
+    trace: Trace, loop: ClosedLoop, num_tokens: int, limit: int | None, step: StepModel = STEP
 ) -> dict[str, tuple[int, float]]:
     """{setting: computed tokens, mean session seconds}."""
 
     def run(gate: Any = ClientGate, *, policy: str = "lru", named: bool = False, **settings: Any):  # type: ignore[no-untyped-def]
         spec = CacheSpec(num_tokens, policy, use_sessions=named)
-        serving = Serving(step=STEP, chunked_prefill_size=512, **settings)
+        serving = Serving(step=step, chunked_prefill_size=512, **settings)
         result = replay_closed_loop(trace, loop, spec, serving, make_gate=gate)
         return result.computed_tokens, result.mean_session_s
 
@@ -179,11 +181,14 @@ def measure(
 
 def main() -> None:
     options = {"rooms": [3, 6, 12, 30], "thinks": [0, 20, 200], "limit": int}
+    options["step"] = [600.0, 8.0, 20.0]
     args = parse(
         __doc__, kinds="fixed,exponential,mixed", engine=False, model="", scale=1.0, mixed=False,
         threads=1, **options,
     )  # fmt: skip
     added = texts(is_mixed=args.mixed, scale=args.scale)
+    fixed_s, prefill_token_s, decode_row_s = (1e-6 * part for part in args.step)
+    step = StepModel(fixed_s, prefill_token_s, decode_row_s, kv_token_s=0.0)
     with tempfile.TemporaryDirectory(prefix="bench-scripted-") as name:
         model = args.model or name
         if args.engine and not args.model:
@@ -196,13 +201,13 @@ def main() -> None:
                     if args.engine:
                         _print_measured(label, model, num_tokens, added, pauses, args.limit)
                     else:
-                        _print_simulated(label, num_tokens, added, pauses, args.limit)
+                        _print_simulated(label, num_tokens, added, pauses, args.limit, step)
 
 
 def _print_simulated(
-    label: str, num_tokens: int, added: Any, pauses: Any, limit: int | None
+    label: str, num_tokens: int, added: Any, pauses: Any, limit: int | None, step: StepModel
 ) -> None:
-    by_rule = simulate(*scripted(added, pauses), num_tokens, limit)
+    by_rule = simulate(*scripted(added, pauses), num_tokens, limit, step)
     greedy, priced = by_rule["greedy"], by_rule["priced, named"]
     rivals = {name: figures for name, figures in by_rule.items() if "priced" not in name}
     fastest = min(rivals, key=lambda name: rivals[name][1])
