@@ -35,6 +35,7 @@ from radixserve_kernels.cpu_compiler import (
     find_compiled,
     find_compiler,
 )
+from radixserve_kernels.cpu_reading import Reading, use_reading
 
 SOURCES = Path(__file__).parent / "cpu"
 FLAGS = (
@@ -69,6 +70,7 @@ class CpuLibraryError(Exception):
 
 _loading = threading.Lock()
 loaded: dict[torch.dtype | str, ctypes.CDLL] = {}  # in that order
+readings: list[Reading] = []  # of the loaded library of 8- and 4-bit weights
 
 
 def cpu_library(dtype: torch.dtype | None = None) -> ctypes.CDLL:
@@ -104,6 +106,7 @@ def forget() -> None:
     """Drop all loaded libraries and remembered failures."""
     load.cache_clear()
     loaded.clear()
+    readings.clear()
 
 
 def _require(part: torch.dtype | str) -> ctypes.CDLL:
@@ -138,6 +141,10 @@ def load(part: torch.dtype | str) -> ctypes.CDLL | str:
         return f"the compiled CPU kernels cannot be loaded: {error}"
     if part == FORMS:
         _declare(library, _FORMS_INTERFACE)
+        try:
+            readings[:] = [use_reading(library, folder / f"{name}.reading")]
+        except ValueError as error:
+            return str(error)
         return library
     _declare(library, _INTERFACE)
     library.radixserve_start()
@@ -298,6 +305,8 @@ _FORMS_INTERFACE = {  # of cpu/forms.cpp
     "forms": (_POINTER, ()),
     "form_bytes": (_NUMBER, (_NUMBER, _NUMBER, _NUMBER)),
     "pack_form": (None, (_NUMBER, _POINTER, _POINTER)),
+    "use_reading": (None, (_FLAG, _FLAG)),
+    "time_reading": (ctypes.c_double, (_NUMBER, _FLAG, _POINTER, _NUMBER)),
 }
 
 

@@ -13,7 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixserve_kernels.cpu_library import DTYPE_FLAGS, CpuLibraryError, brief_calls, cpu_library
+from radixserve_kernels.cpu_library import (
+    DTYPE_FLAGS,
+    CpuLibraryError,
+    brief_calls,
+    cpu_library,
+    readings,
+)
 
 _SAMPLE_BLOCK = 256  # as in cpu/sample.h
 _BRIEF_LOGITS = 1 << 17  # up to so many are read in some ten microseconds
@@ -38,7 +44,8 @@ def describe() -> str:
     vectors = _VECTORS.get(bits, f"vectors of {bits} bits")
     bf16 = (f"{vectors} widened to float32", "AVX-512 BF16", "AMX")[library.radixserve_bf16()]
     integers = (vectors, vectors, "VNNI")[library.radixserve_integer_dot()]
-    return f"vectors of {bits} bits, bfloat16: {bf16}, 8 and 4 bits: {integers}"
+    read = "".join(f", read {reading}" for reading in readings)
+    return f"vectors of {bits} bits, bfloat16: {bf16}, 8 and 4 bits: {integers}{read}"
 
 
 def argmax(logits: Tensor) -> tuple[list[int], int]:

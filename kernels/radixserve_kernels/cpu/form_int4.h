@@ -1,6 +1,6 @@
 // Weights of 0 to 15 with a scale and a minimum for 32 of them: weight = scale * number + minimum. Of a
-// block the scales [PANEL], the minimums [PANEL], then the numbers [4][PANEL][4]: in the low halves of
-// the bytes those of the first 16 of k, in the high halves those of the last.
+// block the numbers [4][PANEL][4], in the low halves of the bytes those of the first 16 of k, in the high halves those of
+// the last, then the scales [PANEL] and the minimums [PANEL]: memory is read in the order of addresses.
 //
 // Scale: half holds GGUF's Q4_0 and Q4_1 exactly; float also Q4_K, whose scales are products.
 #pragma once
@@ -8,30 +8,30 @@
 #include "quantized.h"
 
 template <class Scale> struct FormInt4 {
-    static constexpr int64_t SCALE_BYTES = 2 * PANEL * sizeof(Scale), BLOCK_BYTES = SCALE_BYTES + PANEL * BLOCK / 2;
+    static constexpr int64_t NUMBER_BYTES = PANEL * BLOCK / 2, BLOCK_BYTES = NUMBER_BYTES + 2 * PANEL * sizeof(Scale);
     static constexpr int ROWS = LANES == 16 ? 8 : 4, LIMIT = 128;
 
     static void pack(const PlainWeight &weight, int64_t column, int64_t b, uint8_t *block, int n) {
         const int64_t at = column * num_blocks(weight.depth) + b;
-        ((Scale *)block)[n] = ((const Scale *)weight.scales)[at];
-        ((Scale *)block)[PANEL + n] = ((const Scale *)weight.minimums)[at];
+        Scale *scales = (Scale *)(block + NUMBER_BYTES);
+        scales[n] = ((const Scale *)weight.scales)[at], scales[PANEL + n] = ((const Scale *)weight.minimums)[at];
         uint8_t numbers[BLOCK];
         block_numbers(weight, column, b, numbers);
         for (int k = 0; k < BLOCK / 2; k += 4) {
             uint32_t low, high;
             memcpy(&low, numbers + k, 4), memcpy(&high, numbers + BLOCK / 2 + k, 4);
             low |= high << 4;  // no number exceeds 15
-            memcpy(block + SCALE_BYTES + lane_offset(k, n), &low, 4);
+            memcpy(block + lane_offset(k, n), &low, 4);
         }
     }
     static float value_at(const uint8_t *block, int n, int k) {
-        const int both = block[SCALE_BYTES + lane_offset(k % 16, n)], number = k < 16 ? both & 15 : both >> 4;
-        return to_f32(((const Scale *)block)[n]) * float(number) + to_f32(((const Scale *)block)[PANEL + n]);
+        const int both = block[lane_offset(k % 16, n)], number = k < 16 ? both & 15 : both >> 4;
+        const Scale *scales = (const Scale *)(block + NUMBER_BYTES);
+        return to_f32(scales[n]) * float(number) + to_f32(scales[PANEL + n]);
     }
 
     template <int M>
     static void add_block(const uint8_t *block, const int8_t *x, int64_t stride, ivec (&sums)[M][2]) {
-        block += SCALE_BYTES;
         const ivec low = broadcast_int(0x0f0f0f0f);
 #pragma GCC unroll 4
         for (int k = 0; k < BLOCK / 2; k += 4, block += 4 * PANEL) {
@@ -57,7 +57,6 @@ template <class Scale> struct FormInt4 {
 
     template <int M>
     static void add_block(const uint8_t *block, const int16_t *x, int64_t stride, ivec (&sums)[M][2]) {
-        block += SCALE_BYTES;
         const uwords low = (uwords)broadcast_int(0x000f000f);
 #pragma GCC unroll 4
         for (int k = 0; k < BLOCK / 2; k += 4, block += 4 * PANEL) {
@@ -86,7 +85,8 @@ template <class Scale> struct FormInt4 {
         vec scales, minimums;
     };
     static Scales scales(const uint8_t *block, int n) {
-        return {load((const Scale *)block + n), load((const Scale *)block + PANEL + n)};
+        const Scale *scales = (const Scale *)(block + NUMBER_BYTES);
+        return {load(scales + n), load(scales + PANEL + n)};
     }
     static ivec start(const RowBlock &) { return ivec{}; }
     static vec add_scaled(const Scales &w, ivec sum, const RowBlock &x, vec total) {

@@ -3,7 +3,7 @@
 // A row's result therefore has the same bits whatever rows are beside it, with any number of threads.
 //
 // A weight W [N, K] is stored in panels of PANEL of its rows, block after block of 32 of k:
-//   scales [PANEL] (and minimums [PANEL]), then the numbers of a form, see form_int8.h and form_int4.h
+//   the numbers of a form and their scales, see form_int8.h and form_int4.h
 #pragma once
 
 #include "integer_dot.h"
@@ -119,6 +119,11 @@ inline ivec load_lanes(const uint8_t *from) {
     return x;
 }
 
+// What is prefetched of a panel that comes from memory: a little ahead into the first cache, far ahead into the second,
+// or nothing, for processors whose own prefetcher does better alone. Measured by cpu_reading.py.
+enum Reading { NEAR, FAR, PLAIN };
+extern Reading reading_one_row, reading_rows;  // for one row of x, and for several
+
 // The functions of a form that is written as a class:
 //   BLOCK_BYTES                                  of a panel
 //   ROWS, LIMIT                                  of x in one pass; see quantize_row
@@ -143,11 +148,13 @@ template <class Form> struct FormFunctions {
 
     template <int M, class Number, bool READS_MEMORY>
     static void tile(const QuantizedRows &x, const uint8_t *panel, float *out) {
+        const Reading reading = M == 1 ? reading_one_row : reading_rows;
         const Number *numbers = (const Number *)x.numbers;
         const int64_t stride = x.num_blocks * BLOCK;
         vec totals[M][2] = {};
         for (int64_t b = 0; b < x.num_blocks; b++, panel += Form::BLOCK_BYTES) {
-            if (READS_MEMORY) prefetch<Form::BLOCK_BYTES, 3>(panel + 2048);
+            if (READS_MEMORY && reading == NEAR) prefetch<Form::BLOCK_BYTES, 3>(panel + 2048);
+            if (READS_MEMORY && reading == FAR) prefetch<Form::BLOCK_BYTES, 2>(panel + 8192);
             ivec sums[M][2];
 #pragma GCC unroll 12
             for (int m = 0; m < M; m++) sums[m][0] = sums[m][1] = Form::start(x.blocks[m * x.num_blocks + b]);

@@ -1,0 +1,100 @@
+"""How packed weights are read from memory: what is prefetched, as measured on this processor.
+
+The first start measures it in half a second and keeps the choice beside the compiled library. No
+choice changes a bit of a result.
+
+RADIXSERVE_CPU_READING  two of near, far and plain, such as "plain,far": for one row, for several
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+WAYS = ("near", "far", "plain")  # as cpu/quantized.h numbers them
+_NUM_BYTES = 128 << 20  # that are read: more than most caches hold
+_NUM_ROUNDS = 3
+_LEAST_GAIN = 0.95  # of the time of "near", which another way must not exceed
+_INT8, _INT4_FLOAT = 1, 3  # as cpu/forms.h numbers them
+
+
+class Reading(NamedTuple):
+    """A name of WAYS for products of one row, and one for those of several."""
+
+    one_row: str = "near"
+    rows: str = "near"
+
+    @classmethod
+    def parse(cls, text: str) -> Reading | None:
+        """The reading that `text` names, None if it names none."""
+        names = text.strip().split(",")
+        return cls(*names) if len(names) == 2 and set(names) <= set(WAYS) else None
+
+    def __str__(self) -> str:
+        return ",".join(self)
+
+
+def asked_reading() -> Reading | None:
+    """What RADIXSERVE_CPU_READING asks for. Raises ValueError."""
+    text = os.environ.get("RADIXSERVE_CPU_READING")
+    if not text:
+        return None
+    asked = Reading.parse(text)
+    if asked is None:
+        raise ValueError(f"RADIXSERVE_CPU_READING={text}: two of {', '.join(WAYS)}, with a comma")
+    return asked
+
+
+def use_reading(library: ctypes.CDLL, file: Path) -> Reading:
+    """Make the library of packed weights read as asked for, else as `file` says, else as is
+    measured now; then `file` is written. Returns the reading. Raises ValueError."""
+    reading = asked_reading() or _kept(file)
+    if reading is None:
+        reading = measure(library)
+        _keep(file, reading)
+    library.radixserve_use_reading(*map(WAYS.index, reading))
+    return reading
+
+
+def measure(library: ctypes.CDLL) -> Reading:
+    """The fastest ways to read 8- and 4-bit weights, by the time of products. Takes half a
+    second."""
+    panels = np.ones(_NUM_BYTES, np.uint8)
+    chosen = []
+    for num_rows in (1, 8):
+        seconds = dict.fromkeys(range(len(WAYS)), 0.0)
+        for form in (_INT8, _INT4_FLOAT):
+            best = dict.fromkeys(seconds, float("inf"))
+            size = len(panels) if num_rows == 1 else len(panels) // 4
+            for _ in range(_NUM_ROUNDS):
+                for way in best:
+                    library.radixserve_use_reading(way, way)
+                    took = library.radixserve_time_reading(form, num_rows, panels.ctypes.data, size)
+                    best[way] = min(best[way], took)
+            for way, took in best.items():
+                seconds[way] += took
+        fastest = min(seconds, key=seconds.__getitem__)
+        chosen.append(fastest if seconds[fastest] <= _LEAST_GAIN * seconds[0] else 0)
+    return Reading(*(WAYS[way] for way in chosen))
+
+
+def _kept(file: Path) -> Reading | None:
+    try:
+        return Reading.parse(file.read_text(encoding="ascii", errors="replace"))
+    except OSError:
+        return None
+
+
+def _keep(file: Path, reading: Reading) -> None:
+    """Write `file` at once, or not at all where its folder takes none."""
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
+            new.write(f"{reading}\n")
+        os.replace(new.name, file)
+    except OSError:
+        return
