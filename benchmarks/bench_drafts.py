@@ -113,7 +113,7 @@ def main() -> None:
     settings = {"weight_dtype": arguments.weight_dtype, "dtype": arguments.dtype}
     with (
         Runtime(arguments.model, **settings, max_draft_tokens=0) as plain,
-        Runtime(arguments.model, **settings, max_draft_tokens=None) as drafting,
+        Runtime(arguments.model, **settings, max_draft_tokens=32) as drafting,
     ):
         made: dict[str, Ask] = {
             "again": again(arguments.tokens),

@@ -8,7 +8,7 @@ from radixserve.cache.tokens import TOKEN_BYTES
 from radixserve.drafts.source import DraftContext, DraftSource
 from radixserve.text.token_search import find_last
 
-MATCHED_TOKENS = 8, 4  # looked for, the longer run first: what follows it is likelier
+SHORT_RUN, LONG_RUN = 4, 8  # tokens looked for; what follows the longer run is likelier
 
 
 class OwnText(DraftSource):
@@ -42,9 +42,10 @@ class OwnText(DraftSource):
 
 def _find(text: bytes, size: int) -> int:
     """Returns the index after the latest earlier occurrence of the last tokens, -1 without one."""
-    for count in MATCHED_TOKENS:
-        if size > count:
-            place = find_last(text, text[-count * TOKEN_BYTES :], size - 1)
-            if place >= 0:
-                return place
-    return -1
+    if size <= SHORT_RUN:
+        return -1
+    place = find_last(text, text[-SHORT_RUN * TOKEN_BYTES :], size - 1)
+    if place < LONG_RUN:
+        return place
+    longer = find_last(text, text[-LONG_RUN * TOKEN_BYTES :], place)
+    return place if longer < 0 else longer
