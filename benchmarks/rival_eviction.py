@@ -10,7 +10,8 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from radixserve.cache.radix.eviction import POLICIES, EvictionOrder, PathUse, RankedEviction
+from radixserve.cache.radix.eviction import POLICIES, EvictionOrder, PathUse
+from radixserve.cache.radix.eviction_policies import RankedEviction
 from radixserve.cache.radix.node import Node
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-WINDOW_S = 60.0
+RECENT_S = 60.0
 _STEP_S = 1.0  # between two readings, and how much of the window may be missed
 
 
@@ -56,7 +56,7 @@ class RecentCounts:
         self._forget(now)
         present = self._counters()
         before = self._readings[0][1] if self._readings else present
-        seconds = min(WINDOW_S, now - self._made_at)
+        seconds = min(RECENT_S, now - self._made_at)
         gained: dict[str, float] = {"seconds": seconds}
         for name, value in present.items():
             gained[name] = value - before[name]
@@ -66,7 +66,7 @@ class RecentCounts:
     def _forget(self, now: float) -> None:
         """Drop readings from before the window. Counters did not change between the end of a
         reading's second and the next reading."""
-        while self._readings and self._readings[0][0] < now - WINDOW_S:
+        while self._readings and self._readings[0][0] < now - RECENT_S:
             self._readings.popleft()
 
 

@@ -12,6 +12,35 @@ from radixserve.cache.radix.node import Node, path
 from radixserve.cache.sequence import ReturnEstimate
 
 
+class _Recency(LRU):
+    """LRU that does not use the nodes' `policy_key`."""
+
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages)
+        self._ticks: dict[Node, int] = {}
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._ticks
+
+    def add(self, node: Node) -> None:
+        tick = self._ticks[node] = self._next
+        self._next = tick + 1
+        self._nodes[tick] = node
+
+    def discard(self, node: Node) -> None:
+        tick = self._ticks.pop(node, 0)
+        if tick:
+            del self._nodes[tick]
+            if tick == self._oldest:
+                self._oldest = tick + 1
+
+    def pop(self, num_pages: int) -> Node | None:
+        node = super().pop(num_pages)
+        if node is not None and len(node.pages) <= num_pages:
+            del self._ticks[node]
+        return node
+
+
 class ExpectedReturn(EvictionOrder):
     """LRU, except that paths of sessions with regular think times are ordered by their next use.
     The scheduler estimates when a released path is used again. Two queues, evicted in this order:
@@ -22,17 +51,18 @@ class ExpectedReturn(EvictionOrder):
         regular   the one that returns last first: sessions that come round in turn do not push
                   each other out, as they do under LRU
 
-    A node's estimate joins those of all nodes below it: their earliest `return_at` and their latest
-    `late_at`. So no node is evicted before one below it. A node with an expected return costs
-    O(log nodes), when the order is next read.
+    A node's `policy_key` is its `ReturnEstimate`, None if unknown. It joins those of all nodes
+    below: their earliest `return_at` and their latest `late_at`. So no node is evicted before one
+    below it. A node with an expected return costs O(log nodes), when the order is next read.
     """
 
+    initial_key: ReturnEstimate | None = None
     tracks_returns = True
 
     def __init__(self, num_pages: int) -> None:
         super().__init__(num_pages)
         self.clock: Callable[[], float] = time.monotonic  # that of the returns
-        self._recency = LRU(num_pages)
+        self._recency = _Recency(num_pages)
         self._regular: SortedDict = SortedDict()  # (-return time, tick) -> node
         self._by_late_at: SortedDict = SortedDict()  # (late time, tick) -> node, the same nodes
         self._keys: dict[Node, tuple[float, float, int]] = {}  # return time, late time, tick
@@ -40,7 +70,7 @@ class ExpectedReturn(EvictionOrder):
         self._tick = 0
 
     def add(self, node: Node) -> None:
-        expected = node.expected
+        expected = node.policy_key
         if expected is None or not expected.is_regular:
             self._recency.add(node)
             return
@@ -86,6 +116,10 @@ class ExpectedReturn(EvictionOrder):
 
     # -- returns ------------------------------------------------------------------------------
 
+    def expected_return(self, node: Node) -> ReturnEstimate | None:
+        expected: ReturnEstimate | None = node.policy_key
+        return expected
+
     def note_release(self, node: Node, expected: ReturnEstimate | None) -> None:
         """Set the estimates of the locked path to `node`, which is about to be released.
         `expected`: when it is used again; None: unknown. O(depth)."""
@@ -93,25 +127,25 @@ class ExpectedReturn(EvictionOrder):
         for ancestor in path(node):
             num_others = len(ancestor.children) - (child is not None)
             if num_others or ancestor.lock_ref > 1:
-                below = join_returns(ancestor.expected, below)
-            ancestor.expected = below
+                below = join_returns(ancestor.policy_key, below)
+            ancestor.policy_key = below
             child = ancestor
 
     def expect(self, node: Node, expected: ReturnEstimate) -> None:
         """Join `expected` into the estimates of the path to `node`. It changes the order of a
         locked node once that is released. O(depth)."""
         for ancestor in path(node):
-            is_here = ancestor in self._keys or self._recency.has(ancestor)
+            is_here = ancestor in self._keys or ancestor in self._recency
             if is_here:
                 self.discard(ancestor)
-            ancestor.expected = join_returns(ancestor.expected, expected)
+            ancestor.policy_key = join_returns(ancestor.policy_key, expected)
             if is_here:
                 self.add(ancestor)
 
     def adopt(self, wait_s: float, late_s: float, probability: float, is_regular: bool) -> None:
         """Set this estimate for all paths without one. O(nodes): to be called once."""
         for node in list(self._recency.queues()[0]):  # children before their parents
-            if node.expected is None:
+            if node.policy_key is None:
                 return_at, late_at = node.last_use + wait_s, node.last_use + late_s
                 self.expect(
                     node, ReturnEstimate(return_at, wait_s, late_at, probability, is_regular)

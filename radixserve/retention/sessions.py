@@ -23,7 +23,7 @@ with, see `on_prompt`: the session no longer reaches them, and what nobody else 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any, Self
 
@@ -282,6 +282,9 @@ class SessionRetention(RetentionPolicy):
     def adopt(self, wait_s: float, late_s: float, probability: float, is_regular: bool) -> None:
         self._policy.adopt(wait_s, late_s, probability, is_regular)
 
+    def expected_return(self, node: Node) -> ReturnEstimate | None:
+        return None if node in self._closed else self._policy.expected_return(node)
+
     def on_resized(self, node: Node) -> None:
         self._policy.on_resized(node)
 
@@ -528,11 +531,6 @@ class SessionRetention(RetentionPolicy):
             "pages_leased": self.num_leased_pages,
             "pages_closed": self.num_closed_pages,
         }
-
-    @property
-    def closed_nodes(self) -> Collection[Node]:
-        """Unlocked nodes that only closed sessions reached."""
-        return self._closed
 
     @property
     def num_closed_pages(self) -> int:

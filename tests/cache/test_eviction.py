@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from radixserve.cache import RadixCache, ReturnEstimate
-from radixserve.cache.radix.eviction import ARC, POLICIES, EvictionOrder, policy_class
+from radixserve.cache.radix.eviction import POLICIES, EvictionOrder, policy_class
+from radixserve.cache.radix.eviction_policies import ARC
 from radixserve.cache.radix.node import Node
 from radixserve.config import EVICTION_POLICIES
 from radixserve.errors import InvalidRequest, OutOfPages

@@ -10,7 +10,7 @@ import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.cache.namespace import Namespace
-from radixserve.cache.sequence import NamespaceEntry, ReturnEstimate
+from radixserve.cache.sequence import NamespaceEntry
 from radixserve.cache.tokens import TOKEN_BYTES, as_view
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ class Node:
 
     __slots__ = (
         "children",
-        "expected",
         "first_token_index",
         "key",
         "last_use",
@@ -71,10 +70,9 @@ class Node:
         self.pages = pages
         self.node_id = node_id  # never used again; the root's is its namespace's text
         self.lock_ref = 0  # sequences that end in this node + locked children
-        self.policy_key = 0  # set by the eviction policy
+        self.policy_key: Any = 0  # set by the eviction policy
         self.last_use = 0.0  # the tree's `now` when its last lock was released
         self.retention: Any = None  # of the `RetentionPolicy`, if it knows the node
-        self.expected: ReturnEstimate | None = None  # its next use; see `ExpectedReturn`
         self.children = NO_CHILDREN
         # see child_index; None while a scan of all children is faster
         self.first_token_index: dict[bytes, list[bytes] | SortedList] | None = None

@@ -420,11 +420,10 @@ class RadixCache(PrefixCache):
 
     def victims(self) -> Iterator[tuple[int, ReturnEstimate | None]]:
         """See `PrefixCache.victims`."""
-        tree = self._tree
-        closed = () if tree.retention is None else tree.retention.closed_nodes
-        for node, _ in tree.order.preview():
+        order = self._tree.order
+        for node, _ in order.preview():
             if not node.namespace.is_dead:
-                yield len(node.pages), None if node in closed else node.expected
+                yield len(node.pages), order.expected_return(node)
 
     # -- hints --------------------------------------------------------------------------------
 

@@ -205,7 +205,6 @@ class RadixTree:
         node.key = bytes(node.tokens[: self._key_bytes])
         self._link(upper, node)
         upper.policy_key, upper.last_use = node.policy_key, node.last_use
-        upper.expected = node.expected
         if node.retention is not None and self.retention is not None:
             self.retention.on_split(upper, node)
         if node.lock_ref:

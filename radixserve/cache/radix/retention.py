@@ -8,7 +8,7 @@ object of the policy; tree and sequences only hand it on.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from typing import Any
 
@@ -99,11 +99,6 @@ class RetentionPolicy(EvictionOrder):
     @abstractmethod
     def num_retained_pages(self) -> int:
         """See `PrefixCache.num_retained`."""
-
-    @property
-    @abstractmethod
-    def closed_nodes(self) -> Collection[Node]:
-        """Unlocked nodes that are evicted before all others."""
 
     @abstractmethod
     def refresh(self) -> None:
