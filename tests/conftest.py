@@ -1,6 +1,7 @@
 """Settings of the whole test run. Imports nothing heavy: the cache is tested without torch."""
 
 import os
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,6 +12,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Triton's interpreter multiplies with numpy. On some processors (Zen 5) OpenBLAS has products in
 # which a row's bits depend on the rows beside it; those for AVX have not.
 os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
+# Hundreds of processes import the package: each would compile it again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it; commands print as into a pipe
 
 # The same examples in every run, however slow the machine is; new ones are for long runs.
