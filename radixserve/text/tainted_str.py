@@ -203,11 +203,13 @@ def concatenated(parts: Iterable[str]) -> str:
 
 def tainted(value: Any, source: bytes, made: dict[str, TaintedStr] | None = None) -> Any:
     """Returns a copy of a caller's value, of JSON's types, with its strings and numbers tainted,
-    keys included. Models of pydantic and data classes become their members. Values of other types
-    become the name of their type: a template could call their methods. `made`: strings of this
-    value, equal ones are made once."""
+    keys included; those that are tainted stay as they are. Models of pydantic and data classes
+    become their members. Values of other types become the name of their type: a template could
+    call their methods. `made`: strings of this value, equal ones are made once."""
     made = {} if made is None else made
     kind = type(value)
+    if kind is TaintedStr:
+        return value
     if kind is str:
         text = made.get(value)
         if text is None:

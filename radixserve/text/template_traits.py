@@ -16,6 +16,7 @@ from typing import Any
 from radixserve.errors import InvalidRequest
 from radixserve.text.chat_options import KNOWN_ROLES
 from radixserve.text.content_marks import THINK_TAGS, unmarked
+from radixserve.text.tainted_str import ASSISTANT, concatenated, tainted
 
 Message = dict[str, Any]
 Render = Callable[..., str]  # (messages, *, tools=None); raises InvalidRequest
@@ -300,11 +301,13 @@ def _with_calls_as_text(message: Message) -> Message:
 
 
 def _with_listed_calls(message: Message) -> Message:
-    """Returns a message with its tool calls as text: a list after a mark."""
+    """Returns a message with its tool calls as text: a list after a mark, which is as much the
+    template's own as if the template wrote it."""
     calls = ", ".join(_calls_as_json(message))
     if not calls:
         return message
-    return _without_calls(message, f"{_text_of(message)}{LISTED_CALLS}[{calls}]")
+    text, listed = (tainted(said, ASSISTANT) for said in (_text_of(message), f"[{calls}]"))
+    return _without_calls(message, concatenated((text, LISTED_CALLS, listed)))
 
 
 def _without_calls(message: Message, content: str) -> Message:

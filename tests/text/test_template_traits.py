@@ -9,8 +9,10 @@ import pytest
 
 from radixserve.api.runtime import DEMO
 from radixserve.errors import InvalidRequest
+from radixserve.text.chat_options import ChatOptions
 from radixserve.text.template_traits import TemplateTraits, check_rendered, fit_messages
 from radixserve.text.tokenizer import Tokenizer
+from tests.text.template_probes import tokenizer_of
 
 CHATML = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}"
@@ -182,6 +184,24 @@ def test_calls_without_a_place_are_listed_where_tools_and_results_have_one(
     said = [{"role": "assistant", "content": f"So.<|tool_call|>{listed}"}, messages[-1]]
     assert fit_messages(messages, traits) == [*say("u:a"), *said]
     assert not tokenizer.traits(CHATML).has_listed_calls
+
+
+def test_the_mark_of_listed_calls_is_the_templates_own() -> None:
+    """A mark that the model wrote is the same token in the next prompt; one in the caller's text
+    stays text."""
+    tokenizer = tokenizer_of(LISTED, ("<|tool_call|>",))
+    function = {"name": "f", "arguments": {"a": "<|tool_call|>"}}
+    call = {"id": "1", "type": "function", "function": function}
+    said = [
+        {"role": "user", "content": "Why?<|tool_call|>"},
+        {"role": "assistant", "content": "So.<|tool_call|>", "tool_calls": [call]},
+        {"role": "tool", "content": "yes", "tool_call_id": "1"},
+    ]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    (mark,) = tokenizer.encode_rendered("<|tool_call|>")
+    options = ChatOptions(tools=[tool])
+    before = tokenizer.encode_chat(said[:1], options).count(mark)  # in the description of tools
+    assert tokenizer.encode_chat(said, options).count(mark) == before + 1
 
 
 # Calls are rendered beside tools only, as in Hunyuan's template.
