@@ -19,7 +19,7 @@ from radixserve_kernels.cpu_attention import (
     kv_type,
 )
 from radixserve_kernels.cpu_experts import PackedExperts
-from radixserve_kernels.cpu_library import address, brief_calls, cpu_library, finalize, is_bf16
+from radixserve_kernels.cpu_library import address, cpu_library, finalize, is_bf16
 from radixserve_kernels.cpu_recurrent import CompiledStates
 from radixserve_kernels.cpu_weights import PackedWeight, WeightRecord
 from radixserve_kernels.decoder_layer import (
@@ -214,7 +214,7 @@ class FusedDecoder:
         step.window_slots = address(window_slots)
         step.window_page_ids = None if window_page_ids is None else window_page_ids.ctypes.data
         step.states = None if states is None else ctypes.addressof(states.record)
-        brief_calls(self._library).radixserve_set_threads(torch.get_num_threads())
+        self._library.brief.radixserve_set_threads(torch.get_num_threads())
         plan, kv = attention
         if kv is not self._checked_kv:
             self._check_heads(kv)

@@ -68,12 +68,22 @@ class CpuLibraryError(Exception):
     """The CPU kernels are unavailable, for the reason in the message."""
 
 
+class CpuLibrary(ctypes.CDLL):
+    """The functions of a compiled library; `brief`: the same for calls of some microseconds.
+
+    Those keep Python's lock: a thread that gives it up to a busy one waits for a whole switch
+    interval to get it back.
+    """
+
+    brief: ctypes.PyDLL
+
+
 _loading = threading.Lock()
-loaded: dict[torch.dtype | str, ctypes.CDLL] = {}  # in that order
+loaded: dict[torch.dtype | str, CpuLibrary] = {}  # in that order
 readings: list[Reading] = []  # of the loaded library of 8- and 4-bit weights
 
 
-def cpu_library(dtype: torch.dtype | None = None) -> ctypes.CDLL:
+def cpu_library(dtype: torch.dtype | None = None) -> CpuLibrary:
     """Load the library of a number type, compiling it if needed, which takes five to ten seconds.
 
     dtype None loads any library, for functions that do not depend on the type. A failure is
@@ -86,13 +96,7 @@ def cpu_library(dtype: torch.dtype | None = None) -> ctypes.CDLL:
     return loaded[dtype] if dtype in loaded else _require(dtype or torch.float32)
 
 
-def brief_calls(library: ctypes.CDLL) -> Any:
-    """The functions of a library for calls of some microseconds: they keep Python's lock. A thread
-    that gives it up to a busy one waits for a whole switch interval to get it back."""
-    return library.brief
-
-
-def forms_library() -> ctypes.CDLL:
+def forms_library() -> CpuLibrary:
     """The library of 8- and 4-bit weights, see `cpu_library`; the others use it from then on."""
     return _require(FORMS)
 
@@ -109,7 +113,7 @@ def forget() -> None:
     readings.clear()
 
 
-def _require(part: torch.dtype | str) -> ctypes.CDLL:
+def _require(part: torch.dtype | str) -> CpuLibrary:
     with _loading:
         result = load(part)
         if isinstance(result, str):
@@ -124,7 +128,7 @@ def _require(part: torch.dtype | str) -> ctypes.CDLL:
 
 
 @functools.cache
-def load(part: torch.dtype | str) -> ctypes.CDLL | str:
+def load(part: torch.dtype | str) -> CpuLibrary | str:
     """Load the library of a number type or FORMS; the reason as text if that fails."""
     try:
         compiler, flags = find_compiler(), compiler_flags()
@@ -134,7 +138,7 @@ def load(part: torch.dtype | str) -> ctypes.CDLL | str:
             sources = ("library.cpp", "attention.cpp", "tiles_f32.cpp")
         folder, name = cache_folder(), f"cpu-{_fingerprint(compiler, (*flags, *sources))}"
         path = find_compiled(folder, name) or _compile([*compiler, *flags], sources, folder, name)
-        library = ctypes.CDLL(str(path))
+        library = CpuLibrary(str(path))
     except (CompilerError, CpuLibraryError) as reason:
         return str(reason)
     except OSError as error:
@@ -310,9 +314,9 @@ _FORMS_INTERFACE = {  # of cpu/forms.cpp
 }
 
 
-def _declare(library: ctypes.CDLL, interface: dict[str, tuple[Any, tuple[Any, ...]]]) -> None:
+def _declare(library: CpuLibrary, interface: dict[str, tuple[Any, tuple[Any, ...]]]) -> None:
     """Set the argument types of a library's functions. Those that need memory raise MemoryError."""
-    library.brief = brief = ctypes.PyDLL(library._name, handle=library._handle)  # type: ignore[attr-defined]
+    library.brief = brief = ctypes.PyDLL(library._name, handle=library._handle)
     for name, (result, arguments) in interface.items():
         for kind in (library, brief):
             function = getattr(kind, f"radixserve_{name}")

@@ -16,7 +16,6 @@ from torch import Tensor
 from radixserve_kernels.cpu_library import (
     DTYPE_FLAGS,
     CpuLibraryError,
-    brief_calls,
     cpu_library,
     readings,
 )
@@ -108,7 +107,7 @@ def copy_allowed(logits: Tensor, bitmask: NDArray[np.int32], mask_of: NDArray[np
 def _library(logits: Tensor) -> Any:
     """The compiled functions; of few logits, those that keep Python's lock."""
     library = cpu_library()
-    return brief_calls(library) if logits.numel() <= _BRIEF_LOGITS else library
+    return library.brief if logits.numel() <= _BRIEF_LOGITS else library
 
 
 def _with_masks(
