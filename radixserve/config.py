@@ -84,7 +84,7 @@ class EngineSettings(TypedDict, total=False):
     max_wait_s: float | None
     tenant_weights: Mapping[str, float] | None
     admission: AdmissionRule
-    max_draft_tokens: int | None
+    max_draft_tokens: int
     attention_backend: AttentionBackendName
     cuda_graphs: bool
     overlap: bool
@@ -326,7 +326,7 @@ class SchedulerSettings(SettingsGroup):
     max_wait_s: float | None = None
     tenant_weights: Mapping[str, float] | None = field(default=None, hash=False)
     admission: AdmissionRule = "greedy"
-    max_draft_tokens: int | None = 0
+    max_draft_tokens: int = 0
 
     def _check(self) -> None:
         self._check_ints(

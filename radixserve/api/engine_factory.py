@@ -10,7 +10,7 @@ from radixserve.admission_policies import make_admission
 from radixserve.cache import HashBlockCache, PrefixCache, RadixCache
 from radixserve.cache_layers import RecurrentLayers, WindowedLayers
 from radixserve.config import EngineConfig
-from radixserve.drafts.extension import DraftExtension, num_draft_tokens
+from radixserve.drafts.extension import DraftExtension
 from radixserve.engine.engine import Engine
 from radixserve.engine.trace_recorder import TraceRecorder
 from radixserve.errors import InvalidRequest
@@ -98,8 +98,7 @@ def _extend(engine: Engine, config: EngineConfig) -> None:
         main = open_connector(engine, config)
         engine.extend(main)
     engine.extend(SavedCaches(engine, config, main))
-    most_drafts = num_draft_tokens(config.max_draft_tokens, engine.runner)
-    engine.extend(DraftExtension(engine, most_drafts))
+    engine.extend(DraftExtension(engine, config.max_draft_tokens))
     if config.kv_events is not None:
         _publish_events(engine, config, config.kv_events)
 

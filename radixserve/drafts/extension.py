@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from radixserve.cache import PrefixCache, RadixCache
 from radixserve.drafts.drafter import Drafts
@@ -11,11 +11,6 @@ from radixserve.drafts.source import DraftSource
 from radixserve.engine.engine import Engine
 from radixserve.engine.extension import EngineExtension
 from radixserve.engine.messages import EngineMessage
-
-if TYPE_CHECKING:
-    from radixserve.runner.base import ModelRunner
-
-NUM_DRAFT_TOKENS = 32  # most of a row, by default
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +42,6 @@ class DraftExtension(EngineExtension):
 
     def stats(self) -> dict[str, Any]:
         return self._drafts.stats()
-
-
-def num_draft_tokens(wanted: int | None, runner: ModelRunner) -> int:
-    """Returns the most drafts of a row: as the settings say; by default NUM_DRAFT_TOKENS on a CPU
-    where answers are exact, since drafts change none there, and 0 elsewhere."""
-    if wanted is not None:
-        return wanted
-    resolved = runner.resolved_config
-    return NUM_DRAFT_TOKENS if resolved.device == "cpu" and not resolved.inexact else 0
 
 
 def default_sources(cache: PrefixCache) -> list[DraftSource]:
