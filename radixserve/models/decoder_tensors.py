@@ -257,7 +257,7 @@ def _rounded_scale(shape: DecoderShape, dtype: torch.dtype) -> DecoderShape:
 def _rotary_tables(
     source: ModelSource, shape: DecoderShape, device: torch.device
 ) -> tuple[RotaryTable, ...]:
-    """One for each of shape.ropes; none on the device "meta"."""
+    """One for each of shape.ropes."""
     factors, tables = source.rope_factors(), []
     for number, rope in enumerate(shape.ropes):
         _, head_dim = shape.heads[shape.rotary.index(number)]
@@ -265,8 +265,7 @@ def _rotary_tables(
         inv_freq, scaling = rope_frequencies(source.config, rotary_dim, rope)
         if factors is not None and rope.get("rope_type") != "proportional":
             inv_freq = inv_freq / factors
-        if device.type != "meta":
-            tables.append(RotaryTable(inv_freq.to(device), scaling, head_dim))
+        tables.append(RotaryTable(inv_freq.to(device), scaling, head_dim))
     return tuple(tables)
 
 

@@ -29,13 +29,17 @@ class RotaryTable:
         """
         self._inv_freq, self._scaling = inv_freq, scaling
         self._num_unrotated = 0 if head_dim is None else head_dim // 2 - len(inv_freq)
-        self._rows = self._make(FIRST_POSITIONS)
+        self._rows: Tensor | None = (
+            None  # made when they are needed: none for a model's shapes alone
+        )
 
     def up_to(self, end: int) -> Tensor:
         """[n >= end, 1, D/2] of positions 0, 1, 2 ..."""
-        if end > len(self._rows):
-            self._rows = self._make(max(end, 2 * len(self._rows)))
-        return self._rows
+        rows = self._rows
+        if rows is None or end > len(rows):
+            size = FIRST_POSITIONS if rows is None else 2 * len(rows)
+            self._rows = rows = self._make(max(end, size))
+        return rows
 
     def cos_sin(self, num_positions: int) -> Tensor:
         """[n, D] float32 of positions 0 to n - 1: the cosines of the D/2 pairs, then the sines."""
