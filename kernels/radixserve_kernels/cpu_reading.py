@@ -18,7 +18,7 @@ import numpy as np
 
 WAYS = ("near", "far", "plain")  # as cpu/quantized.h numbers them
 _NUM_BYTES = 128 << 20  # that are read: more than most caches hold
-_NUM_ROUNDS = 3
+_NUM_ROUNDS = 5
 _LEAST_GAIN = 0.95  # of the time of "near", which another way must not exceed
 _INT8, _INT4_FLOAT = 1, 3  # as cpu/forms.h numbers them
 
