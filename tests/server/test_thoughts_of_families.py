@@ -52,8 +52,8 @@ FAMILIES = {
         ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>"],
         "<|channel>thought\n{{ message.reasoning_content }}\n<channel|>",
         "<|tool_call>call:{{ call.function.name }}{% raw %}{{% endraw %}"
-        "{%- for key, value in call.function.arguments | dictsort %}{{ key }}:{{ value }},"
-        "{%- endfor %}}<tool_call|>",
+        "{%- for key, value in call.function.arguments | dictsort %}{{ key }}:{{ value }}"
+        "{{ ',' if not loop.last }}{%- endfor %}}<tool_call|>",
         ("gemma4", "gemma4"),
     ),
     "ministral": Family(

@@ -139,9 +139,9 @@ def _reads_calls(style: str, tokenizer: Tokenizer) -> bool:
     traits = tokenizer.traits()
     if traits.has_listed_calls:
         return True  # the server writes these calls, not the template
-    arguments = {"city": "Lima"}
-    city = {"type": "string", "description": "-"}
-    schema = {"type": "object", "properties": {"city": city}}
+    arguments = {"days": 3}
+    days = {"type": "integer", "description": "-"}
+    schema = {"type": "object", "properties": {"days": days}}
     function = {"name": _PROBE, "description": "-", "parameters": schema}
     config = OutputParserConfig(
         calls=partial(STYLES[style].make, [function]), hidden=STYLES[style].around
