@@ -87,8 +87,16 @@ def test_a_coded_body_is_decoded(
             gzip.compress(b'{"prompt": "a"}', mtime=0)[:-3],
             "the body ends before the end of its gzip",
         ),
-        ("gzip", gzip.compress(b'{"a": 1}', mtime=0) * 2, "the body goes on after the end of its gzip"),
-        ("gzip", gzip.compress(b'{"a": 1}', mtime=0) + b"x", "the body goes on after the end of its gzip"),
+        (
+            "gzip",
+            gzip.compress(b'{"a": 1}', mtime=0) * 2,
+            "the body goes on after the end of its gzip",
+        ),
+        (
+            "gzip",
+            gzip.compress(b'{"a": 1}', mtime=0) + b"x",
+            "the body goes on after the end of its gzip",
+        ),
         ("deflate", b"\xff\xff\xff", "the body is not valid deflate"),
         ("deflate", raw_deflate(b"{}" * 99)[:-2], "the body ends before the end of its deflate"),
         ("gzip", gzip.compress(b'{"a": ', mtime=0), "not valid JSON"),
