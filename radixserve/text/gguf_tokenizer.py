@@ -8,7 +8,7 @@ models' own tokenizers, as llama.cpp names them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from radixserve.errors import InvalidRequest, ModelNotSupported, RadixServeError
 from radixserve.gguf_file import GgufFile
@@ -163,7 +163,7 @@ def _merges_of(fields: dict[str, Any], tokens: Iterable[str]) -> list[tuple[str,
     merges = fields.pop("merges", ())
     pairs = [tuple(merge.split(" ")) for merge in merges]
     if all(len(pair) == 2 and pair[0] for pair in pairs):
-        return pairs  # type: ignore[return-value]  # no part has a space
+        return cast(list[tuple[str, str]], pairs)  # no part has a space
     own = {token: token for token in tokens}  # a merge's parts are not kept a second time
     cuts = ((merge, merge.index(" ", 1)) for merge in merges)
     parts = ((merge[:cut], merge[cut + 1 :]) for merge, cut in cuts)
