@@ -1,14 +1,15 @@
 """`PricedAdmission`: holds a request while starting it costs more than it gains.
 
 The price is the time to compute the K/V again that the request would evict; the gain is the time
-that its room would otherwise stay unused. Both are in seconds. See docs/scheduling.md for the
-derivation.
+that its room would otherwise stay unused. Both are in seconds. See docs/priced-admission.md for
+the derivation.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from sortedcontainers import SortedDict
 
@@ -21,6 +22,15 @@ from radixserve.scheduler.request_state import RequestState
 _MAX_BACKLOGS = 16.0  # that a request waits: the time that all waiting requests take to compute
 _HELD_BY_WORK = 3  # held requests after which a pass goes on in the plain order
 _MARGIN = 1.4  # by which a gain exceeds the price, and by which it may fall short for the oldest
+
+
+class Victims(NamedTuple):
+    """The pages that a request would take: free ones, and those of sessions that come back."""
+
+    pages_found: float
+    expected_lost_pages: float  # of victims, by their probability to come back
+    victim_pages: float
+    think_seconds: float  # until the victims' returns, times their pages
 
 
 class HeldOrder(QueueOrder):
@@ -37,8 +47,8 @@ class HeldOrder(QueueOrder):
         self._order = make_order(schedule_policy)
         self._by_age: SortedDict = SortedDict()  # priority and age of the session -> request
         self._by_work = SortedOrder(_work_key) if schedule_policy == "lpm" else None
-        self._was_held = False  # whether the last pass held a request
-        self._num_held = 0  # requests that this pass has held
+        self._held_in_last_pass = False  # whether the last pass held a request
+        self._held_in_this_pass = 0  # requests that this pass has held
         self.oldest: RequestState | None = None  # given for the age of its session, in this scan
 
     def add(self, state: RequestState) -> None:
@@ -60,12 +70,12 @@ class HeldOrder(QueueOrder):
 
     def scan(self, *, is_short: bool) -> Iterator[RequestState]:
         self.oldest = None
-        while self._was_held and self.oldest is None and self._by_age:
+        while self._held_in_last_pass and self.oldest is None and self._by_age:
             self.oldest = oldest = self._by_age.peekitem(0)[1]
             yield oldest  # `note_admitted` clears it
         if is_short and self._by_work is not None:
             for state in self._by_work.scan():
-                if self._num_held >= _HELD_BY_WORK:
+                if self._held_in_this_pass >= _HELD_BY_WORK:
                     break
                 yield state
             else:
@@ -76,17 +86,17 @@ class HeldOrder(QueueOrder):
         return len(self._order)
 
     def begin_pass(self) -> None:
-        self._was_held, self._num_held = self._num_held > 0, 0
+        self._held_in_last_pass, self._held_in_this_pass = self._held_in_this_pass > 0, 0
 
     def note_held(self) -> None:
-        self._num_held += 1
+        self._held_in_this_pass += 1
 
     def note_admitted(self, state: RequestState) -> None:
         if state is self.oldest:
             self.oldest = None
 
     def restart(self) -> None:
-        self._was_held, self._num_held = False, 0
+        self._held_in_last_pass, self._held_in_this_pass = False, 0
 
     def check(self, num_requests: int) -> None:
         for order in (self._order, self._by_age, self._by_work):
@@ -187,51 +197,81 @@ class PricedAdmission(AdmissionPolicy):
     def is_worth(self, state: RequestState, *, is_oldest: bool = False) -> bool:
         """Whether the gain exceeds the price. `is_oldest`: the request is that of the oldest
         waiting session."""
+        size, cached_len = self._cache.page_size, state.prefix_watch.cached_len
+        num_tokens = state.tokens.size - cached_len + self.returns.expected_output(state)
+        wanted = -(-num_tokens // size)
+        reserved = self._reserved_pages(wanted)
+        if self._cache.num_free >= reserved + wanted:
+            return True
+        victims = self._find_victims(wanted, reserved)
+        own_len = cached_len
+        if victims.expected_lost_pages:
+            # others lose K/V now: the request loses what is not locked, if it waits
+            own_len -= state.prefix_watch.locked_len
+        victims = self._with_typical(victims, min(wanted, reserved + wanted - victims.pages_found))
+        if victims.expected_lost_pages * size <= own_len:
+            return True  # what it would lose by waiting is more
+        # While the machine prefills, computing again delays others; while not, room saves time.
+        share = self.costs.prefill_share
+        margin = _MARGIN if is_oldest else 1.0 / _MARGIN
+        return self._price(victims) * share <= margin * self._gain(victims) * (1.0 - share)
+
+    def _reserved_pages(self, wanted: int) -> float:
+        """Room for what runs, and for what the sessions that are kept will still add, when a
+        request takes `wanted` pages."""
         if self._growth is None:
             self._growth = sum(map(self._left_to_add, self._running))
-        size, cached_len = self._cache.page_size, state.prefix_watch.cached_len
-        wanted = -(-(state.tokens.size - cached_len + self.returns.expected_output(state)) // size)
-        growth, num_free = self.returns.growth_share, self._cache.num_free
-        # Room for what runs, and for what the sessions that are kept will still add.
-        reserved = -(-self._growth // size) + growth * (self._cache.num_pages - num_free + wanted)
-        if num_free >= reserved + wanted:
-            return True
-        have, lost, seconds, dear = float(num_free), 0.0, 0.0, 0.0
+        num_used = self._cache.num_pages - self._cache.num_free + wanted
+        return -(-self._growth // self._cache.page_size) + self.returns.growth_share * num_used
+
+    def _find_victims(self, wanted: int, reserved: float) -> Victims:
+        """Free pages, then those of victims, until `reserved` and `wanted` pages are found."""
+        growth, needed = self.returns.growth_share, reserved + wanted
+        pages_found, expected_lost_pages = float(self._cache.num_free), 0.0
+        victim_pages, think_seconds = 0.0, 0.0
         for num_pages, expected in self._read_victims():
-            if have >= reserved + wanted:
+            if pages_found >= needed:
                 break
             if expected is None or expected.late_at <= self._now:
-                have += num_pages * (1.0 + growth)  # it does not grow
+                pages_found += num_pages * (1.0 + growth)  # it does not grow
                 continue
             # The part of it that is taken for this request, not for those that run.
-            taken = min(have + num_pages, reserved + wanted) - max(have, reserved)
-            have += num_pages
+            taken = min(pages_found + num_pages, needed) - max(pages_found, reserved)
+            pages_found += num_pages
             if taken > 0:
-                dear += num_pages
-                lost += taken * expected.probability
-                seconds += num_pages * expected.seconds_left(self._now)
-        own_len = cached_len
-        if lost:  # others lose K/V now: the request loses what is not locked, if it waits
-            own_len -= state.prefix_watch.locked_len
-        missing = min(wanted, reserved + wanted - have)
-        if missing > 0:  # the room that others will need: they return as the population does
-            typical = self.returns.typical(self._now)
-            lost += missing * (1.0 if typical is None else typical.probability)
-            dear += missing
-            if typical is not None:
-                seconds += missing * typical.wait_s
-        if lost * size <= own_len:
-            return True  # what it would lose by waiting is more
-        costs, num_running, num_waiting = self.costs, len(self._running), self._num_waiting()
-        price = lost * size * costs.prefill_token_s * (1 + num_running + num_waiting)
-        # A session more among those that fit: all that wait are served so much sooner.
+                victim_pages += num_pages
+                expected_lost_pages += taken * expected.probability
+                think_seconds += num_pages * expected.seconds_left(self._now)
+        return Victims(pages_found, expected_lost_pages, victim_pages, think_seconds)
+
+    def _with_typical(self, victims: Victims, missing: float) -> Victims:
+        """Adds `missing` pages, room that others will need, as those of typical victims: others
+        return as the population does."""
+        if missing <= 0:
+            return victims
+        typical = self.returns.typical(self._now)
+        probability = 1.0 if typical is None else typical.probability
+        wait_s = 0.0 if typical is None else typical.wait_s
+        return Victims(
+            victims.pages_found,
+            victims.expected_lost_pages + missing * probability,
+            victims.victim_pages + missing,
+            victims.think_seconds + missing * wait_s,
+        )
+
+    def _price(self, victims: Victims) -> float:
+        """Seconds that computing the victims' K/V again costs all that run and wait."""
+        num_tokens = victims.expected_lost_pages * self._cache.page_size
+        num_delayed = 1 + len(self._running) + self._num_waiting()
+        return num_tokens * self.costs.prefill_token_s * num_delayed
+
+    def _gain(self, victims: Victims) -> float:
+        """Seconds by which a session more among those that fit serves it and all that wait
+        sooner."""
         num_locked = self._cache.num_pages - self._cache.num_available
-        num_fitting = max(1.0, num_running * self._cache.num_pages / max(num_locked, 1))
-        gain = seconds / dear * (1.0 + num_waiting / num_fitting)
-        # While the machine prefills, computing again delays others; while not, room saves time.
-        share = costs.prefill_share
-        margin = _MARGIN if is_oldest else 1.0 / _MARGIN
-        return price * share <= margin * gain * (1.0 - share)
+        num_fitting = max(1.0, len(self._running) * self._cache.num_pages / max(num_locked, 1))
+        mean_think_s = victims.think_seconds / victims.victim_pages
+        return mean_think_s * (1.0 + self._num_waiting() / num_fitting)
 
     def _left_to_add(self, state: RequestState) -> int:
         """Tokens that a running request will still take room for."""

@@ -103,7 +103,7 @@ class ReturnTimes:
         self._has_names = False  # whether a request has named its session
         # by whether the session is named and whether it was its first turn: turns that were
         # continued, and all whose fate is known
-        self._fates = {
+        self._return_odds = {
             (is_named, is_first): [1.0, 2.0] if is_first else [2.0, 2.2]
             for is_named in (True, False)
             for is_first in (True, False)
@@ -176,7 +176,7 @@ class ReturnTimes:
         Before the first growth is seen it is assumed of sessions that are named, so that the first
         wave leaves them room.
         """
-        continued, known = self._fates[self._has_names, self._turn_growth.value == 0.0]
+        continued, known = self._return_odds[self._has_names, self._turn_growth.value == 0.0]
         if not self._turn_growth.value:
             return _UNKNOWN_GROWTH * continued / known if self._has_names else 0.0
         turns = min(_MAX_TURNS, continued / max(known - continued, 1e-9))
@@ -213,7 +213,7 @@ class ReturnTimes:
 
     def _estimate(self, mean: float, fate_key: tuple[bool, bool], now: float) -> ReturnEstimate:
         deviation = math.sqrt(self._variance)
-        continued, known = self._fates[fate_key]
+        continued, known = self._return_odds[fate_key]
         late_s = 1.25 * math.exp(mean + _LATE * deviation) + 2 * _MIN_S
         # An unusually long pause is better kept in order of recency.
         is_regular = self._are_regular and mean <= self._mean + 1.0
@@ -240,9 +240,9 @@ class ReturnTimes:
         conversation.sum_logs += value
 
     def _note_fate(self, conversation: _Conversation, *, is_continued: bool) -> None:
-        fates = self._fates[conversation.fate_key]
-        fates[0] = fates[0] * _DECAY + is_continued
-        fates[1] = fates[1] * _DECAY + 1.0
+        odds = self._return_odds[conversation.fate_key]
+        odds[0] = odds[0] * _DECAY + is_continued
+        odds[1] = odds[1] * _DECAY + 1.0
 
     def _expire(self, now: float) -> None:
         """Conversations that are late have probably ended: count that. O(1) amortised."""
