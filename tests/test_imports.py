@@ -28,7 +28,13 @@ FLOORS = [
     ["radixserve.cache_layers", "radixserve.retention", "radixserve_kernels"],
     ["radixserve.attention"],
     ["radixserve.scheduler", "radixserve.models", "radixserve.grammar"],
-    ["radixserve.admission_policies", "radixserve.runner", "radixserve.text"],
+    [
+        "radixserve.admission_policies",
+        "radixserve.beams",
+        "radixserve.runner",
+        "radixserve.tenants",
+        "radixserve.text",
+    ],
     ["radixserve.engine"],
     ["radixserve.drafts", "radixserve.hints", "radixserve.kv_events", "radixserve.store"],
     ["radixserve.api"],
@@ -41,11 +47,13 @@ FLOORS = [
 ]
 CONTROL_PLANE = (
     "radixserve.admission_policies",
+    "radixserve.beams",
     "radixserve.cache",
     "radixserve.cache_layers",
     "radixserve.hints",
     "radixserve.retention",
     "radixserve.scheduler",
+    "radixserve.tenants",
     "radixserve.fleet.tree_router",
     "radixserve.fleet.token_index",
     "radixserve.fleet.index_node",
@@ -53,12 +61,14 @@ CONTROL_PLANE = (
 )
 SATELLITES = (
     "admission_policies",
+    "beams",
     "cache_layers",
     "engine.trace_recorder",
     "hints",
     "kv_events",
     "retention",
     "store",
+    "tenants",
 )
 WORKERS = ("radixserve.runner", "radixserve.models", "radixserve.attention", "radixserve_kernels")
 LIGHT = {"numpy", "sortedcontainers"}  # what the control plane may import from elsewhere

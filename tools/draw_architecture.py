@@ -36,6 +36,8 @@ ORDER = (  # from left to right within a layer
         "drafts",
         "engine",
         "admission_policies",
+        "beams",
+        "tenants",
         "hints",
         "scheduler",
         "cache",
@@ -49,6 +51,8 @@ ORDER = (  # from left to right within a layer
 _CONTROL_PLANE = (
     *(
         "admission_policies",
+        "beams",
+        "tenants",
         "hints",
         "scheduler",
         "cache",

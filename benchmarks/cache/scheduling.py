@@ -26,6 +26,7 @@ from radixserve.cache import RadixCache
 from radixserve.request import Request, SamplingParams
 from radixserve.schedule import ModelRunnerOutput, SampleOutput, SchedulerOutput
 from radixserve.scheduler import Scheduler
+from radixserve.tenants import TenantShares
 
 PROMPT = 8_192
 HEAD = 1_024  # tokens that all prompts begin with
@@ -117,7 +118,8 @@ class _Queue:
         assert isinstance(tree, PagedTree)
         self.tree = tree
         self._prompts = prompts
-        self._scheduler = Scheduler(tree.cache, chunked_prefill_size=2 * PROMPT)
+        shares = TenantShares()
+        self._scheduler = Scheduler(tree.cache, chunked_prefill_size=2 * PROMPT, shares=shares)
         self._num_added = 0
         self._running = ""  # its request id
         tree.request(prompts[last][: HEAD + 4 * CHUNK])
@@ -172,6 +174,7 @@ class _Loop:
             max_running_requests=32,
             max_overtake=4_096,
             admission=make_admission(admission),
+            shares=TenantShares(),
             clock=self._clock,
         )
         self._texts = texts

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from radixserve.admission_policies import make_admission
+from radixserve.beams.searches import BeamSearches
 from radixserve.cache import HashBlockCache, PrefixCache, RadixCache
 from radixserve.cache_layers import RecurrentLayers, WindowedLayers
 from radixserve.config import EngineConfig
@@ -19,6 +20,7 @@ from radixserve.hints.hint import HintLimits
 from radixserve.scheduler import Scheduler
 from radixserve.store.connector import open_connector
 from radixserve.store.saved_caches import SavedCaches
+from radixserve.tenants import TenantShares
 
 if TYPE_CHECKING:
     from radixserve.runner.base import ModelRunner
@@ -44,9 +46,10 @@ def make_engine(
         max_overtake=config.max_overtake,
         max_wait_s=config.max_wait_s,
         admission=make_admission(config.admission),
-        tenant_weights=config.tenant_weights,
+        shares=TenantShares(config.tenant_weights),
         clock=clock,
     )
+    scheduler.plug_in(BeamSearches())  # gives up pages before hints do
     engine = Engine(runner, cache, scheduler, overlap=config.overlap)
     try:
         _extend(engine, config)

@@ -88,7 +88,7 @@ class Drafts(Drafter):
     def note_ended(self, state: RequestState) -> None:
         self._odds.pop(state, None)
         self._proposed.pop(state, None)
-        if state.sequence is not None and state.search is None:
+        if state.sequence is not None and state.group is None:
             context = context_of(state)
             for source in tuple(self.sources):
                 self._call(source, partial(source.end, context), None)
@@ -143,7 +143,7 @@ def _may_draft(state: RequestState) -> bool:
     """Whether drafts of a decoding request can be verified."""
     structured = state.request.params.structured_outputs
     jumps = structured is not None and structured.jump_forward
-    return state.num_output > 0 and state.search is None and not jumps
+    return state.num_output > 0 and state.group is None and not jumps
 
 
 def _before_end(token_ids: Sequence[int], state: RequestState) -> Sequence[int]:

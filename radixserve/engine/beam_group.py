@@ -1,7 +1,7 @@
 """`BeamGroup`: a beam search's joint choice of beams, its answers so far and its end.
 
 The rules are those of transformers' beam search, one prompt at a time. It knows numbers and tokens;
-`scheduler/beam_searches.py` keeps the requests that compute the beams.
+`beams/searches.py` keeps the requests that compute the beams.
 """
 
 from __future__ import annotations

@@ -397,7 +397,7 @@ class Engine:
             error = request_failed(message, cause)
             return self.finish(request_id, "error", error)
         if children:
-            self._scheduler.continue_beams(request_id, children)
+            self._scheduler.continue_group(request_id, children)
             return None
         answers = search.answers()
         if not answers:

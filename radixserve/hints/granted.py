@@ -7,7 +7,6 @@ bound both. If a request cannot run otherwise, the oldest pin is unlocked and be
 
 from __future__ import annotations
 
-from collections.abc import Sized
 from dataclasses import replace
 
 from sortedcontainers import SortedDict
@@ -15,8 +14,10 @@ from sortedcontainers import SortedDict
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, CacheSession, PrefixCache
 from radixserve.hints.hint import Hint, HintAnswer, HintLimits, join_answers
+from radixserve.hints.prefetches import Prefetches
 from radixserve.hints.shared_prefixes import CrossNamespacePrefixes, begins_with
 from radixserve.scheduler.extension import SchedulerExtension
+from radixserve.scheduler.request_state import RequestState
 from radixserve.scheduler.sessions import Sessions
 
 MAX_KEPT = 4096  # pins and retains at a time
@@ -54,9 +55,13 @@ class Hints(SchedulerExtension):
     """The granted pins and retains, oldest first, and the shared prefixes."""
 
     def __init__(
-        self, cache: PrefixCache, sessions: Sessions, limits: HintLimits, prefetches: Sized = ()
+        self,
+        cache: PrefixCache,
+        sessions: Sessions,
+        limits: HintLimits,
+        prefetches: Prefetches | None = None,
     ) -> None:
-        """`prefetches`: are counted in `stats`."""
+        """`prefetches`: are counted in `stats`, and end before a pin is unlocked."""
         self._cache = cache
         self._sessions = sessions
         self._prefetches = prefetches
@@ -82,7 +87,7 @@ class Hints(SchedulerExtension):
             "broken_pins": self.num_broken,
             "shared_prefixes": len(self.shared),
             "shared_tokens": self.shared.copied_tokens,
-            "prefetches": len(self._prefetches),
+            "prefetches": 0 if self._prefetches is None else len(self._prefetches),
         }
 
     def held(self, owner: str) -> dict[str, int]:
@@ -276,8 +281,11 @@ class Hints(SchedulerExtension):
     def extend_prefix(self, sequence: CacheSequence, tokens: IntArray) -> int:
         return self.shared.copy_into(sequence, tokens)
 
-    def make_room(self) -> bool:
-        return self.break_pin()
+    def make_room(self, state: RequestState | None) -> bool:
+        """End the running prefetch or else unlock the oldest pin, where no request can continue."""
+        if state is not None:
+            return False
+        return (self._prefetches is not None and self._prefetches.end_running()) or self.break_pin()
 
     # -- the end ------------------------------------------------------------------------------
 

@@ -115,6 +115,14 @@ class Prefetches(EngineExtension):
             scheduler.add(self._running[0])
         self._leave_if_empty()
 
+    def end_running(self) -> bool:
+        """End the running prefetch, for which no caller waits: a request finds no page. What it
+        computed is cached. False where none runs."""
+        running = self._running
+        if running is None:
+            return False
+        return self._scheduler.finish(running[0].request_id, "abort") is not None
+
     def on_outputs(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Returns `outputs` without those of the running prefetch, and notes its end."""
         running = self._running

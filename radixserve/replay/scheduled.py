@@ -28,6 +28,7 @@ from radixserve.replay.trace import Floats, Ints, Trace
 from radixserve.request import Request, SamplingParams
 from radixserve.schedule import ModelRunnerOutput, SampleOutput, SchedulerOutput
 from radixserve.scheduler import Scheduler
+from radixserve.tenants import TenantShares
 
 ORDERS = ("lpm", "fcfs", "dfs-weight")
 
@@ -96,6 +97,7 @@ class Serving:
             max_running_requests=self.max_running_requests,
             max_overtake=self.max_overtake,
             admission=make_admission(self.admission),
+            shares=TenantShares(),
             clock=clock,
         )
 

@@ -18,7 +18,7 @@ from radixserve.schedule import (
     SchedulerOutput,
 )
 from radixserve.scheduler.request_state import RequestState
-from radixserve.scheduler.running_requests import RunningRequests, in_turn
+from radixserve.scheduler.running_requests import RunningRequests
 
 # Tokens of the budget that a token takes beside decode rows if it is scored. Its logits and their
 # sum take about as long as the rest of its pass through a small model.
@@ -51,6 +51,11 @@ class Batch:
         self._copies: list[tuple[int, int, int]] = []
 
     # -- planning -----------------------------------------------------------------------------
+
+    def has_slots(self, running: RunningRequests) -> bool:
+        """Whether it has prefill tokens and a slot left for a waiting request."""
+        num_running = len(running) - self.num_ending_in_flight
+        return self.token_budget > 0 and num_running < running.max_requests
 
     def has(self, state: RequestState) -> bool:
         """Whether the request has a row."""
@@ -188,10 +193,11 @@ class Batch:
     def decides_next(self) -> bool:
         """Whether the next step cannot be planned before this one's output.
 
-        It has beams, which begin, end and share pages by what was sampled, rows with drafts, which
-        sample an unknown number of tokens, or samples by a caller's function. All other sampling
-        depends only on the number of tokens before, penalties on token counts that the runner
-        keeps, and bad words on a last token that the device compares.
+        It has rows of a `RequestGroup`, whose members begin, end and share pages by what was
+        sampled, rows with drafts, which sample an unknown number of tokens, or samples by a
+        caller's function. All other sampling depends only on the number of tokens before, penalties
+        on token counts that the runner keeps, and bad words on a last token that the device
+        compares.
         """
         return any(state.sequence is sequence for state, sequence in self._deciding_rows)
 
@@ -238,7 +244,7 @@ def _sample_spec(state: RequestState, num_placeholders: int = 0) -> SampleSpec:
         banned = tuple(sorted(request.end_ids))
     if request.grammar is not None and state.matcher is None:
         state.matcher = request.grammar.matcher(request.end_ids)
-    is_plain = state.search is None and not min_tokens_pending
+    is_plain = state.group is None and not min_tokens_pending
     is_greedy_only = is_plain and request.params.is_greedy_only
     spec = SampleSpec(
         params=request.params,
@@ -296,7 +302,7 @@ def plan_ahead(
         else:
             prefills.append(state)
     chunks, token_budget = [], batch.token_budget - tokens_to_keep(batch, prefills)
-    for state in in_turn(prefills, token_budget) if running.are_shared else prefills:
+    for state in running.in_turn(prefills, token_budget):
         assert state.sequence is not None
         length = state.sequence.length
         cost = _token_cost(state, has_decodes=bool(sampled or decodes))

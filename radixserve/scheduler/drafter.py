@@ -26,7 +26,7 @@ class Drafter:
 
         The drafts of a request are token ids, one at least. None of them ends the request, and
         with one more token it stays within its `length_limit`. Only requests with an output token
-        have drafts; beams and requests whose grammar jumps forward have none.
+        have drafts; members of a group and requests whose grammar jumps forward have none.
         """
         del decodes
         return {}

@@ -42,13 +42,13 @@ class AdmissionPolicy:
         """Called once, before all others."""
 
     def make_order(self, schedule_policy: str) -> QueueOrder:
-        """Returns a new, empty order of waiting requests, for one tenant. `schedule_policy`: a
+        """Returns a new, empty order of waiting requests, for one queue. `schedule_policy`: a
         field of `EngineConfig`."""
         return make_order(schedule_policy)
 
     def max_wait_s(self, num_tokens: int) -> float:
-        """Returns the seconds after which a waiting request starts at any price, when so many
-        tokens of all waiting requests are to be computed."""
+        """Returns the seconds after which a waiting request is not asked about but starts, when so
+        many tokens of all waiting requests are to be computed."""
         del num_tokens
         return math.inf
 

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from radixserve.arrays import IntArray, IntBuffer
 from radixserve.cache import CacheSequence, CacheSession, Lookup, PrefixWatch
 from radixserve.output import Finish, Metrics, PromptScore, RequestOutput, Usage
 from radixserve.request import Request
 from radixserve.schedule import SampleOutput, SampleSpec
-from radixserve.scheduler.tenants import Tenant
 from radixserve.structured_outputs import Matcher
 
-
-class BeamSearch:
-    """A beam search from one joint step to the next."""
-
-    __slots__ = ("beams", "leader", "samples", "width")
-
-    def __init__(self, leader: RequestState) -> None:
-        assert leader.request.beams is not None
-        self.leader = leader  # carries the times, usage and answers of the search
-        self.width = leader.request.beams.width
-        self.beams = [leader]  # best first
-        self.samples: dict[int, SampleOutput] = {}  # of this step, by the beam's arrival
+_LOOKAHEAD = 8  # tokens for which pages are reserved when another request starts
 
 
 class TargetScores:
@@ -51,7 +41,9 @@ class RequestState:
         "cached_on_arrival",
         "first_token_at",
         "greedy_only_spec",
+        "group",
         "length_limit",
+        "lookahead",
         "lookup",
         "matcher",
         "num_loaded",
@@ -68,12 +60,11 @@ class RequestState:
         "request",
         "request_id",
         "scores",
-        "search",
         "sequence",
         "session",
         "session_arrival",
+        "share",
         "slot",
-        "tenant",
         "tokens",
         "waiters",
     )
@@ -84,11 +75,9 @@ class RequestState:
         arrival: int,
         prefix_watch: PrefixWatch,
         now: float,
-        tenant: Tenant,
         session: CacheSession | None = None,
     ) -> None:
         self.request = request
-        self.tenant = tenant
         self.request_id = request.request_id
         self.arrival = arrival  # 0, 1, 2 ...
         # Preemption order: the largest key (low priority, late arrival) is preempted first.
@@ -105,10 +94,12 @@ class RequestState:
         self.producer: RequestState | None = None  # the producer of tokens it waits for
         self.awaited_len = 0  # number of committed tokens of the producer that it waits for
         self.waiters: list[RequestState] = []  # requests that wait for this one, while it runs
-        self.search: BeamSearch | None = None  # the search of which this is a beam
+        self.group: Any = None  # the `RequestGroup` that takes its samples
+        self.share: Any = None  # of `Shares`: priorities count among requests with the same one
+        self.lookahead = _LOOKAHEAD
         self.lookup: Lookup | None = None  # at the first admission
         self.cached_on_arrival = prefix_watch.cached_len
-        self.num_loaded = 0  # prompt tokens that were loaded from a store for it
+        self.num_loaded = 0  # prompt tokens that were loaded for it while it was held back
         self.num_reused = 0  # prompt tokens that this request never computed
         self.scores = None if request.logprob_targets is None else TargetScores()
         self.matcher: Matcher | None = None  # of its answer, from the first sample on
@@ -213,12 +204,6 @@ class RequestState:
             self.num_reused = min(self.num_reused, cached)
         self.num_prompt_done = max(self.num_prompt_done, cached)
         self.sequence = sequence
-
-    def become_beam(self, search: BeamSearch) -> None:
-        """Join `search`, which has computed the prompt already."""
-        leader, self.search = search.leader, search
-        self.num_reused = self.num_prompt_done = self.num_prompt
-        self.lookup, self.admitted_at = leader.lookup, leader.admitted_at
 
     def note_committed(self, length: int) -> None:
         self.num_prompt_done = max(self.num_prompt_done, min(length, self.num_prompt))

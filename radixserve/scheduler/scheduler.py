@@ -11,10 +11,8 @@ committed. At most one further step may be scheduled after it (`_schedule_ahead`
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from radixserve.cache import CacheSequence, PrefixCache, SnapshotView
@@ -23,26 +21,17 @@ from radixserve.errors import InvalidRequest, OutOfPages, request_failed
 from radixserve.output import Finish, RequestOutput
 from radixserve.request import Request
 from radixserve.schedule import ModelRunnerOutput, SampleOutput, SchedulerOutput
-from radixserve.scheduler.admission import Admission, PageBudget, wake_waiters
+from radixserve.scheduler.admission import Admission, wake_waiters
 from radixserve.scheduler.batch import Batch, plan_ahead
-from radixserve.scheduler.beam_searches import BeamSearches, Child
 from radixserve.scheduler.drafter import Drafter
-from radixserve.scheduler.extension import SchedulerExtension
+from radixserve.scheduler.extension import RequestGroup, SchedulerExtension, SchedulerParts
+from radixserve.scheduler.page_budget import PageBudget
 from radixserve.scheduler.policy import AdmissionPolicy, SchedulerView
-from radixserve.scheduler.request_state import BeamSearch, RequestState
-from radixserve.scheduler.running_requests import RunningRequests, in_turn
+from radixserve.scheduler.request_state import RequestState
 from radixserve.scheduler.sessions import Sessions
-from radixserve.scheduler.stats import (
-    SchedulerStats,
-    check_queues,
-    snapshot_requests,
-)
+from radixserve.scheduler.shares import Shares
+from radixserve.scheduler.stats import SchedulerStats, check_queues
 from radixserve.scheduler.step_costs import StepCosts
-from radixserve.scheduler.tenants import TenantShares
-from radixserve.scheduler.waiting_queue import WaitingQueue
-
-_MAX_HELD = 4  # held requests of a tenant after which a pass skips it: later ones match less
-_MAX_HELD_UNMATCHED = 64  # with policies that do not order by match
 
 
 class Scheduler:
@@ -58,26 +47,26 @@ class Scheduler:
         max_overtake: int = 64,
         max_wait_s: float | None = None,
         admission: AdmissionPolicy | None = None,
-        tenant_weights: Mapping[str, float] | None = None,
+        shares: Shares | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """`admission`: None for greedy. `shares`: None for one queue of all callers."""
         self._cache = cache
         self._chunked_prefill_size = chunked_prefill_size
         self._clock = clock
         self.counts = SchedulerStats()
         self._requests: dict[str, RequestState] = {}
-        self._shares = TenantShares(tenant_weights)
         self.policy = AdmissionPolicy() if admission is None else admission
-        self._waiting = WaitingQueue(
-            cache, policy, max_overtake, max_wait_s, clock, self._shares, self.policy
-        )
-        self._running = RunningRequests(max_running_requests)
-        self._page_budget = PageBudget(cache, self._running, self._waiting, max_running_requests)
+        self._shares = Shares() if shares is None else shares
+        self._running = self._shares.make_running(max_running_requests)
         self._step_costs = StepCosts(clock)
-        self.policy.attach(
-            SchedulerView(cache, self._running, self._waiting.__len__, self._step_costs)
+        # It makes the orders of the waiting queue: first.
+        self.policy.attach(SchedulerView(cache, self._running, self._num_waiting, self._step_costs))
+        self._waiting = self._shares.make_waiting(
+            cache, policy, max_overtake, max_wait_s, clock, self.policy
         )
-        self._measures_steps = False  # where the policy or tenants need it
+        self._page_budget = PageBudget(cache, self._running, self._waiting)
+        self._measures_steps = False  # where the policy or the shares need it
         self.sessions = Sessions(cache, self.policy.note_session_closed)
         self._extensions: list[SchedulerExtension] = []
         self._admission = Admission(
@@ -86,21 +75,26 @@ class Scheduler:
             self._running,
             self._page_budget,
             self._extensions,
-            max_running_requests,
             clock,
-            self._shares,
             self.policy,
-            _MAX_HELD if policy == "lpm" else _MAX_HELD_UNMATCHED,
         )
-        self._beams = BeamSearches(
-            self._requests,
-            self._running,
-            self._waiting,
-            self._requeue,
-            self._page_budget.num_startable,
-            self.counts,
+        self._parts = SchedulerParts(
+            cache=cache,
+            requests=self._requests,
+            running=self._running,
+            waiting=self._waiting,
+            page_budget=self._page_budget,
+            counts=self.counts,
+            costs=self._step_costs,
+            clock=clock,
+            reserve_arrivals=self._reserve_arrivals,
+            requeue=self._requeue,
+            preempt=self._preempt,
+            remove=self._remove,
+            close=self._close,
         )
         self._drafter: Drafter | None = None
+        self._shares.attach(self._parts)
         self._in_flight: list[Batch] = []  # at most two, the older one first
         self._num_arrived = 0
         self._finish_hook: Callable[[CacheSequence, int, int], None] | None = None
@@ -124,8 +118,9 @@ class Scheduler:
             )
 
     def plug_in(self, extension: SchedulerExtension) -> None:
-        """Have the scheduler call `extension` from now on."""
+        """Have the scheduler call `extension` from now on, after those before it."""
         self._extensions.append(extension)
+        extension.attach(self._parts)
 
     def set_drafter(self, drafter: Drafter) -> None:
         """Have `drafter` propose drafts from now on, in place of another one."""
@@ -148,8 +143,8 @@ class Scheduler:
         return num_pages <= self._cache.num_available - self._page_budget.num_outstanding()
 
     def add(self, request: Request, *, queued_at: float | None = None, num_loaded: int = 0) -> None:
-        """Queue a request, and open the session that it names, with the cache's own lease, unless
-        it is open. InvalidRequest if the id is in use or the request could never fit.
+        """Queue a request, and open the session that it names, unless it is open. InvalidRequest if
+        the id is in use or the request could never fit.
 
         queued_at   by `clock`, if it was held back elsewhere before
         num_loaded  tokens of its prompt that were loaded meanwhile
@@ -161,15 +156,21 @@ class Scheduler:
         wanted = request.token_ids[: request.score_start + 1]  # see `RequestState.match_tokens`
         prefix_watch = self._cache.watch(wanted, request.namespace)
         queued_at = self._clock() if queued_at is None else queued_at
-        tenant = self._shares.enter(request.namespace.tenant)
-        state = RequestState(request, self._num_arrived, prefix_watch, queued_at, tenant, session)
+        state = RequestState(request, self._num_arrived, prefix_watch, queued_at, session)
         state.num_loaded = num_loaded
-        self._num_arrived += 1 if request.beams is None else request.beams.width
+        self._num_arrived += 1
         self._requests[request.request_id] = state
+        self._shares.on_arrival(state)
         self.policy.note_arrival(state)
-        if request.beams is not None:
-            self._beams.begin(state)
+        for extension in self._extensions:
+            extension.on_arrival(state)
         self._waiting.add(state, is_returning=False)
+
+    def _num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def _reserve_arrivals(self, count: int) -> None:
+        self._num_arrived += count
 
     def finish(
         self,
@@ -180,14 +181,10 @@ class Scheduler:
     ) -> RequestOutput | None:
         """End a request from outside, for instance at a stop string; None if it has ended.
 
-        All that it holds is freed. `answer_lens`: tokens of each answer of a beam search.
+        All that it holds is freed. `answer_lens`: for its `RequestGroup`, tokens of each answer.
         """
         state = self._requests.get(request_id)
-        if state is None:
-            return None
-        if state.search is not None:
-            return self._end_search(state.search, reason, error, answer_lens)
-        return self._end(state, reason, error)
+        return None if state is None else self._end(state, reason, error, answer_lens)
 
     def fail(self, schedule: SchedulerOutput, error: BaseException) -> list[RequestOutput]:
         """The step failed: end its requests with `error`. Committed tokens stay cached.
@@ -200,7 +197,7 @@ class Scheduler:
 
     def fail_all(self, error: BaseException) -> list[RequestOutput]:
         """End everything with `error`."""
-        requests = self._requests  # the end of a beam ends others
+        requests = self._requests  # the end of one ends its group
         return [
             self._end(requests[request_id], "error", error)
             for request_id in list(requests)
@@ -244,6 +241,8 @@ class Scheduler:
 
     def snapshot(self, view: SnapshotView) -> dict[str, Any]:
         """See `snapshot_requests`."""
+        from radixserve.scheduler.snapshot import snapshot_requests  # loaded when it is used
+
         return snapshot_requests(self._requests, view, self._clock())
 
     def page_tables(self, namespace: str | None = None) -> list[dict[str, Any]]:
@@ -252,7 +251,8 @@ class Scheduler:
 
     def check(self) -> None:
         """Audit the queues; AssertionError names the first broken invariant. O(requests)."""
-        check_queues(self._requests, self._waiting, self._running, self._beams.parked)
+        parked = [arrival for extension in self._extensions for arrival in extension.parked]
+        check_queues(self._requests, self._waiting, self._running, parked)
         for extension in self._extensions:
             extension.check()
 
@@ -269,14 +269,9 @@ class Scheduler:
         for extension in self._extensions:
             if extension.is_due:
                 extension.begin_step()
-        if (starved := self._admission.starved(self.counts.steps)) is not None:
-            self._preempt_for(starved)
-        batch = self._new_batch()
-        if self._beams.parked and self._admission.has_slots(batch):
-            self._beams.unpark_out_of_turn()
-            batch = self._new_batch() if not batch.states else batch
-            self._admission.admit(batch)
-        while not batch.states and self._requests and self._make_room():
+        self._shares.begin_step()
+        batch = self._fill_slots(self._new_batch())
+        while not batch.states and self._requests and self._make_room(None):
             batch = self._new_batch()
         if not batch.states:
             assert not self._requests, "requests are left but none can continue"
@@ -285,12 +280,12 @@ class Scheduler:
 
     def _schedule_ahead(self) -> SchedulerOutput | None:
         assert len(self._in_flight) == 1, "two steps are in flight"
-        if self._admission.starved(self.counts.steps) is not None:
-            return None  # others may have to be preempted
+        if not self._shares.may_schedule_ahead():
+            return None
         if self._drafter is not None and self._drafter.needs_output(len(self._running)):
             return None
         batch = Batch(self.counts.steps, self._step_tokens())
-        keep = self._admission.tokens_to_keep
+        keep = self._shares.tokens_to_keep
         if not plan_ahead(self._in_flight[0], batch, self._running, self._cache, keep):
             return None
         self._admission.admit(batch)
@@ -305,33 +300,30 @@ class Scheduler:
         if self._measures_steps:
             batch.begun_at = self._step_costs.clock()
         schedule = batch.build(self._cache.layers)
-        self._charge(batch, schedule)
+        self._shares.note_dispatched(batch, schedule)
         return schedule
 
-    def _charge(self, batch: Batch, schedule: SchedulerOutput) -> None:
-        """Count the step's tokens as service to the tenants. O(1) with one tenant."""
-        if not self._running.are_shared:
-            num_tokens = schedule.num_prefill_tokens + schedule.num_decode_tokens
-            batch.states[0].tenant.charge(num_tokens)
-            return
-        for state, num_tokens in zip(batch.states, schedule.rows.num_tokens, strict=True):
-            state.tenant.charge(num_tokens)
-
     def _step_tokens(self) -> int:
-        """Prefill tokens that a step may compute. With requests of several tenants, their chunks
-        take no longer than the decode rows: no tenant's prompts hold up another's tokens. Decides
-        whether this step is measured."""
-        self._measures_steps = self.policy.measures_steps
-        if not self._shares.are_shared:
-            return self._chunked_prefill_size
-        self._measures_steps = True
-        return self._step_costs.tokens_beside_decodes(self._chunked_prefill_size)
+        """Prefill tokens that a step may compute. Decides whether this step is measured."""
+        num_tokens = self._shares.step_tokens(self._chunked_prefill_size)
+        self._measures_steps = self.policy.measures_steps or self._shares.measures_steps
+        return num_tokens
 
     def _new_batch(self) -> Batch:
         batch = Batch(self.counts.steps, self._step_tokens())
         self._plan_running(batch)
         if self._waiting.num_tokens:
             self._admission.admit(batch)
+        return batch
+
+    def _fill_slots(self, batch: Batch) -> Batch:
+        """Have pages of parked requests released while the step has slots left. Returns the step
+        with the requests that can start then."""
+        for extension in self._extensions:
+            if extension.parked and batch.has_slots(self._running):
+                extension.fill_slots()
+                batch = self._new_batch() if not batch.states else batch
+                self._admission.admit(batch)
         return batch
 
     def update(self, schedule: SchedulerOutput, output: ModelRunnerOutput) -> list[RequestOutput]:
@@ -370,7 +362,7 @@ class Scheduler:
                     samples.append(sample)
         outputs: list[RequestOutput] = []
         for state, sample in failed:
-            if state.sequence is not None:  # else another row has ended its search
+            if state.sequence is not None:  # else another row has ended its group
                 error = request_failed(str(sample.error), sample.cause)
                 outputs.append(self._end(state, "error", error))
         for state, end, sample in scored:
@@ -445,31 +437,26 @@ class Scheduler:
     def _append_samples(
         self, states: Sequence[RequestState], samples: Sequence[SampleOutput]
     ) -> list[RequestOutput]:
-        """Append sampled tokens. A beam's sample is kept until all beams of its search have one."""
+        """Append sampled tokens, or hand them to the groups of their requests."""
         outputs: list[RequestOutput] = []
-        searches: dict[int, BeamSearch] = {}
+        groups: dict[RequestGroup, None] = {}
         for state, sample in zip(states, samples, strict=True):
-            if (search := state.search) is not None:
-                searches[search.leader.arrival] = search
-                beam_samples = self._beams.note_sample(state, sample)
-                if beam_samples:
-                    leader_id = search.leader.request_id
-                    outputs.append(RequestOutput(leader_id, (), (), (), None, (), beam_samples))
-            elif state.sequence is not None:  # else another row has ended its search
+            if (group := state.group) is not None:
+                groups[group] = None
+                outputs += group.take_sample(state, sample)
+            elif state.sequence is not None:  # else another row has ended its group
                 outputs.append(self._append(state, sample))
                 self.counts.generated_tokens += 1
-        for search in searches.values():
-            assert not self._in_flight, "beams are chosen while a step is in flight"
-            if search.leader.first_token_at is None:
-                search.leader.first_token_at = self._clock()
-            self._beams.park_sampled(search)
+        for group in groups:
+            assert not self._in_flight, "a group continues while a step is in flight"
+            group.end_step()
         return outputs
 
-    def continue_beams(self, request_id: str, children: Sequence[Child]) -> None:
-        """The next beams of a search, best first, whose samples the last `update` returned."""
-        search = self._requests[request_id].search
-        assert search is not None
-        self._beams.replace(search, children)
+    def continue_group(self, request_id: str, choice: Sequence[Any]) -> None:
+        """Continue the group of a request with what was chosen from its samples, see
+        `RequestGroup.advance`. Before the next step."""
+        group: RequestGroup = self._requests[request_id].group
+        group.advance(choice)
 
     def _requeue(self, state: RequestState) -> None:
         state.prefix_watch = self._cache.watch(state.match_tokens(), state.request.namespace)
@@ -522,11 +509,8 @@ class Scheduler:
                 batch.add(state, 1, is_decode=True)
         for state, token_ids in drafts.items():
             self._plan_drafted(state, token_ids, batch)
-        num_kept = self._admission.tokens_to_keep(batch, prefills)
-        if self._running.are_shared:
-            prefills = [state for state in prefills if state.sequence is not None]
-            prefills = list(in_turn(prefills, batch.token_budget - num_kept))
-        for state in prefills:
+        num_kept = self._shares.tokens_to_keep(batch, prefills)
+        for state in self._running.in_turn(prefills, batch.token_budget - num_kept):
             if state.sequence is None:  # preempted for a request before it
                 continue
             wanted = min(batch.tokens_left(state, num_kept), len(state.tokens) - state.committed)
@@ -573,42 +557,17 @@ class Scheduler:
                 return count
             except OutOfPages:
                 batch.is_out_of_pages = True
-                parked = self._beams.victim(state) if self._beams.parked else None
-                if parked is not None:
-                    self._beams.preempt(parked)
+                if self._make_room(state):
                     continue
                 victim = self._running.lowest_below(state, batch.has)
                 if victim is None:
                     return 0
                 self._preempt(victim)
 
-    def _make_room(self) -> bool:
-        """No request can continue: have parked beams, prefetches or an extension give up pages.
-        False if none has any."""
-        if self._beams.make_room():
-            return True
-        prefetches = [state for state in self._requests.values() if state.request.is_prefetch]
-        for state in prefetches:
-            self._end(state, "abort")
-        return bool(prefetches) or any(extension.make_room() for extension in self._extensions)
-
-    def _preempt_for(self, starved: RequestState) -> None:
-        """Preempt requests of tenants that run several until `starved` finds a slot and pages; none
-        where that cannot be enough."""
-        self._waiting.refresh()
-        left = Counter(state.tenant for state in self._running)
-        victims: list[RequestState] = []
-        for state in reversed(list(self._running.by_priority())):
-            if left[state.tenant] > 1 and state.search is None:
-                left[state.tenant] -= 1
-                victims.append(state)
-        num_pages = sum(map(self._page_budget.pages_soon, victims))
-        if not self._admission.can_start(starved, num_pages, len(victims)):
-            return
-        for state in victims:
-            if self._admission.can_start(starved):
-                return
-            self._preempt(state)
+    def _make_room(self, state: RequestState | None) -> bool:
+        """Have the first extension that can give up pages for `state`, see
+        `SchedulerExtension.make_room`. False if none can."""
+        return any(extension.make_room(state) for extension in self._extensions)
 
     def _preempt(self, state: RequestState) -> None:
         """Requeue a running request; its computed K/V stays cached until evicted."""
@@ -625,27 +584,16 @@ class Scheduler:
     # -- the end ------------------------------------------------------------------------------
 
     def _end(
-        self, state: RequestState, reason: str, error: BaseException | None = None
+        self,
+        state: RequestState,
+        reason: str,
+        error: BaseException | None = None,
+        answer_lens: Sequence[int] = (),
     ) -> RequestOutput:
-        if state.search is not None:
-            return self._end_search(state.search, reason, error, ())
+        group: RequestGroup | None = state.group
+        if group is not None:
+            return group.end(reason, error, answer_lens)
         return state.output(None, self._close(state, reason, error))
-
-    def _end_search(
-        self, search: BeamSearch, reason: str, error: BaseException | None, lens: Sequence[int]
-    ) -> RequestOutput:
-        """The usage is that of the first answer; the others count the prompt as cached."""
-        leader, stats = search.leader, self.counts
-        for state in search.beams:
-            if state is not leader:
-                self._remove(state)
-            state.search = None
-        finish = self._close(leader, reason, error)
-        usage = finish.usage.with_answer(lens[0] if lens else 0)
-        for num_tokens in lens[1:]:
-            stats.count_prompt(usage.of_other_answer(num_tokens), leader.cached_on_arrival)
-        stats.generated_tokens += sum(lens)
-        return RequestOutput(leader.request_id, (), (), (), replace(finish, usage=usage))
 
     def _close(
         self, state: RequestState, reason: str, error: BaseException | None = None
@@ -658,7 +606,7 @@ class Scheduler:
         if self._finish_hook is not None and state.sequence is not None and reason != "error":
             self._finish_hook(state.sequence, state.num_prompt, state.num_reused)
         self._remove(state)
-        self._shares.leave(state.tenant)
+        self._shares.on_end(state)
         usage = state.usage()
         is_prefetch, on_arrival = state.request.is_prefetch, state.cached_on_arrival
         self.counts.count_finished(reason, usage, on_arrival, is_prefetch=is_prefetch)
@@ -671,7 +619,7 @@ class Scheduler:
         if state.sequence is None:
             if state.producer is not None:
                 state.producer.waiters.remove(state)
-            if state in self._waiting:  # else: a beam that has sampled
+            if state in self._waiting:  # else it rests in its group
                 self._waiting.remove(state)
         elif state in self._running:
             state.sequence.release()
@@ -679,5 +627,5 @@ class Scheduler:
             self._running.remove(state)
             self._waiting.mark_unblocked(wake_waiters(state))
         else:
-            self._beams.unpark(state)
+            state.group.unpark(state)
         del self._requests[state.request_id]

@@ -29,7 +29,7 @@ class Sessions:
         """The open session of that name, created if missing.
 
         `lease_s` (seconds; None: the cache's default) counts when it is made. Raises InvalidRequest
-        for an empty name or a lease that the cache refuses.
+        for an empty name, and what the cache raises.
         """
         if not check_str("session", name):
             raise InvalidRequest("a session's name must not be empty")

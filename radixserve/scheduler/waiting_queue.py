@@ -3,48 +3,42 @@
 A pass costs what changed since the last one: matches are looked up again only where the tree has
 changed, and the queue is scanned again only when a change may let a request start.
 
-Tenants have a queue each, with an order and an overtake bound of its own. Between them the one that
-has been served least comes first: see `TenantShares`.
+A `WaitingQueue` has one `RequestQueue`; a subclass may keep several, see `Shares` (shares.py).
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from sortedcontainers import SortedDict, SortedList
 
 from radixserve.cache import PrefixCache, PrefixWatch
-from radixserve.request import LEAST_PRIORITY
 from radixserve.scheduler.policy import AdmissionPolicy
 from radixserve.scheduler.queue_order import QueueOrder
 from radixserve.scheduler.request_state import RequestState
-from radixserve.scheduler.tenants import Tenant, TenantShares
+from radixserve.scheduler.running_requests import RunningRequests
+
+_MAX_HELD = 4  # held requests of a queue after which a pass leaves it: later ones match less
+_MAX_HELD_UNMATCHED = 64  # with policies that do not order by match
 
 
-class _TenantQueue:
-    """The waiting requests of a tenant: their order and their overtake bound."""
+class RequestQueue:
+    """Waiting requests: their order, their page needs, and their overtake bound."""
 
-    def __init__(self, tenant: Tenant, order: QueueOrder, max_overtake: int) -> None:
-        self.tenant = tenant  # whose requests it has, or had last
+    def __init__(self, order: QueueOrder, max_overtake: int, max_held: int) -> None:
+        """`max_held`: held requests after which a pass leaves the queue."""
         self._max_overtake = max_overtake
+        self._max_held = max_held
         self.order = order
         self._by_arrival: SortedDict = SortedDict()
         self._returned: SortedDict = SortedDict()  # of these, the preempted ones
         self._admitted: SortedList = SortedList()  # arrivals later than the oldest queued one
         self._priorities: SortedList = SortedList()  # one each
         self.needs: SortedList = SortedList()  # (pages, arrival) of requests without a producer
-        self.num_passed = 0  # starts of other tenants in its turn since it started one itself
-        self.is_scanned = False  # no further request of it may start in this pass
-
-    def serve(self, tenant: Tenant) -> None:
-        """The queue is empty, and gets the requests of this tenant."""
-        if self.tenant is not tenant:
-            self.order.restart()
-        self.tenant, self.num_passed = tenant, 0
+        self._num_held = 0  # requests that this pass has held
+        self.is_passed = False  # no further request of it may start in this pass
 
     def __len__(self) -> int:
         return len(self._by_arrival)
@@ -69,10 +63,6 @@ class _TenantQueue:
         self._priorities.remove(state.request.params.priority)
         self.order.remove(state)
 
-    def update(self, state: RequestState) -> None:
-        """Its match has changed. O(log n)."""
-        self.order.update(state)
-
     def check(self) -> None:
         """Audit: the order has all requests. AssertionError otherwise."""
         self.order.check(len(self))
@@ -83,13 +73,17 @@ class _TenantQueue:
         """O(1)."""
         return self._priorities[-1] if self._priorities else -math.inf
 
+    @property
+    def min_page_need(self) -> float:
+        """Smallest page need of its requests without a producer; inf if none. O(1)."""
+        return self.needs[0][0] if self.needs else math.inf
+
     def overtaken(self, state: RequestState) -> int:
         """How many later requests were admitted while this one waited. O(log n)."""
         return state.overtaken + self._num_later(state) - state.admitted_before_enqueue
 
     def note_admitted(self, state: RequestState) -> None:
         """`state`, just removed, overtakes all that arrived before it. O(log n) amortised."""
-        self.num_passed = 0
         self.order.note_admitted(state)
         self._admitted.add(state.arrival)
         if not self._by_arrival:
@@ -98,6 +92,17 @@ class _TenantQueue:
         oldest = self._by_arrival.keys()[0]
         # these arrived before every queued request
         del self._admitted[: self._admitted.bisect_right(oldest)]
+
+    def begin_pass(self) -> None:
+        """A pass begins that may hold requests."""
+        self._num_held = 0
+        self.order.begin_pass()
+
+    def note_held(self) -> None:
+        """The request that was just given fits and was held."""
+        self.order.note_held()
+        self._num_held += 1
+        self.is_passed |= self._num_held == self._max_held
 
     def admission_limit(self, since: float) -> float:
         """Arrival number after which no request may start: a request up to it has reached the
@@ -121,13 +126,15 @@ class _TenantQueue:
     def candidates(
         self, get_since: Callable[[], float], *, is_short: bool
     ) -> Iterator[RequestState]:
-        """Each request once that may start now, in order; the one just given may be removed.
+        """Each request once that may start now, in order; the one just given may be removed. Ends
+        where `is_passed` is set.
 
         With an admission limit: only requests up to it, by arrival. `is_short`: see
         `QueueOrder.scan`.
         """
+        self.is_passed = False
         seen: set[int] = set()
-        while True:
+        while not self.is_passed:
             limit = self.admission_limit(get_since())
             if limit < math.inf:
                 up_to = self._by_arrival.irange(maximum=limit)
@@ -144,6 +151,8 @@ class _TenantQueue:
                     continue
                 seen.add(state.arrival)
                 yield state
+                if self.is_passed:
+                    return
                 was_admitted = state.arrival not in self._by_arrival
                 if was_admitted and self.admission_limit(get_since()) < math.inf:
                     break
@@ -164,7 +173,6 @@ class WaitingQueue:
         max_overtake: int,
         max_wait_s: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        shares: TenantShares | None = None,
         admission: AdmissionPolicy | None = None,
     ) -> None:
         """`max_wait_s`: None for no bound in seconds; on `clock`."""
@@ -172,9 +180,7 @@ class WaitingQueue:
         self._policy, self._max_overtake = policy, max_overtake
         self._admission = AdmissionPolicy() if admission is None else admission
         self._max_wait_s, self._clock = max_wait_s, clock
-        self._shares = TenantShares() if shares is None else shares
-        self._queues: dict[Tenant, _TenantQueue] = {}  # of tenants with waiting requests
-        self._spare: _TenantQueue | None = None  # an empty one
+        self._queue = self._make_queue()
         self._by_watch: dict[PrefixWatch, RequestState] = {}
         self.num_tokens = 0  # of all of them
         self.num_changes = 0  # requests added, removed or unblocked since the start
@@ -184,44 +190,63 @@ class WaitingQueue:
         return len(self._by_watch)
 
     def __contains__(self, state: RequestState) -> bool:
-        queue = self._queues.get(state.tenant)
-        return queue is not None and state in queue
+        return state in self._queue_of(state)
+
+    # -- the queues: with several of them a subclass overrides these ----------------------------
+
+    def _make_queue(self) -> RequestQueue:
+        return RequestQueue(*self._queue_settings())
+
+    def _queue_settings(self) -> tuple[QueueOrder, int, int]:
+        """Returns the arguments of a new `RequestQueue`."""
+        max_held = _MAX_HELD if self._policy == "lpm" else _MAX_HELD_UNMATCHED
+        return self._admission.make_order(self._policy), self._max_overtake, max_held
+
+    def _queue_of(self, state: RequestState) -> RequestQueue:
+        """Returns the queue of a request: where it is, or would be, or was before it started."""
+        del state
+        return self._queue
+
+    def _queues(self) -> Sequence[RequestQueue]:
+        """Returns the queues that have requests, or may have."""
+        return (self._queue,)
+
+    def _is_limited(self, queue: RequestQueue) -> bool:
+        """Whether a request of the queue has reached its bound on waiting."""
+        return queue.admission_limit(self._since()) < math.inf
+
+    def candidates(self, running: RunningRequests | None = None) -> Iterator[RequestState]:
+        """Each request once that may start now, in order; the one just given may be removed.
+        `running`: those that run beside them."""
+        del running
+        return self._candidates_of(self._queue)
+
+    def pass_unfitting(self, state: RequestState, may_fit: Callable[[float], bool]) -> None:
+        """The request just given has started, or does not fit. May leave out those of which
+        `may_fit(page need)` is false."""
+
+    # -- requests -----------------------------------------------------------------------------
 
     def add(self, state: RequestState, *, is_returning: bool) -> None:
-        """O(log n); where its tenant had no waiting request, O(tenants that have)."""
+        """O(log n)."""
         self.num_changes += 1
-        queue = self._queues.get(state.tenant)
-        if queue is None:
-            self._shares.begin_waiting(state.tenant, self._queues)
-            queue = self._spare
-            if queue is None:
-                order = self._admission.make_order(self._policy)
-                queue = _TenantQueue(state.tenant, order, self._max_overtake)
-            queue.serve(state.tenant)
-            self._spare = None
-            self._queues[state.tenant] = queue
-        queue.add(state, is_returning=is_returning)
+        self._queue_of(state).add(state, is_returning=is_returning)
         self.num_tokens += len(state.tokens)
         self._by_watch[state.prefix_watch] = state
         self._note_need(state)
 
     def check(self) -> None:
-        """Audit the queues of all tenants. AssertionError names what is broken. O(tenants)."""
-        for queue in self._queues.values():
+        """Audit the queues. AssertionError names what is broken. O(queues)."""
+        queues = self._queues()
+        for queue in queues:
             queue.check()
-        assert sum(map(len, self._queues.values())) == len(self), "a tenant's queue is incomplete"
+        assert sum(map(len, queues)) == len(self), "a queue is incomplete"
 
     def remove(self, state: RequestState) -> None:
         """O(log n)."""
         self.num_changes += 1
         self._forget_need(state)
-        queue = self._queues[state.tenant]
-        queue.remove(state)
-        if not queue:
-            del self._queues[state.tenant]
-            self._spare = queue
-            if not self._queues:
-                self._shares.end_waiting(state.tenant)
+        self._queue_of(state).remove(state)
         self.num_tokens -= len(state.tokens)
         del self._by_watch[state.prefix_watch]
         state.prefix_watch.close()
@@ -231,7 +256,7 @@ class WaitingQueue:
         for prefix_watch in self._cache.changed_watches():
             state = self._by_watch.get(prefix_watch)
             if state is not None:
-                self._queues[state.tenant].update(state)
+                self._queue_of(state).order.update(state)
                 self._note_need(state)
 
     # -- page needs ---------------------------------------------------------------------------
@@ -253,15 +278,8 @@ class WaitingQueue:
 
     @property
     def min_page_need(self) -> float:
-        """Smallest page need of queued requests without a producer; inf if none. O(tenants that
-        wait)."""
-        needs = (queue.needs[0][0] for queue in self._queues.values() if queue.needs)
-        return min(needs, default=math.inf)
-
-    def min_page_need_of(self, tenant: Tenant) -> float:
-        """The same of one tenant's. O(1)."""
-        queue = self._queues.get(tenant)
-        return queue.needs[0][0] if queue is not None and queue.needs else math.inf
+        """Smallest page need of queued requests without a producer; inf if none. O(queues)."""
+        return min([queue.min_page_need for queue in self._queues()], default=math.inf)
 
     def mark_blocked(self, state: RequestState) -> None:
         """Remove the page need of a request that waits for a producer. O(log n)."""
@@ -281,130 +299,58 @@ class WaitingQueue:
             self._forget_need(state)
             state.page_need = need
             self._num_needed += need
-            self._queues[state.tenant].needs.add((need, state.arrival))
+            self._queue_of(state).needs.add((need, state.arrival))
 
     def _forget_need(self, state: RequestState) -> None:
         if state.page_need is not None:
             self._num_needed -= state.page_need
-            self._queues[state.tenant].needs.remove((state.page_need, state.arrival))
+            self._queue_of(state).needs.remove((state.page_need, state.arrival))
             state.page_need = None
 
     # -- order --------------------------------------------------------------------------------
 
     def overtaken(self, state: RequestState) -> int:
-        """How many later requests of its tenant were admitted while it waited. O(log n)."""
-        return self._queues[state.tenant].overtaken(state)
+        """How many later requests of its queue were admitted while it waited. O(log n)."""
+        return self._queue_of(state).overtaken(state)
 
     def note_admitted(self, state: RequestState) -> None:
-        """`state`, just removed, overtakes those of its tenant that arrived before it. O(log n)
+        """`state`, just removed, overtakes those of its queue that arrived before it. O(log n)
         amortised."""
-        queue = self._queues.get(state.tenant, self._spare)  # that which it has emptied
-        assert queue is not None
-        queue.note_admitted(state)
+        self._queue_of(state).note_admitted(state)
+
+    def note_held(self, state: RequestState) -> None:
+        """The request that `candidates` has just given fits and was held."""
+        self._queue_of(state).note_held()
 
     @property
     def has_limit(self) -> bool:
-        """Whether a request has reached its bound on waiting, or a tenant the bound on starts of
-        others in its turn. O(preempted requests and tenants that wait)."""
-        return any(map(self._is_limited, self._queues.values()))
+        """Whether a request has reached its bound on waiting. O(preempted requests and queues)."""
+        return any(map(self._is_limited, self._queues()))
 
     def must_start(self, state: RequestState) -> bool:
-        """Whether a request that `candidates` gives is to start at any price: it or an earlier one
-        of its tenant has reached its bound on waiting, or its tenant the bound on starts of others.
-        """
-        return self._is_limited(self._queues[state.tenant])
+        """Whether a request that `candidates` gives must start if it fits: it or an earlier one of
+        its queue has reached its bound on waiting."""
+        return self._is_limited(self._queue_of(state))
 
     def order_of(self, state: RequestState) -> QueueOrder:
         """The order in which `candidates` gives the request."""
-        return self._queues[state.tenant].order
+        return self._queue_of(state).order
 
     def begin_pass(self) -> None:
-        """A pass begins that may hold requests. O(tenants that wait)."""
-        for queue in self._queues.values():
-            queue.order.begin_pass()
+        """A pass begins that may hold requests. O(queues)."""
+        for queue in self._queues():
+            queue.begin_pass()
 
-    def is_first(self, arrival: int, tenant: Tenant, priority: int) -> bool:
-        """Whether no waiting request of its tenant comes before a request like this."""
-        queue = self._queues.get(tenant)
-        if queue is None:
-            return True
-        return queue.admission_limit(self._since()) >= arrival and (
-            queue.highest_priority <= priority
+    def is_first(self, state: RequestState) -> bool:
+        """Whether no waiting request of its queue comes before a request with the arrival and the
+        priority of `state`."""
+        queue = self._queue_of(state)
+        return queue.admission_limit(self._since()) >= state.arrival and (
+            queue.highest_priority <= state.request.params.priority
         )
 
-    def candidates(self, running: Iterable[RequestState] = ()) -> Iterator[RequestState]:
-        """Each request once that may start now, in order; the one just given may be removed.
-
-        Of several tenants the one comes first that has been served least, with the tokens counted
-        that its `running` requests have still to compute. A tenant of which none could start is
-        passed by others at most `max_overtake` times before one of its own starts.
-        """
-        if len(self._queues) == 1:
-            return self._candidates_of(next(iter(self._queues.values())))
-        return self._shared_candidates(running)
-
-    def skip_tenant(self, state: RequestState) -> bool:
-        """Have `candidates` give no more requests of its tenant. False where no other one waits."""
-        queue = self._queues.get(state.tenant)
-        if queue is not None:
-            queue.is_scanned = True
-        return len(self._queues) > 1
-
-    def is_behind(self, virtual_time: float, running: Iterable[RequestState]) -> bool:
-        """Whether a tenant waits that has been served less. O(tenants that wait)."""
-        ahead = _to_compute(running)
-        return any(
-            queue.needs and tenant.virtual_time + ahead[tenant] / tenant.weight < virtual_time
-            for tenant, queue in self._queues.items()
-        )
-
-    def first(self, running: Iterable[RequestState]) -> RequestState | None:
-        """The first one that `candidates` would give, of tenants with a request that waits for
-        pages alone. O(running requests and tenants that wait)."""
-        queues = [queue for queue in self._queues.values() if queue.needs]
-        if not queues:
-            return None
-        ahead = _to_compute(running)
-        queue = min(queues, key=lambda queue: _turn(queue, ahead))
-        unblocked = (state for state in self._candidates_of(queue) if state.page_need is not None)
-        return next(unblocked, None)
-
-    def _candidates_of(self, queue: _TenantQueue) -> Iterator[RequestState]:
+    def _candidates_of(self, queue: RequestQueue) -> Iterator[RequestState]:
         return queue.candidates(self._since, is_short=self._num_needed > self._cache.num_free)
-
-    def _shared_candidates(self, running: Iterable[RequestState]) -> Iterator[RequestState]:
-        ahead = _to_compute(running)
-        queues = list(self._queues.values())
-        given = [self._candidates_of(queue) for queue in queues]
-        heap = [(_turn(queue, ahead), index) for index, queue in enumerate(queues)]
-        heapq.heapify(heap)
-        passed: list[_TenantQueue] = []  # whose turn it was, and none started
-        for queue in queues:
-            queue.is_scanned = False
-        while heap:
-            _, index = heapq.heappop(heap)
-            queue, has_started = queues[index], False
-            for state in given[index]:
-                yield state
-                has_started = state.sequence is not None
-                if has_started or queue.is_scanned:
-                    break
-            if has_started:
-                for other in passed:
-                    other.num_passed += 1
-                assert state.sequence is not None
-                ahead[queue.tenant] += len(state.tokens) - state.sequence.committed_len
-                if queue and not queue.is_scanned:
-                    heapq.heappush(heap, (_turn(queue, ahead), index))
-            elif queue.needs:
-                passed.append(queue)
-            if any(other.num_passed >= self._max_overtake for other in passed):
-                return
-
-    def _is_limited(self, queue: _TenantQueue) -> bool:
-        if len(self._queues) > 1 and queue.num_passed >= self._max_overtake:
-            return True
-        return queue.admission_limit(self._since()) < math.inf
 
     def _since(self) -> float:
         """When a request was queued that has reached its bound in seconds."""
@@ -413,19 +359,3 @@ class WaitingQueue:
         if self._max_wait_s is not None:
             max_wait_s = min(max_wait_s, self._max_wait_s)
         return self._clock() - max_wait_s
-
-
-def _to_compute(running: Iterable[RequestState]) -> Counter[Tenant]:
-    """Tokens that running requests have still to compute, by tenant."""
-    ahead: Counter[Tenant] = Counter()
-    for state in running:
-        ahead[state.tenant] += state.tokens.size - state.committed
-    return ahead
-
-
-def _turn(queue: _TenantQueue, ahead: Counter[Tenant]) -> tuple[bool, float, int]:
-    """The least comes first. Of equal ones that which has less to compute; prefetches last."""
-    tenant = queue.tenant
-    num_ahead = ahead[tenant]
-    is_background = queue.highest_priority <= LEAST_PRIORITY
-    return is_background, tenant.virtual_time + num_ahead / tenant.weight, num_ahead

@@ -26,9 +26,9 @@ from radixserve import (
 )
 from radixserve.arrays import IntArray
 from radixserve.request import BeamParams
+from tests.beams.beam_reference import StoppedBeams, search
 from tests.checkpoints import all_logprobs, load_reference, make_checkpoint
 from tests.pacing import PATIENCE_S, held, until, wait_until
-from tests.scheduler.beam_reference import StoppedBeams, search
 
 TOLERANCE = 1e-4
 TIE = 1e-5  # candidates closer than this: float32 cannot tell, nor can transformers

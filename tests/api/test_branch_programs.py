@@ -14,9 +14,9 @@ import pytest
 from radixserve import Branch, Completion, Runtime
 from radixserve.request import BeamParams
 from tests.api.test_branch import GREEDY, greedy_params, random_ids
+from tests.beams.beam_reference import search
 from tests.checkpoints import all_logprobs, greedy, load_reference
 from tests.pacing import wait_until
-from tests.scheduler.beam_reference import search
 
 pytestmark = pytest.mark.usefixtures("quick_collections", "collected")
 

@@ -399,7 +399,7 @@ class Driver:
     def name_beams(self) -> None:
         """Tell the runner what the rows of beams are to hold."""
         for name, state in self.states.items():
-            if state.search is not None:
+            if state.group is not None:
                 self.runner.tokens[name] = state.tokens.view().tolist()
                 self.runner.hashes.pop(name, None)
                 self.runner.namespaces[name] = state.request.params.namespace

@@ -249,8 +249,8 @@ class OverlapDriver(Driver):
     def name_beams(self) -> None:
         super().name_beams()
         for name, state in self.states.items():
-            if state.search is not None:
-                head = state.search.leader.request_id
+            if state.group is not None:
+                head = state.group.leader.request_id
                 self.runner.serials[name] = self.runner.serials[head]
 
     def collect_outputs(self, outputs: list[RequestOutput]) -> None:

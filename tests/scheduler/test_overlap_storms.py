@@ -12,8 +12,8 @@ import pytest
 from radixserve.errors import EngineDead, RequestFailed
 from radixserve.request import BeamParams
 from radixserve.schedule import WindowLayers
+from tests.beams import test_beams
 from tests.scheduler import (
-    test_beams,
     test_prompt_scores,
     test_samples,
     test_scheduler,

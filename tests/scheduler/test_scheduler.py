@@ -15,9 +15,8 @@ from radixserve.cache.radix.lookup import match_prefix
 from radixserve.errors import InvalidRequest
 from radixserve.request import Request, SamplingParams
 from radixserve.schedule import SampleSpec, WindowLayers
-from radixserve.scheduler.admission import PageBudget
+from radixserve.scheduler.page_budget import PageBudget
 from radixserve.scheduler.request_state import RequestState
-from radixserve.scheduler.tenants import Tenant
 from radixserve.scheduler.waiting_queue import WaitingQueue
 from tests.scheduler.fake import EOS, VOCAB, Driver, random_prompt
 
@@ -392,11 +391,11 @@ def test_waiting_requests_are_matched_again_only_where_the_tree_changed(
     cache = RadixCache(5000)
     publish(cache, prompt(0, 50))
     publish(cache, prompt(1, 50))
-    room, tenant = WaitingQueue(cache, policy, 100), Tenant("", 1.0)
+    room = WaitingQueue(cache, policy, 100)
     for i in range(40):
         tokens = np.asarray([*prompt(i % 2, 30 + i // 2), 2], np.int32)
         request = Request(f"r{i}", tokens, SamplingParams(), 0, frozenset(), 100)
-        room.add(RequestState(request, i, cache.watch(tokens), 0.0, tenant), is_returning=False)
+        room.add(RequestState(request, i, cache.watch(tokens), 0.0), is_returning=False)
     room.refresh()
     walks = count_walks(monkeypatch)
     publish(cache, prompt(2, 50))  # elsewhere

@@ -13,9 +13,9 @@ import pytest
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.request import BeamParams
-from radixserve.scheduler.running_requests import in_turn
 from radixserve.scheduler.step_costs import StepCosts
-from radixserve.scheduler.tenants import TenantShares
+from radixserve.tenants.running import in_turn
+from radixserve.tenants.virtual_time import VirtualTimes
 from tests.scheduler.fake import Driver, random_prompt
 from tests.scheduler.test_priced_admission import PricedDriver
 from tests.scheduler.test_scheduler import prompt
@@ -184,29 +184,29 @@ def test_a_request_that_does_not_fit_is_passed_a_bounded_number_of_times() -> No
 
 def test_what_a_tenant_left_unused_is_not_kept_for_it() -> None:
     """A tenant that was idle does not hold up the others when it comes back."""
-    shares = TenantShares()
-    busy, idle = shares.enter("busy"), shares.enter("idle")
-    shares.begin_waiting(busy, [])
+    times = VirtualTimes()
+    busy, idle = times.enter("busy"), times.enter("idle")
+    times.begin_waiting(busy, [])
     busy.charge(1_000)
-    shares.begin_waiting(idle, [busy])
+    times.begin_waiting(idle, [busy])
     assert idle.virtual_time == busy.virtual_time == 1_000
     idle.charge(500)
-    shares.leave(idle)
-    again = shares.enter("idle")
-    shares.begin_waiting(again, [busy])
+    times.leave(idle)
+    again = times.enter("idle")
+    times.begin_waiting(again, [busy])
     assert again is idle  # what it has used beyond its share counts against it
     assert again.virtual_time == 1_500
 
 
 def test_many_tenants_are_forgotten() -> None:
-    shares = TenantShares()
+    times = VirtualTimes()
     for number in range(30_000):
-        tenant = shares.enter(f"t{number}")
-        shares.begin_waiting(tenant, [])
+        tenant = times.enter(f"t{number}")
+        times.begin_waiting(tenant, [])
         tenant.charge(10)
-        shares.end_waiting(tenant)
-        shares.leave(tenant)
-    assert len(shares._idle) <= 10_000
+        times.end_waiting(tenant)
+        times.leave(tenant)
+    assert len(times.idle) <= 10_000
 
 
 def run_alone(driver: Driver, seed: int, namespace: str) -> list[list[tuple[str, int, int]]]:
@@ -263,10 +263,10 @@ def test_chunks_go_to_the_tenant_that_was_served_least() -> None:
     assert len(states) == 3
     for state in states.values():
         state.tokens.append(1)
-        state.tenant.virtual_time = {"a": 10.0, "b": 12.0}[state.tenant.name]
+        state.share.virtual_time = {"a": 10.0, "b": 12.0}[state.share.name]
     order = in_turn(list(states.values()), 64)
     assert [state.request_id for state in order] == ["a1", "a2", "b1"]
-    states["a1"].tenant.virtual_time = 13.0
+    states["a1"].share.virtual_time = 13.0
     order = in_turn(list(states.values()), 64)
     assert [state.request_id for state in order] == ["b1", "a1", "a2"]
 
@@ -332,7 +332,7 @@ def storm(seed: int, steps: int) -> Counter[str]:
         usage = finish.usage
         assert usage.cached_tokens + usage.computed_tokens == usage.prompt_tokens, name
     driver.drain()
-    assert not driver.scheduler._shares._active
+    assert not driver.scheduler._shares.times.active
     counts = driver.scheduler.counts
     return Counter(steps=counts.steps, preemptions=counts.preemptions, aborted=counts.aborted)
 

@@ -14,7 +14,7 @@ from radixserve.engine.beam_group import best_continuations
 from radixserve.errors import EngineDead, InvalidRequest
 from radixserve.request import BeamParams
 from radixserve.schedule import Candidates
-from tests.scheduler.beam_reference import StoppedBeams, search
+from tests.beams.beam_reference import StoppedBeams, search
 from tests.scheduler.fake import Driver, counters, fake_logprobs, prefix_hashes, random_prompt
 
 PROMPT = list(range(2, 35))  # 33 tokens

@@ -1,7 +1,7 @@
-"""`TenantShares`: how much of the engine each tenant has used, in computed tokens over its weight.
+"""`VirtualTimes`: how much of the engine each tenant has used, in computed tokens over its weight.
 
-This is virtual time: of the tenants that wait, the one with the least is served next. A tenant that
-comes back does not get what it left unused: its virtual time is raised to that of the others.
+Of the tenants that wait, the one with the least virtual time is served next. A tenant that comes
+back does not get what it left unused: its virtual time is raised to that of the others.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ class Tenant:
         self.virtual_time += num_tokens / self.weight
 
 
-class TenantShares:
+class VirtualTimes:
     """The tenants that have requests, and some that had."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         """`weights`: of tenants by name; the others have 1."""
         self._weights = dict(weights or {})
-        self._active: dict[str, Tenant] = {}
-        self._idle: OrderedDict[str, Tenant] = OrderedDict()  # the first to leave is first
+        self.active: dict[str, Tenant] = {}
+        self.idle: OrderedDict[str, Tenant] = OrderedDict()  # the first to leave is first
         self.are_shared = False  # whether more than one tenant has requests
         self._last = 0.0  # of the tenant whose queue emptied last: its virtual time
         self._least = 0.0  # to which `begin_waiting` raises
 
     def enter(self, name: str) -> Tenant:
         """A request of the tenant of that name was added; returns the tenant. O(1)."""
-        tenant = self._active.get(name)
+        tenant = self.active.get(name)
         if tenant is None:
-            tenant = self._idle.pop(name, None) or Tenant(name, self._weights.get(name, 1.0))
-            self._active[name] = tenant
-            self.are_shared = len(self._active) > 1
+            tenant = self.idle.pop(name, None) or Tenant(name, self._weights.get(name, 1.0))
+            self.active[name] = tenant
+            self.are_shared = len(self.active) > 1
         tenant.num_requests += 1
         return tenant
 
@@ -53,14 +53,14 @@ class TenantShares:
         tenant.num_requests -= 1
         if tenant.num_requests:
             return
-        del self._active[tenant.name]
-        self.are_shared = len(self._active) > 1
-        self._idle[tenant.name] = tenant
-        while self._idle:  # what `begin_waiting` would raise need not be remembered
-            oldest = next(iter(self._idle.values()))
-            if oldest.virtual_time > self._least and len(self._idle) <= _MAX_IDLE:
+        del self.active[tenant.name]
+        self.are_shared = len(self.active) > 1
+        self.idle[tenant.name] = tenant
+        while self.idle:  # what `begin_waiting` would raise need not be remembered
+            oldest = next(iter(self.idle.values()))
+            if oldest.virtual_time > self._least and len(self.idle) <= _MAX_IDLE:
                 return
-            del self._idle[oldest.name]
+            del self.idle[oldest.name]
 
     def begin_waiting(self, tenant: Tenant, waiting: Iterable[Tenant]) -> None:
         """The tenant had no waiting request and gets one; `waiting`: the tenants that have."""
