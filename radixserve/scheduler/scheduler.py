@@ -270,7 +270,12 @@ class Scheduler:
             if extension.is_due:
                 extension.begin_step()
         self._shares.begin_step()
-        batch = self._fill_slots(self._new_batch())
+        batch = self._new_batch()
+        for extension in self._extensions:
+            if extension.parked and batch.has_slots(self._running):
+                extension.fill_slots()
+                batch = self._new_batch() if not batch.states else batch
+                self._admission.admit(batch)
         while not batch.states and self._requests and self._make_room(None):
             batch = self._new_batch()
         if not batch.states:
@@ -314,16 +319,6 @@ class Scheduler:
         self._plan_running(batch)
         if self._waiting.num_tokens:
             self._admission.admit(batch)
-        return batch
-
-    def _fill_slots(self, batch: Batch) -> Batch:
-        """Have pages of parked requests released while the step has slots left. Returns the step
-        with the requests that can start then."""
-        for extension in self._extensions:
-            if extension.parked and batch.has_slots(self._running):
-                extension.fill_slots()
-                batch = self._new_batch() if not batch.states else batch
-                self._admission.admit(batch)
         return batch
 
     def update(self, schedule: SchedulerOutput, output: ModelRunnerOutput) -> list[RequestOutput]:
@@ -509,6 +504,8 @@ class Scheduler:
                 batch.add(state, 1, is_decode=True)
         for state, token_ids in drafts.items():
             self._plan_drafted(state, token_ids, batch)
+        if not prefills:
+            return
         num_kept = self._shares.tokens_to_keep(batch, prefills)
         for state in self._running.in_turn(prefills, batch.token_budget - num_kept):
             if state.sequence is None:  # preempted for a request before it
