@@ -122,7 +122,7 @@ class CpuAttentionPlan:
         *,
         is_exact: bool = True,
     ) -> None:
-        library, self._record = cpu_library().brief, _AttentionMetadata(page_size=page_size)
+        library, self._record = cpu_library(), _AttentionMetadata(page_size=page_size)
         self._num_rows = -1
         self._columns: list[IndexArray] = []  # of the planned rows; C borrows their memory
         self._page_ids = np.empty(0, np.int32)  # likewise, with room after those of the rows
@@ -138,7 +138,7 @@ class CpuAttentionPlan:
     def reset(self, rows: AttentionMetadata) -> None:
         """Replan for another step's rows in place."""
         self._take(rows)
-        library = cpu_library().brief
+        library = cpu_library()
         library.radixserve_reset_plan(self.pointer, ctypes.byref(self._record), *self._merge)
 
     def _take(self, rows: AttentionMetadata) -> None:
@@ -156,7 +156,7 @@ class CpuAttentionPlan:
         seq_lens[:] = rows.seq_lens
         rows.copy_kv_indices(self._page_ids[:num_pages])
         threads = torch.get_num_threads()
-        cpu_library().brief.radixserve_set_threads(threads)  # tasks are cut for so many
+        cpu_library().radixserve_set_threads(threads)  # tasks are cut for so many
 
     def _make_columns(self, num_rows: int) -> None:
         names = ("start", "qo_indptr", "kv_indptr", "seq_lens")

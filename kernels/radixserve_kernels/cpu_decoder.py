@@ -214,7 +214,7 @@ class FusedDecoder:
         step.window_slots = address(window_slots)
         step.window_page_ids = None if window_page_ids is None else window_page_ids.ctypes.data
         step.states = None if states is None else ctypes.addressof(states.record)
-        self._library.brief.radixserve_set_threads(torch.get_num_threads())
+        self._library.radixserve_set_threads(torch.get_num_threads())
         plan, kv = attention
         if kv is not self._checked_kv:
             self._check_heads(kv)

@@ -68,22 +68,12 @@ class CpuLibraryError(Exception):
     """The CPU kernels are unavailable, for the reason in the message."""
 
 
-class CpuLibrary(ctypes.CDLL):
-    """The functions of a compiled library; `brief`: the same for calls of some microseconds.
-
-    Those keep Python's lock: a thread that gives it up to a busy one waits for a whole switch
-    interval to get it back.
-    """
-
-    brief: ctypes.PyDLL
-
-
 _loading = threading.Lock()
-loaded: dict[torch.dtype | str, CpuLibrary] = {}  # in that order
+loaded: dict[torch.dtype | str, ctypes.CDLL] = {}  # in that order
 readings: list[Reading] = []  # of the loaded library of 8- and 4-bit weights
 
 
-def cpu_library(dtype: torch.dtype | None = None) -> CpuLibrary:
+def cpu_library(dtype: torch.dtype | None = None) -> ctypes.CDLL:
     """Load the library of a number type, compiling it if needed, which takes five to ten seconds.
 
     dtype None loads any library, for functions that do not depend on the type. A failure is
@@ -96,7 +86,7 @@ def cpu_library(dtype: torch.dtype | None = None) -> CpuLibrary:
     return loaded[dtype] if dtype in loaded else _require(dtype or torch.float32)
 
 
-def forms_library() -> CpuLibrary:
+def forms_library() -> ctypes.CDLL:
     """The library of 8- and 4-bit weights, see `cpu_library`; the others use it from then on."""
     return _require(FORMS)
 
@@ -113,7 +103,7 @@ def forget() -> None:
     readings.clear()
 
 
-def _require(part: torch.dtype | str) -> CpuLibrary:
+def _require(part: torch.dtype | str) -> ctypes.CDLL:
     with _loading:
         result = load(part)
         if isinstance(result, str):
@@ -128,7 +118,7 @@ def _require(part: torch.dtype | str) -> CpuLibrary:
 
 
 @functools.cache
-def load(part: torch.dtype | str) -> CpuLibrary | str:
+def load(part: torch.dtype | str) -> ctypes.CDLL | str:
     """Load the library of a number type or FORMS; the reason as text if that fails."""
     try:
         compiler, flags = find_compiler(), compiler_flags()
@@ -138,7 +128,7 @@ def load(part: torch.dtype | str) -> CpuLibrary | str:
             sources = ("library.cpp", "attention.cpp", "tiles_f32.cpp")
         folder, name = cache_folder(), f"cpu-{_fingerprint(compiler, (*flags, *sources))}"
         path = find_compiled(folder, name) or _compile([*compiler, *flags], sources, folder, name)
-        library = CpuLibrary(str(path))
+        library = ctypes.CDLL(str(path))
     except (CompilerError, CpuLibraryError) as reason:
         return str(reason)
     except OSError as error:
@@ -314,15 +304,13 @@ _FORMS_INTERFACE = {  # of cpu/forms.cpp
 }
 
 
-def _declare(library: CpuLibrary, interface: dict[str, tuple[Any, tuple[Any, ...]]]) -> None:
+def _declare(library: ctypes.CDLL, interface: dict[str, tuple[Any, tuple[Any, ...]]]) -> None:
     """Set the argument types of a library's functions. Those that need memory raise MemoryError."""
-    library.brief = brief = ctypes.PyDLL(library._name, handle=library._handle)
     for name, (result, arguments) in interface.items():
-        for kind in (library, brief):
-            function = getattr(kind, f"radixserve_{name}")
-            function.restype, function.argtypes = result, arguments
-            if result is _POINTER:
-                function.errcheck = _check_pointer
+        function = getattr(library, f"radixserve_{name}")
+        function.restype, function.argtypes = result, arguments
+        if result is _POINTER:
+            function.errcheck = _check_pointer
 
 
 def finalize(owner: object, delete: Callable[..., None], pointer: Any) -> None:

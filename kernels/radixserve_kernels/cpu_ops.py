@@ -21,7 +21,6 @@ from radixserve_kernels.cpu_library import (
 )
 
 _SAMPLE_BLOCK = 256  # as in cpu/sample.h
-_BRIEF_LOGITS = 1 << 17  # up to so many are read in some ten microseconds
 _VECTORS = {512: "AVX-512", 256: "AVX2"}  # their bits
 
 
@@ -55,7 +54,7 @@ def argmax(logits: Tensor) -> tuple[list[int], int]:
     logits = logits.contiguous()
     num_rows, size = logits.shape
     ids = (ctypes.c_int64 * num_rows)()
-    num_broken = _library(logits).radixserve_argmax(logits.data_ptr(), num_rows, size, ids)
+    num_broken = cpu_library().radixserve_argmax(logits.data_ptr(), num_rows, size, ids)
     return list(ids), num_broken
 
 
@@ -68,7 +67,7 @@ def argmax_allowed(
     the logits, -1 for none.
     """
     ids = (ctypes.c_int64 * len(logits))()
-    function = _library(logits).radixserve_argmax_allowed
+    function = cpu_library().radixserve_argmax_allowed
     num_broken = _with_masks(function, logits.contiguous(), bitmask, mask_of, ids)
     return list(ids), num_broken
 
@@ -87,7 +86,7 @@ def sample(
     ids = (ctypes.c_int64 * num_rows)()
     sums = np.empty((num_rows, -(-size // _SAMPLE_BLOCK)))
     scratch = (temperature.ctypes.data, uniform.ctypes.data, sums.ctypes.data, ids)
-    library = _library(logits)
+    library = cpu_library()
     library.radixserve_set_threads(torch.get_num_threads())
     num_broken = _with_masks(
         library.radixserve_sample, logits.contiguous(), bitmask, mask_of, *scratch
@@ -99,15 +98,9 @@ def copy_allowed(logits: Tensor, bitmask: NDArray[np.int32], mask_of: NDArray[np
     """Logits [S, V] float32, -inf where the row's mask forbids a token; masks as above."""
     logits = logits.contiguous()
     copy = torch.empty_like(logits)
-    function = _library(logits).radixserve_copy_allowed
+    function = cpu_library().radixserve_copy_allowed
     _with_masks(function, logits, bitmask, mask_of, copy.data_ptr())
     return copy
-
-
-def _library(logits: Tensor) -> Any:
-    """The compiled functions; of few logits, those that keep Python's lock."""
-    library = cpu_library()
-    return library.brief if logits.numel() <= _BRIEF_LOGITS else library
 
 
 def _with_masks(

@@ -30,8 +30,7 @@ from radixserve_kernels import cpu_attention
 from radixserve_kernels.attention_metadata import AttentionMetadata
 library = cpu_attention.cpu_library()
 for name in ("radixserve_delete_plan", "radixserve_delete_attention"):
-    for functions in (library, library.brief):
-        setattr(functions, name, lambda *_, name=name: ended.append(name))
+    setattr(library, name, lambda *_, name=name: ended.append(name))
 one, ends = np.array([0]), np.array([0, 1])
 rows = AttentionMetadata(one, ends, ends, ends[1:], [np.zeros(1, np.int32)])
 plans = [cpu_attention.CpuAttentionPlan(rows, 1, (1, 1, 8), None) for _ in range(2)]
@@ -203,7 +202,7 @@ def test_what_is_in_use_at_the_end_of_the_process_is_kept() -> None:
 def test_a_plan_is_cut_for_the_threads_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
     library = cpu_library()
-    monkeypatch.setattr(library.brief, "radixserve_set_threads", told.append)
+    monkeypatch.setattr(library, "radixserve_set_threads", told.append)
     one, ends = np.array([0]), np.array([0, 1])
     CpuAttentionPlan(
         AttentionMetadata(one, ends, ends, ends[1:], [np.zeros(1, np.int32)]), 1, (1, 1, 8), None
