@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -90,6 +91,8 @@ class EngineSettings(TypedDict, total=False):
     overlap: bool
     cascade_attention: bool
     exact: bool | None
+    adapters: Mapping[str, str] | None
+    adapter_memory: int | str
     kv_store: str | None
     kv_store_size: int | str
     kv_store_write: KVStoreWrite
@@ -161,6 +164,10 @@ class ModelSettings(SettingsGroup):
                         faster on the CPU: shared pages are read together to their last token. True
                         is slower on CUDA: the Triton kernels run, and pages that rows share are
                         read by each of them
+    adapters            {name: folder} of LoRA adapters to load, as PEFT saves them; requests name
+                        theirs, see docs/adapters.md
+    adapter_memory      most bytes of adapters in memory; the least recently used ones leave it and
+                        are read again when a request names them
     seed                seed of random weights, and of the requests that have none
     """
 
@@ -176,6 +183,8 @@ class ModelSettings(SettingsGroup):
     overlap: bool = True
     cascade_attention: bool = True
     exact: bool | None = None
+    adapters: Mapping[str, str] | None = field(default=None, hash=False)
+    adapter_memory: int | str = "1GB"
     seed: int = 0
 
     def _check(self) -> None:
@@ -183,6 +192,9 @@ class ModelSettings(SettingsGroup):
         self._check_bools("cuda_graphs", "overlap", "cascade_attention")
         if self.exact is not None:
             self._check_bools("exact")
+        parse_bytes(self.adapter_memory, "adapter_memory")
+        if self.adapters is not None:
+            object.__setattr__(self, "adapters", _check_adapters(self.adapters))
         if self.activation_bits not in (8, 16):
             bits = shown(self.activation_bits)
             raise InvalidRequest(f"activation_bits must be 8 or 16, got {bits}")
@@ -510,6 +522,20 @@ def default_max_overtake(admission: str) -> int:
     """Returns the default of `max_overtake`. It is large for priced admission, which admits
     returning sessions before new ones: a small bound would prevent that."""
     return 4096 if admission == "priced" else 64
+
+
+def _check_adapters(adapters: object) -> dict[str, str]:
+    if not isinstance(adapters, Mapping):
+        raise InvalidRequest(f"adapters must be {{name: folder}}, got {shown(adapters)}")
+    name, folder = "a name of adapters", "a folder of adapters"
+    return {
+        check_text(name, key): check_str(folder, os.fspath(path) if _is_path(path) else path)
+        for key, path in adapters.items()
+    }
+
+
+def _is_path(path: object) -> bool:
+    return isinstance(path, os.PathLike)
 
 
 def _check_tenant_weights(weights: object) -> dict[str, float]:

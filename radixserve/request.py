@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,29 @@ MAX_SAMPLES = 1_024  # of one prompt
 MAX_BEAM_WIDTH = 256
 MAX_LENGTH_PENALTY = 10.0
 LEAST_PRIORITY = -(2**31)  # the priority of prefetches
+MAX_TOKEN_IDS = 1 << 20  # token ids of a vocabulary; the cache has numbers above for `AdapterUse`
+MAX_ACTIVATED = (1 << 31) // MAX_TOKEN_IDS - 1  # the largest `AdapterUse.mark`
 
 _NOT_GIVEN = (NotGivenFloat, NotGivenInt)
+
+
+class AdapterUse(NamedTuple):
+    """The adapter that computes a request's tokens.
+
+    An activated adapter computes those from `start` on, and the model the ones before, whose K/V is
+    that of the model alone. They share a namespace of the cache, which has the adapter's tokens
+    with a mark: no other sequence has the same.
+    """
+
+    number: int  # of the adapter in the runner
+    start: int = 0  # position of its first token
+    mark: int = 0  # of an activated adapter, 1 to MAX_ACTIVATED; 0: of another one
+
+    @property
+    def token_mark(self) -> int:
+        """What the cache adds to the ids of its tokens."""
+        return self.mark * MAX_TOKEN_IDS
+
 
 # (output ids, logits [V] float32) or (prompt ids, output ids, logits) -> logits
 LogitsProcessor = Callable[..., Any]
@@ -90,6 +111,7 @@ class SamplingParams(StrictFields):
                           first tokens
     priority              requests with a higher priority are admitted before the others of their
                           tenant
+    adapter               name of the loaded adapter that computes the request; "": none does
     namespace             "TENANT" or "TENANT/SALT": requests of different namespaces share no
                           cache, and tenants share the engine's time
     prediction            the expected answer, or a text with many of its parts, such as a file
@@ -128,6 +150,7 @@ class SamplingParams(StrictFields):
     truncate_prompt_tokens: int | None = None
     truncation_side: TruncationSide = "left"
     priority: int = 0
+    adapter: str = ""
     namespace: str = ""
     prediction: str | Iterable[int] | None = field(default=None, hash=False)
     digest: bool = False
@@ -173,6 +196,7 @@ class SamplingParams(StrictFields):
         self._check_bools(
             "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "digest"
         )
+        check_text("adapter", self.adapter)
         check_text("namespace", self.namespace)
 
     def _read_logprob_token_ids(self) -> tuple[int, ...]:
@@ -354,6 +378,21 @@ class BeamParams(StrictFields):
             )
 
 
+def keyed_tokens(token_ids: IntArray, adapter: AdapterUse | None) -> IntArray:
+    """Returns the tokens of a sequence, position 0 first, as the cache has them."""
+    if adapter is None or not adapter.mark or adapter.start >= len(token_ids):
+        return token_ids
+    keyed = token_ids.copy()
+    keyed[adapter.start :] += adapter.token_mark
+    return keyed
+
+
+def num_unmarked(keyed: IntArray) -> int:
+    """Returns how many leading tokens of the cache have no mark of an `AdapterUse`."""
+    marked = keyed >= MAX_TOKEN_IDS
+    return int(marked.argmax()) if marked.any() else len(keyed)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A checked request on its way into the engine."""
@@ -378,10 +417,15 @@ class Request:
     # generation prompt's last; known only where the model has recurrent layers
     prediction: IntArray | None = None  # [n] params.prediction as token ids
     num_resumed_tokens: int = 0  # last tokens of `token_ids` that the answer begins with
+    adapter: AdapterUse | None = None
     namespace: Namespace = field(init=False)  # params.namespace as a record
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "namespace", as_namespace(self.params.namespace))
+
+    def keyed_tokens(self) -> IntArray:
+        """[n] `token_ids` as the cache has them, see `AdapterUse`."""
+        return keyed_tokens(self.token_ids, self.adapter)
 
     def with_digest(self) -> Request:
         """Returns the request with its own digest, if its params request one."""

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixserve.arrays import IntArray
-from radixserve.request import SamplingParams
+from radixserve.request import AdapterUse, SamplingParams
 from radixserve.structured_outputs import Matcher
 
 PLACEHOLDER = -1  # in place of a token id that only the device has
@@ -100,6 +100,8 @@ class ScheduledRequest(NamedTuple):
     written_state_id: int = -1  # the state after the last token. It is state_id, or in a row of one
     # token another id, so that the state before the token is kept
 
+    adapter: AdapterUse | None = None
+
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
@@ -143,6 +145,7 @@ class ScheduledRows:
             int, int
         ] = {}  # by row: `ScheduledRequest.num_drafts`; never beside targets
         self.states: list[RowStates] = []  # [] if the model has no states
+        self.adapters: dict[int, AdapterUse] = {}  # by row, of rows that have one
 
     @classmethod
     def of(cls, rows: Iterable[ScheduledRequest]) -> ScheduledRows:
@@ -164,6 +167,8 @@ class ScheduledRows:
                 )
             if row.num_drafts:
                 columns.drafts[number] = row.num_drafts
+            if row.adapter is not None:
+                columns.adapters[number] = row.adapter
         if any(row.future_index >= 0 for row in rows):
             columns.future_indices = [row.future_index for row in rows]
         return columns
@@ -202,6 +207,7 @@ class ScheduledRows:
             state_id=states.state_id,
             checkpoints=states.checkpoints,
             written_state_id=states.written_state_id,
+            adapter=self.adapters.get(row),
         )
 
 

@@ -27,6 +27,7 @@ FOREIGN = set(
     models: ReformerModelWithLMHead SmolLM3 XmodPreTrainedModel causal_conv1d generation_config.json
     input_scale mamba_ssm
     set_default_language
+    PEFT: adapter_config.json
     settings: ANTHROPIC_DEFAULT_HAIKU_MODEL RAY_AUTH_MODE TimeoutStopSec opencode.json
     proxy_read_timeout token_urlsafe
     outputs: DIR/kernel_choice.json results.json results.md

@@ -36,7 +36,13 @@ FLOORS = [
         "radixserve.text",
     ],
     ["radixserve.engine"],
-    ["radixserve.drafts", "radixserve.hints", "radixserve.kv_events", "radixserve.store"],
+    [
+        "radixserve.adapters",
+        "radixserve.drafts",
+        "radixserve.hints",
+        "radixserve.kv_events",
+        "radixserve.store",
+    ],
     ["radixserve.api"],
     ["radixserve.recipes"],
     ["radixserve"],  # the face, which names everything below it
@@ -60,6 +66,7 @@ CONTROL_PLANE = (
     "radixserve.fleet.autoscaling",
 )
 SATELLITES = (
+    "adapters",
     "admission_policies",
     "beams",
     "cache_layers",

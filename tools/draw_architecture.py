@@ -33,6 +33,7 @@ ORDER = (  # from left to right within a layer
         "recipes",
         "api",
         "kv_events",
+        "adapters",
         "drafts",
         "engine",
         "admission_policies",

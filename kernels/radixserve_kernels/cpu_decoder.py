@@ -20,6 +20,7 @@ from radixserve_kernels.cpu_attention import (
 )
 from radixserve_kernels.cpu_experts import PackedExperts
 from radixserve_kernels.cpu_library import address, cpu_library, finalize, is_bf16
+from radixserve_kernels.cpu_lora import AdapterRows, PackedLora, group_records
 from radixserve_kernels.cpu_recurrent import CompiledStates
 from radixserve_kernels.cpu_weights import PackedWeight, WeightRecord
 from radixserve_kernels.decoder_layer import (
@@ -111,9 +112,10 @@ class _Step(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in (
                 *("input_ids", "positions", "slots", "sampled", "rotations", "logits"),
-                *("window_slots", "window_page_ids", "states"),
+                *("window_slots", "window_page_ids", "states", "adapters"),
             )
         ),
+        ("num_adapters", ctypes.c_int64),
     )
 
 
@@ -195,6 +197,7 @@ class FusedDecoder:
         window_slots: Tensor | None = None,  # [T] int64, of layers in window pages
         window_page_ids: NDArray[np.int32] | None = None,  # in the places of the plan's
         states: CompiledStates | None = None,  # of layers that have some
+        adapters: Sequence[AdapterRows[PackedLora]] = (),
     ) -> Tensor:
         """Logits [S, V] float32 after the tokens `sampled`; writes K and V of the new tokens.
 
@@ -214,6 +217,9 @@ class FusedDecoder:
         step.window_slots = address(window_slots)
         step.window_page_ids = None if window_page_ids is None else window_page_ids.ctypes.data
         step.states = None if states is None else ctypes.addressof(states.record)
+        groups = group_records(adapters) if adapters else None  # lives as long as the call
+        step.adapters = None if groups is None else ctypes.addressof(groups)
+        step.num_adapters = len(adapters)
         self._library.radixserve_set_threads(torch.get_num_threads())
         plan, kv = attention
         if kv is not self._checked_kv:

@@ -106,12 +106,14 @@ class PackedWeight:
         weight: AnyWeight,
         bias: Tensor | None = None,
         following: PackedWeight | None = None,
+        arena: Arena | None = None,
     ) -> None:
+        """arena: of a dense weight that may go before others; None: the one of all weights."""
         size, depth = weight.shape
         self.form = form_of(weight)
         self._bias, self._next = None if bias is None else bias.contiguous(), following
         if isinstance(weight, Tensor):
-            self._panels, form = _pack_dense(weight)
+            self._panels, form = _pack_dense(weight, arena or _arena)
         else:
             self._panels, form = _pack_form(weight), FORMS[self.form]
         self.num_bytes = self._panels.nbytes + (0 if following is None else following.num_bytes)
@@ -164,11 +166,11 @@ class PackedWeight:
         return out
 
 
-def _pack_dense(weight: Tensor) -> tuple[NDArray[np.uint8], int]:
+def _pack_dense(weight: Tensor, arena: Arena) -> tuple[NDArray[np.uint8], int]:
     is_half = weight.dtype == torch.float16
     library = cpu_library(torch.float32 if is_half else weight.dtype)
     weight, shape = weight.contiguous(), (_KINDS[weight.dtype], *weight.shape)
-    panels = _arena.take(library.radixserve_packed_size(*shape) * weight.dtype.itemsize)
+    panels = arena.take(library.radixserve_packed_size(*shape) * weight.dtype.itemsize)
     library.radixserve_pack(shape[0], weight.data_ptr(), *shape[1:], panels.ctypes.data)
     return panels, FLOAT16 if is_half else 0
 

@@ -13,6 +13,7 @@ from radixserve.api.beam_search import BeamCollector
 from radixserve.api.request_builder import RequestBuilder
 from radixserve.arrays import IntArray
 from radixserve.cache import Lookup
+from radixserve.checks import check_text
 from radixserve.completion import Chunk, Completion, join_chunks
 from radixserve.engine.core_client import EngineCoreClient
 from radixserve.engine.messages import LookUpPrompt
@@ -301,10 +302,17 @@ class EngineClient:
         """Returns a handle that yields Chunks, to be entered and iterated over."""
         return self.submit([request], streams=True)
 
+    def namespace(self, namespace: object, adapter: object) -> str:
+        """Returns the namespace of requests with an adapter, "": none. Raises InvalidRequest."""
+        name, own = check_text("namespace", namespace), check_text("adapter", adapter)
+        return self.builder.adapters.namespace(name, own)
+
     def lookup(
         self, token_ids: IntArray, namespace: str, *, compare_namespaces: bool = True
     ) -> Lookup:
         """Returns how much of a prompt is cached now, and why not more."""
+        if namespace.startswith("\0"):  # of an adapter
+            token_ids, namespace = self.builder.adapters.cache_place(token_ids, namespace)
         return self.core.call(LookUpPrompt(token_ids, namespace, compare_namespaces))
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
+from radixserve.adapters.extension import AdapterExtension
+from radixserve.adapters.loading import read_again
+from radixserve.adapters.table import AdapterTable
 from radixserve.admission_policies import make_admission
 from radixserve.beams.searches import BeamSearches
 from radixserve.cache import HashBlockCache, PrefixCache, RadixCache
 from radixserve.cache_layers import RecurrentLayers, WindowedLayers
-from radixserve.config import EngineConfig
+from radixserve.config import EngineConfig, parse_bytes
 from radixserve.drafts.extension import DraftExtension
 from radixserve.engine.engine import Engine
 from radixserve.engine.trace_recorder import TraceRecorder
@@ -31,11 +35,12 @@ def make_engine(
     config: EngineConfig,
     cache: PrefixCache | None = None,
     *,
+    adapters: AdapterTable | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Engine:
     """`cache`: used instead of the cache that `config` names; it manages the runner's pages.
-    `clock`: of the scheduler, in seconds. Raises InvalidRequest for an extension that cannot be
-    opened."""
+    `adapters`: those that its requests may have. `clock`: of the scheduler, in seconds. Raises
+    InvalidRequest for an extension that cannot be opened."""
     if cache is None:
         cache = _make_cache(runner, config)
     scheduler = Scheduler(
@@ -53,6 +58,10 @@ def make_engine(
     engine = Engine(runner, cache, scheduler, overlap=config.overlap)
     try:
         _extend(engine, config)
+        if adapters is not None:
+            memory = parse_bytes(config.adapter_memory, "adapter_memory")
+            read = partial(read_again, runner)
+            engine.extend(AdapterExtension(engine, adapters, read, memory))
     except BaseException:
         engine.close()
         raise

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from radixserve.adapters.table import AdapterTable
 from radixserve.api.beam_search import as_search
 from radixserve.arrays import IntArray
+from radixserve.cache.namespace import as_namespace
 from radixserve.checks import shown
 from radixserve.completion import Completion
 from radixserve.config import EngineConfig
@@ -146,12 +148,14 @@ class RequestBuilder:
         *,
         keeps_guidance_options: bool = False,
         marks_turns: bool = False,
+        adapters: AdapterTable | None = None,
     ) -> None:
         """`end_ids`: the model's end tokens. `seed`: from which requests without a seed draw
         theirs. `sampling_defaults`: of fields that params leave out. `keeps_guidance_options`: as
         in EngineConfig.allow_guidance_options. `marks_turns`: whether requests name their
-        `turn_starts`."""
+        `turn_starts`. `adapters`: those that requests may name."""
         self.reader = reader
+        self.adapters = AdapterTable() if adapters is None else adapters
         self.grammars = GrammarCompiler(
             reader.backend_tokenizer, keeps_options=keeps_guidance_options
         )
@@ -176,10 +180,11 @@ class RequestBuilder:
 
     def params(self, params: Any) -> SamplingParams:
         """Returns the params of a call: `params`, with the defaults of fields that they leave out,
-        or all defaults for None. Raises InvalidRequest for other types."""
+        or all defaults for None. Their namespace names their adapter. Raises InvalidRequest for
+        other types."""
         if params is None:
-            return self.default_params
-        return check_params(params).with_defaults(self.default_params)
+            return self.adapters.resolve(self.default_params)
+        return self.adapters.resolve(check_params(params).with_defaults(self.default_params))
 
     def params_for(self, params: Any, count: int) -> list[SamplingParams]:
         """Returns the params of `count` prompts, from one for all or a list. Raises
@@ -192,7 +197,7 @@ class RequestBuilder:
             )
         distinct = {id(own): own for own in params}
         full = {
-            key: check_params(own).with_defaults(self.default_params)
+            key: self.adapters.resolve(check_params(own).with_defaults(self.default_params))
             for key, own in distinct.items()
         }
         return [full[id(own)] for own in params]
@@ -270,8 +275,10 @@ class RequestBuilder:
     ) -> list[Request]:
         """Returns the request of each prompt's beam search, to which no sampling defaults apply."""
         vocab_size = self.reader.vocab_size
-        each = [params] * len(prompts)
+        each = [self.adapters.resolve(params)] * len(prompts)
         requests = self._build(prompts, each, request_id, is_batch=is_batch)
+        if any(request.adapter is not None and request.adapter.mark for request in requests):
+            raise InvalidRequest("beam searches with an activated adapter are not built")
         return [as_search(request, beams, vocab_size) for request in requests]
 
     def request(
@@ -288,6 +295,9 @@ class RequestBuilder:
             with self._random_lock:
                 seed = self._random.getrandbits(63)
         scores_prompt = params.prompt_logprobs is not None and len(ids) > 1
+        if params.namespace.startswith("\0"):  # of an adapter
+            place, adapter = self.adapters.use(as_namespace(params.namespace), ids)
+            make = partial(make, params=replace(params, namespace=str(place)), adapter=adapter)
         return make(
             request_id=request_id or self._new_id(),
             token_ids=ids,

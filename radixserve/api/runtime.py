@@ -19,6 +19,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack, get_args
 
+from radixserve.adapters.extension import InstallAdapter, UnloadAdapter
+from radixserve.adapters.loading import load
+from radixserve.adapters.table import AdapterInfo, AdapterTable, check_name
 from radixserve.api.arguments import check_path, check_type
 from radixserve.api.branch import Branch
 from radixserve.api.chat import ChatSession
@@ -31,7 +34,7 @@ from radixserve.api.runtime_hints import RuntimeHints
 from radixserve.api.scores import ScoreQuery, ascore, score
 from radixserve.api.settings import ChatSettings, chat_options
 from radixserve.arrays import IntArray
-from radixserve.checks import check_choice, check_int, check_str, check_text, shown
+from radixserve.checks import check_choice, check_int, check_str, shown
 from radixserve.completion import Score
 from radixserve.config import EngineConfig, EngineSettings
 from radixserve.decisions import Decision, Question
@@ -44,7 +47,7 @@ from radixserve.engine.extension import EngineExtension
 from radixserve.engine.output_notifier import OutputNotifier
 from radixserve.errors import InvalidRequest
 from radixserve.models.names import check_model_name
-from radixserve.request import SamplingParams, TruncationSide
+from radixserve.request import MAX_TOKEN_IDS, SamplingParams, TruncationSide
 from radixserve.sampling_defaults import NO_SAMPLING, SamplingDefault, in_force
 from radixserve.structured_outputs import StructuredOutput, as_structured_output
 from radixserve.text.prompts import Prompt, PromptReader
@@ -83,6 +86,8 @@ class Runtime(RuntimeGeneration, RuntimeCache, RuntimeHints):
         try:
             self._start(runner)
         except BaseException:
+            if (finalizer := getattr(self, "_finalizer", None)) is not None:
+                finalizer()
             runner.close()
             raise
 
@@ -102,12 +107,25 @@ class Runtime(RuntimeGeneration, RuntimeCache, RuntimeHints):
             runner.num_pages * self.config.page_size,
         )
         notifier = OutputNotifier()
-        core = EngineThread(make_engine(runner, self.config), notifier)
-        self._use(facts, core, notifier)
+        adapters = AdapterTable()
+        engine = make_engine(runner, self.config, adapters=adapters)
+        core = EngineThread(engine, notifier)
+        self._pack_adapter = runner.pack_adapter
         self._finalizer: Any = weakref.finalize(self, _close, core, runner)
+        self._use(facts, core, notifier, adapters)
+        for name, folder in (self.config.adapters or {}).items():
+            self.load_adapter(name, folder)
 
-    def _use(self, facts: EngineFacts, core: EngineCoreClient, notifier: OutputNotifier) -> None:
-        """Set up the tokenizer, the request builder and the client for an engine `core`."""
+    def _use(
+        self,
+        facts: EngineFacts,
+        core: EngineCoreClient,
+        notifier: OutputNotifier,
+        adapters: AdapterTable | None = None,
+    ) -> None:
+        """Set up the tokenizer, the request builder and the client for an engine `core`.
+        `adapters`: those that it computes with; None: it has none."""
+        self._adapters = AdapterTable() if adapters is None else adapters
         self.tokenizer: Tokenizer | None = Tokenizer.load(
             facts.model_path, parses_special=self.config.parse_special_tokens
         )
@@ -131,6 +149,7 @@ class Runtime(RuntimeGeneration, RuntimeCache, RuntimeHints):
             ),
             keeps_guidance_options=self.config.allow_guidance_options,
             marks_turns=bool(facts.model.states),
+            adapters=self._adapters,
         )
         self._core = core
         self._client = EngineClient(core, self._builder, notifier)
@@ -205,28 +224,75 @@ class Runtime(RuntimeGeneration, RuntimeCache, RuntimeHints):
         """Stop the engine. Calls that still wait raise EngineDead. Can be called again."""
         self._finalizer()
 
+    # -- adapters -----------------------------------------------------------------------------
+
+    _pack_adapter: Any = None  # the runner's
+
+    @property
+    def adapters(self) -> dict[str, AdapterInfo]:
+        """The loaded adapters by name."""
+        return {name: adapter.info for name, adapter in self._adapters.named.items()}
+
+    def load_adapter(
+        self, name: str, path: str | os.PathLike[str], *, load_inplace: bool = False
+    ) -> AdapterInfo:
+        """Load a LoRA adapter from a folder as PEFT saves it; from then on requests may name it, in
+        `SamplingParams.adapter`. Others run meanwhile. load_inplace: unload what has that name,
+        once the new one was read.
+
+        Raises InvalidRequest for a name that is loaded and a folder that is no adapter,
+        ModelNotSupported naming what of it is not computed. See docs/adapters.md.
+        """
+        folder = check_path("path", path)
+        if self._pack_adapter is None:
+            raise InvalidRequest("adapters are not built for replicas in other processes")
+        if check_name(name) in self._adapters.named and not load_inplace:
+            raise InvalidRequest(f"the adapter {shown(name)} is loaded: unload it first")
+        loaded = load(name, folder, self._pack_adapter)
+        if loaded.info.invocation and self.model.vocab_size > MAX_TOKEN_IDS:
+            raise InvalidRequest(f"activated adapters need at most {MAX_TOKEN_IDS} token ids")
+        if name in self._adapters.named:
+            self.unload_adapter(name)
+        self._core.call(InstallAdapter(*loaded))
+        return loaded.info
+
+    def unload_adapter(self, name: str) -> None:
+        """Take an adapter from new requests at once, wait until the open ones have ended, and drop
+        its K/V. Raises InvalidRequest for a name that is not loaded."""
+        self._core.call(UnloadAdapter(check_name(name)))
+
     # -- scoring ------------------------------------------------------------------------------
 
     def score(
-        self, prompt: Prompt, candidates: Sequence[str | Sequence[int]], *, namespace: str = ""
+        self,
+        prompt: Prompt,
+        candidates: Sequence[str | Sequence[int]],
+        *,
+        adapter: str = "",
+        namespace: str = "",
     ) -> list[Score]:
-        """Returns how likely the model finds each of `candidates`, texts or token ids, after
-        `prompt`.
+        """Returns how likely the model, with `adapter`, finds each of `candidates`, texts or token
+        ids, after `prompt`.
 
         The prompt is computed once, or taken from the cache; the candidates then run side by side.
         Text is tokenised on its own, without the special tokens that begin a prompt. Log-
         probabilities are of the model's own distribution, natural logarithms.
         """
         self._core.check_alive()
-        ids = self._builder.reader.read(prompt)
-        return score(self._client, [ScoreQuery(ids, candidates, namespace)])[0]
+        ids, space = self._builder.reader.read(prompt), self._client.namespace(namespace, adapter)
+        return score(self._client, [ScoreQuery(ids, candidates, space)])[0]
 
     async def ascore(
-        self, prompt: Prompt, candidates: Sequence[str | Sequence[int]], *, namespace: str = ""
+        self,
+        prompt: Prompt,
+        candidates: Sequence[str | Sequence[int]],
+        *,
+        adapter: str = "",
+        namespace: str = "",
     ) -> list[Score]:
         """`score` for asyncio. Cancelling the task aborts it."""
-        ids = self._builder.reader.read(prompt)
-        return (await ascore(self._client, [ScoreQuery(ids, candidates, namespace)]))[0]
+        ids, space = self._builder.reader.read(prompt), self._client.namespace(namespace, adapter)
+        return (await ascore(self._client, [ScoreQuery(ids, candidates, space)]))[0]
 
     def decide(
         self,
@@ -310,17 +376,22 @@ class Runtime(RuntimeGeneration, RuntimeCache, RuntimeHints):
     # -- sessions -----------------------------------------------------------------------------
 
     def branch(
-        self, prompt: Prompt, *, namespace: str = "", **chat: Unpack[ChatSettings]
+        self,
+        prompt: Prompt,
+        *,
+        adapter: str = "",
+        namespace: str = "",
+        **chat: Unpack[ChatSettings],
     ) -> Branch:
-        """Returns a position after `prompt`, to fork, extend, continue and roll back.
+        """Returns a position after `prompt`, to fork, extend, continue and roll back, all with
+        `adapter`.
 
         Computes nothing yet. Release it, or use it as a context manager: until then its K/V is
         evicted after that of requests without a session. Raises InvalidRequest.
         """
         self._core.check_alive()
         ids = self._builder.reader.read(prompt, options=chat_options(chat))
-        check_text("namespace", namespace)
-        return Branch(self._client, ids, namespace)
+        return Branch(self._client, ids, self._client.namespace(namespace, adapter))
 
     def chat(
         self,

@@ -15,6 +15,7 @@ from radixserve.cache import Lookup, SnapshotView
 from radixserve.checks import check_int, check_text
 from radixserve.engine import messages
 from radixserve.reports import EngineStats, EngineStatus, EvictionCandidate, FlatTreeDump, TreeDump
+from radixserve.request import num_unmarked
 from radixserve.store.messages import FindStored, ListStored, LoadPrefix, OpenStore, SavePrefix
 from radixserve.text.prompts import Prompt, check_prompts
 
@@ -29,10 +30,12 @@ class RuntimeCache(RuntimeMethods):
         prompt: Prompt,
         namespace: str = "",
         *,
+        adapter: str = "",
         compare_namespaces: bool = True,
         **chat: Unpack[ChatSettings],
     ) -> Lookup:
-        """Returns how much of `prompt` is cached now, and why not more. Changes nothing.
+        """Returns how much of `prompt` is cached now for requests with `adapter`, and why not more.
+        Changes nothing.
 
         With `compare_namespaces` False the answer does not depend on other namespaces.
         """
@@ -40,7 +43,7 @@ class RuntimeCache(RuntimeMethods):
         reader = self._client.reader
         options = reader.at_its_start(prompt, chat_options(chat), is_noted=False)
         ids = reader.read(prompt, options=options)
-        name = check_text("namespace", namespace)
+        name = self._client.namespace(namespace, adapter)
         answer = self._client.lookup(ids, name, compare_namespaces=compare_namespaces)
         if answer.reason == "diverged" and reader.is_in_date(prompt, answer.position, options):
             return answer._replace(reason="date")
@@ -137,7 +140,8 @@ class RuntimeCache(RuntimeMethods):
         prefixes.reverse()  # the last used is written last
         self._client.core.call(OpenStore(name))
         num_written = 0
-        for namespace, tokens in prefixes:
+        for namespace, keyed in prefixes:
+            tokens = keyed[: num_unmarked(keyed)]  # marks of adapters are this process's
             self._client.core.call(FindStored(tokens, namespace, name))
             while count := self._client.core.call(SavePrefix(name, namespace, tokens)):
                 num_written += count

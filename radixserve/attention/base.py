@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, NamedTuple, TypedDict
+from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from radixserve_kernels.attention_features import AttentionVariant as AttentionV
 from radixserve_kernels.attention_metadata import AttentionMetadata as AttentionMetadata
 from radixserve_kernels.attention_metadata import IndexArray as IndexArray
 from radixserve_kernels.cpu_decoder import CompiledStep
+from radixserve_kernels.cpu_lora import AdapterRows as AdapterRows
 from radixserve_kernels.gpu.records import StateRows as StateRows
 from radixserve_kernels.stored_kv import stored_head_dim
 from radixserve_kernels.torch_ops import store_kv
@@ -113,6 +114,7 @@ class ForwardBatch:
     device_kv_indices: Tensor | None = None  # [total pages] int32, where the device has them
     recurrent: RecurrentRows | None = None  # of a model with recurrent layers
     window: WindowBatch | None = None  # of layers that have window pages
+    adapters: Sequence[AdapterRows[Any]] = ()  # of the rows that have one
 
     @property
     def num_tokens(self) -> int:

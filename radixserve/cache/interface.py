@@ -292,6 +292,10 @@ class PrefixCache(ABC):
         self._allocator.note_time()
         return self._owner.evict(self._allocator.pages_for(num_tokens)) * self.page_size
 
+    def namespaces(self) -> list[Namespace]:
+        """Returns those in which something is cached, or about to be."""
+        return list(self._owner.namespaces)
+
     def reset(self, namespace: str | Namespace | None = None) -> None:
         """Drop one namespace, or all if None. Pages in use are freed when they are released.
 

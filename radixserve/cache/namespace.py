@@ -14,7 +14,7 @@ class Namespace(NamedTuple):
     """A key of the cache. Equal tokens share K/V only if all fields of their namespaces are equal.
 
     tenant   owner of the requests; the engine shares its time between tenants
-    adapter  name of the adapter that computed the K/V; "": the model alone
+    adapter  key of the adapter that computed the K/V, "NAME@DIGEST"; "": the model alone
     salt     separates requests of a tenant; None: it does not
 
     As text: "TENANT" or "TENANT/SALT", after "\\0ADAPTER\\0" if there is an adapter. Callers,

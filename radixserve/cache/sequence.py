@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, Self
 
 import numpy as np
@@ -71,6 +71,10 @@ class PageOwner(Protocol):
     num_created: int  # nodes or blocks since the start
     now: float  # the clock when a sequence was last acquired or committed
     num_evicted_tokens: int
+
+    @property
+    def namespaces(self) -> Mapping[Namespace, NamespaceEntry]:
+        """The live ones."""
 
     @property
     def num_nodes(self) -> int:

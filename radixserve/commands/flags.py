@@ -69,6 +69,10 @@ FIELD_METAVARS = {
     "session": "NAME",
 }
 _SAMPLING, _ENGINE = "sampling.", "engine."  # prefixes of fields in the parsed arguments
+_FLAG_NAMES = {  # where they are not the field's
+    _ENGINE + "seed": "engine_seed",  # --seed is that of requests
+    _ENGINE + "adapters": "lora_modules",  # vLLM's
+}
 _JSON_EXAMPLES = {  # by the names of fields whose flags take JSON
     "structured": '{"regex": "[0-9]+"}',
     "override_generation_config": '{"temperature": 0.2}',
@@ -214,8 +218,9 @@ def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
 def given_engine(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of EngineConfig that the command line set, checked. Raises InvalidRequest."""
     settings = _given(args, _ENGINE)
-    if "tenant_weights" in settings:
-        settings["tenant_weights"] = dict(settings["tenant_weights"])
+    for name in ("tenant_weights", "adapters"):
+        if name in settings:
+            settings[name] = dict(settings[name])
     EngineConfig(**settings)  # checks them before a model is loaded
     return settings
 
@@ -244,8 +249,7 @@ def _add_field_flags(
             reading = {"action": argparse.BooleanOptionalAction}
         if reading.get("action") == "append":
             text += "; give it again for more"
-        is_engine_seed = prefix == _ENGINE and name == "seed"
-        flag = "--" + ("engine-seed" if is_engine_seed else name.replace("_", "-"))
+        flag = "--" + (_FLAG_NAMES.get(prefix + name) or name).replace("_", "-")
         flags[name] = group.add_argument(
             flag, dest=prefix + name, default=default, help=text, **reading
         )
@@ -258,6 +262,8 @@ def _reading(name: str, hint: Any) -> dict[str, Any]:
     """
     if name in _JSON_EXAMPLES:
         return {"type": partial(_json_object, example=_JSON_EXAMPLES[name]), "metavar": "JSON"}
+    if name == "adapters":
+        return {"action": "extend", "nargs": "+", "type": _named_path, "metavar": "NAME=FOLDER"}
     choices = CHOICES.get(name)
     if typing.get_origin(hint) is typing.Literal:
         choices = typing.get_args(hint)
@@ -296,6 +302,13 @@ def _bias(text: str) -> tuple[int, float]:
     with contextlib.suppress(ValueError):
         return int(token_id), float(bias)
     raise argparse.ArgumentTypeError(f"takes ID:BIAS such as 42:-5, got {shown(text)}")
+
+
+def _named_path(text: str) -> tuple[str, str]:
+    name, _, path = text.partition("=")
+    if name and path:
+        return name, path
+    raise argparse.ArgumentTypeError(f"takes NAME=FOLDER such as sql=./sql-lora, got {shown(text)}")
 
 
 def _weight(text: str) -> tuple[str, float]:

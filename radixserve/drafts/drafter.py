@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+
 from radixserve.cache import PrefixCache
 from radixserve.drafts.budget import MOST_ROWS, DraftBudget, Odds
 from radixserve.drafts.source import DraftContext, DraftSource
+from radixserve.request import MAX_TOKEN_IDS, num_unmarked
 from radixserve.schedule import SchedulerOutput
 from radixserve.scheduler.drafter import Drafter
 from radixserve.scheduler.request_state import RequestState
@@ -88,7 +91,7 @@ class Drafts(Drafter):
     def note_ended(self, state: RequestState) -> None:
         self._odds.pop(state, None)
         self._proposed.pop(state, None)
-        if state.sequence is not None and state.group is None:
+        if state.sequence is not None and state.group is None and not state.token_mark:
             context = context_of(state)
             for source in tuple(self.sources):
                 self._call(source, partial(source.end, context), None)
@@ -143,11 +146,15 @@ def _may_draft(state: RequestState) -> bool:
     """Whether drafts of a decoding request can be verified."""
     structured = state.request.params.structured_outputs
     jumps = structured is not None and structured.jump_forward
-    return state.num_output > 0 and state.group is None and not jumps
+    is_single = state.group is None and not state.token_mark
+    return state.num_output > 0 and is_single and not jumps
 
 
 def _before_end(token_ids: Sequence[int], state: RequestState) -> Sequence[int]:
-    """Returns the tokens before the first one that would end the request."""
+    """Returns the tokens before the first one that would end the request, or that the cache has of
+    an activated adapter."""
+    if token_ids and max(token_ids) >= MAX_TOKEN_IDS:
+        token_ids = token_ids[: num_unmarked(np.array(token_ids, np.int32))]
     end_ids = state.request.end_ids
     if end_ids.isdisjoint(token_ids):
         return token_ids

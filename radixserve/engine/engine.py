@@ -61,6 +61,7 @@ class Engine:
         self._searches: dict[str, BeamGroup] = {}  # beam searches by request id
         self._in_flight: list[tuple[SchedulerOutput, Any]] = []  # launched steps, the older first
         self._must_collect = False  # whether `end_step` has a step to collect
+        self._failed: list[RequestOutput] = []  # last outputs of requests that extensions ended
         self._events: EventLog | None = None  # of `take_events`
         self._seconds = dict.fromkeys(_PARTS, 0.0)
         self._busy_since = 0.0  # nothing before it was counted in the two below
@@ -107,6 +108,12 @@ class Engine:
         output = self._scheduler.finish(request_id, reason, error, lens)
         return None if output is None else output._replace(beams=answers)
 
+    def fail(self, request_id: str, error: BaseException) -> None:
+        """End a request with `error`, for an extension. The next step returns its last output."""
+        output = self.finish(request_id, "error", error)
+        if output is not None:
+            self._failed.append(output)
+
     def fail_all(self, error: BaseException) -> list[RequestOutput]:
         """End all requests with `error`. Returns their outputs. Waits for the steps in flight."""
         self.extensions.let_go()
@@ -132,7 +139,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether requests are left, or a step is in flight."""
-        if self._scheduler.has_work or self._in_flight:
+        if self._scheduler.has_work or self._in_flight or self._failed:
             return True
         return bool(self.extensions.of_has_work) and self.extensions.has_work
 
@@ -168,6 +175,8 @@ class Engine:
             self.extensions.before_step(may_wait=is_idle)
         self._must_collect = bool(self._in_flight)
         outputs = self._launch()
+        if self._failed:
+            outputs, self._failed = self._failed + outputs, []
         self._must_collect |= len(self._in_flight) > self._overlap_depth
         return outputs
 
@@ -229,9 +238,10 @@ class Engine:
 
     # -- for extensions -----------------------------------------------------------------------
 
-    def extend(self, extension: EngineExtension) -> None:
-        """Plug an extension in. In the engine's thread, or before it begins."""
-        self.extensions.add(extension)
+    def extend(self, extension: EngineExtension, *, is_first: bool = False) -> None:
+        """Plug an extension in, see `Extensions.add`. In the engine's thread, or before it
+        begins."""
+        self.extensions.add(extension, is_first=is_first)
         self._scheduler.set_finish_hook(self.extensions.on_release)
 
     def set_drafter(self, drafter: Drafter) -> None:

@@ -134,8 +134,9 @@ class Extensions:
         self._held: dict[str, HeldRequest] = {}  # by request id
         self._look_up_calls()
 
-    def add(self, extension: EngineExtension) -> None:
-        self.live += (extension,)
+    def add(self, extension: EngineExtension, *, is_first: bool = False) -> None:
+        """is_first: the others get the requests that it does not hold, and not those it held."""
+        self.live = (extension, *self.live) if is_first else (*self.live, extension)
         self._look_up_calls()
 
     def remove(self, extension: EngineExtension) -> None:
@@ -209,6 +210,9 @@ class Extensions:
 
     def is_held(self, request_id: str) -> bool:
         return request_id in self._held
+
+    def held_requests(self) -> list[Request]:
+        return [held.request for held in self._held.values()]
 
     def held_counts(self) -> tuple[int, int]:
         """Number of held requests and of their prompts' tokens. May be called from any thread."""

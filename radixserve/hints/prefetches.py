@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from radixserve.arrays import IntArray
+from radixserve.cache.namespace import as_namespace
 from radixserve.engine.engine import Engine
 from radixserve.engine.extension import EngineExtension
 from radixserve.hints.hint import Hint, HintAnswer
@@ -45,6 +46,8 @@ class Prefetches(EngineExtension):
         if hint.token_ids is None:
             reason = "prefetch takes a prefix: a session is computed already"
             return HintAnswer("prefetch", "rejected", reason=reason)
+        if as_namespace(hint.namespace).adapter:
+            return HintAnswer("prefetch", "rejected", reason="not built for adapters")
         cache, whole = self._cache, hint.token_ids
         if not cache.sharing_enabled:
             return HintAnswer("prefetch", "rejected", reason='nothing is kept with cache="off"')

@@ -8,6 +8,7 @@ import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, PrefixCache
+from radixserve.cache.namespace import as_namespace
 from radixserve.errors import OutOfPages
 from radixserve.hints.hint import Hint, HintAnswer
 
@@ -90,6 +91,8 @@ class CrossNamespacePrefixes:
             prefix = shared.tokens[:length]
             if shared.namespace == sequence.namespace or not begins_with(tokens, prefix):
                 continue
+            if as_namespace(shared.namespace).adapter != as_namespace(sequence.namespace).adapter:
+                continue  # other weights computed it
             source = cache.acquire(prefix, shared.namespace, allow_full=True)
             try:
                 copied = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,6 +18,7 @@ from radixserve.attention.base import (
     ForwardBatch,
     LayerKV,
 )
+from radixserve.errors import ModelNotSupported
 from radixserve.sampling_defaults import NO_SAMPLING, ModelSampling
 from radixserve_kernels.quantized import BITS, FORMS
 from radixserve_kernels.stored_kv import stored_width
@@ -151,6 +152,15 @@ class LanguageModel(ABC):
     def forward_into(self, out: Tensor, batch: ForwardBatch, backend: AttentionBackend) -> None:
         """`forward` with its logits in `out`."""
         out.copy_(self.forward(batch, backend))
+
+    def pack_adapter(self, modules: Mapping[str, Any]) -> Any:
+        """A LoRA adapter ready to compute, the `weights` of `AdapterRows`, from its `LoraModule`s
+        by name. It has `num_bytes`. May be called from any thread. Raises ModelNotSupported."""
+        del modules
+        raise ModelNotSupported(
+            f"adapters run in the native decoder; {self.info.architecture} runs in transformers' "
+            "code here"
+        )
 
     def by_layers(self) -> LayeredModel | None:
         """The model itself if it is a `LayeredModel`, else None."""

@@ -6,6 +6,7 @@ itself, by the attention backend's `compiled_step`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -16,10 +17,12 @@ from torch import Tensor
 from radixserve.attention.base import AttentionBackend, ForwardBatch, RecurrentRows
 from radixserve.models.base import LanguageModel, ModelInfo
 from radixserve.models.decoder_tensors import DecoderTensors, LayerTensors, read_decoder
+from radixserve.models.lora import LoraModule, lora_layers
 from radixserve.models.mlp_tensors import ExpertTensors, MlpTensors, WeightAndBias
 from radixserve.models.source import ModelSource
 from radixserve_kernels.cpu_decoder import FusedDecoder
 from radixserve_kernels.cpu_experts import PackedExperts
+from radixserve_kernels.cpu_lora import PackedLora
 from radixserve_kernels.cpu_recurrent import CompiledStates, PackedRecurrence, PackedShortConv
 from radixserve_kernels.cpu_weights import PackedWeight, interleave, interleave_weights
 from radixserve_kernels.decoder_layer import DecoderLayer, ExpertsBeside, LayerInput, Mlp
@@ -35,7 +38,7 @@ class CpuDecoder(LanguageModel):
             _round_finely(read)
         parts = (read.shape, read.layers, read.embedding, read.norm.contiguous(), read.lm_head)
         self._decoder = FusedDecoder(*parts, read.info.dtype, read.layer_inputs)
-        self._rotaries = read.rotaries
+        self._shape, self._rotaries = read.shape, read.rotaries
         self._rotations: list[Tensor] = []  # of each rotary, of the positions seen so far
         self._num_positions = 0  # that all of them have
 
@@ -57,7 +60,17 @@ class CpuDecoder(LanguageModel):
             window_slots=None if window is None else window.slot_mapping,
             window_page_ids=None if window is None else window.kv_indices,
             states=None if batch.recurrent is None else compiled_states(batch.recurrent),
+            adapters=batch.adapters,
         )
+
+    def pack_adapter(self, modules: Mapping[str, LoraModule]) -> PackedLora:
+        layers = lora_layers(self._shape, modules)
+        for number, products in enumerate(layers):
+            if "gate_up" in products:
+                product, inner = products["gate_up"], self._shape.intermediate_sizes[number]
+                b = interleave(product.b[:inner], product.b[inner:])
+                products["gate_up"] = product._replace(b=b)
+        return PackedLora(layers, self.info.dtype)
 
 
 def _round_finely(read: DecoderTensors) -> None:

@@ -8,23 +8,27 @@ capture it. The batch and the backend know which tokens form a sequence.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
-from radixserve.attention.base import AttentionBackend, ForwardBatch, LayerKV
+from radixserve.attention.base import AdapterRows, AttentionBackend, ForwardBatch, LayerKV
 from radixserve.errors import ModelNotSupported
 from radixserve.models.base import LayeredModel, ModelInfo, StateShape
 from radixserve.models.decoder_shape import check_decoder, compiled_parts, decoder_shape
 from radixserve.models.decoder_tensors import DecoderTensors, LayerTensors, read_decoder
-from radixserve.models.device_layer import DeviceLayer, pack_layer
+from radixserve.models.device_layer import DeviceLayer, MakeLinear, pack_layer
+from radixserve.models.lora import LoraModule, lora_layers
 from radixserve.models.parallel import TPGroup, check_split, shard_head, shard_layer, shard_shape
 from radixserve.models.source import ModelSource
-from radixserve_kernels.decoder_layer import Mlp
+from radixserve_kernels.cpu_lora import LoraProduct
 from radixserve_kernels.delta_net import DeltaNet
 from radixserve_kernels.experts import GroupedExperts
 from radixserve_kernels.gpu_ops import (
@@ -67,7 +71,8 @@ class Decoder(LayeredModel):
         self._shape, self._group = tensors.shape, group
         self._embedding, self._norm = dense(tensors.embedding), tensors.norm
         head = dense(tensors.lm_head)  # H -> V, or the rank's part of V
-        self._lm_head = Linear(head, is_exact=is_exact, compiles=compiles)
+        self._make_linear = partial(Linear, is_exact=is_exact, compiles=compiles)
+        self._lm_head = self._make_linear(head)
         self._layers: tuple[DeviceLayer, ...] = tensors.layers
         self.tables = tables
         self._kv_layers = _numbered([layer.attends for layer in self._layers])
@@ -81,18 +86,32 @@ class Decoder(LayeredModel):
     ) -> Tensor:
         last = len(self._layers) - 1
         x, residual = self.embed(batch.input_ids)
+        adapters = [_on_device(rows, rows.tokens, x.device) for rows in batch.adapters]
         for number in range(last):
-            mixed = self._mix(number, x, batch, backend)
-            x = self.finish_layer(number, mixed, x, residual)
-        mixed = self._mix(last, x, batch, backend)
-        return self.finish(mixed, x, residual, batch.logits_indices, out)
+            mixed = self._mix(number, x, batch, backend, adapters)
+            x = self._finish_layer(number, mixed, x, residual, adapters)
+        mixed = self._mix(last, x, batch, backend, adapters)
+        sampled = [_on_device(rows, rows.sampled, x.device) for rows in batch.adapters]
+        return self._finish(mixed, x, residual, batch.logits_indices, out, sampled)
 
     def _mix(
-        self, number: int, x: Tensor, batch: ForwardBatch, backend: AttentionBackend
+        self,
+        number: int,
+        x: Tensor,
+        batch: ForwardBatch,
+        backend: AttentionBackend,
+        adapters: Sequence[LoraRows],
     ) -> Tensor:
         kv_layer = self._kv_layers[number]
         kv = None if kv_layer is None else backend.layer_kv(kv_layer)
-        return self.mix(number, self.project(number, x, batch.positions, kv), batch, backend)
+        projected = self._project(number, x, batch.positions, kv, (), adapters)
+        return self.mix(number, projected, batch, backend)
+
+    def pack_adapter(self, modules: Mapping[str, LoraModule]) -> LinearLora:
+        if self._group is not None:
+            raise ModelNotSupported("adapters over several ranks are not built")
+        layers = lora_layers(self._shape, modules)
+        return LinearLora(layers, self.info.dtype, self._embedding.device, self._make_linear)
 
     def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         residual = F.embedding(input_ids, self._embedding)
@@ -129,10 +148,21 @@ class Decoder(LayeredModel):
         kv: LayerKV | None,
         out: Sequence[Tensor] = (),
     ) -> Sequence[Tensor]:
+        return self._project(number, x, positions, kv, out, ())
+
+    def _project(
+        self,
+        number: int,
+        x: Tensor,
+        positions: Tensor,
+        kv: LayerKV | None,
+        out: Sequence[Tensor],
+        adapters: Sequence[LoraRows],
+    ) -> Sequence[Tensor]:
         layer = self._layers[number]
         if layer.qkv is None:
             return ()
-        columns = layer.qkv(x)
+        columns = _with_adapters(layer.qkv(x), x, number, "qkv", adapters)
         if not layer.attends:
             return (out[0].copy_(columns),) if out else (columns,)
         assert kv is not None
@@ -208,27 +238,41 @@ class Decoder(LayeredModel):
         return recurrence(layer.recurrence, columns, states.ids, inputs, matrices, self._shape.eps)
 
     def finish_layer(self, number: int, mixed: Tensor, x: Tensor, residual: Tensor) -> Tensor:
+        return self._finish_layer(number, mixed, x, residual, ())
+
+    def _finish_layer(
+        self,
+        number: int,
+        mixed: Tensor,
+        x: Tensor,
+        residual: Tensor,
+        adapters: Sequence[LoraRows],
+    ) -> Tensor:
         layer = self._layers[number]
         is_last = number == len(self._layers) - 1
         next_norm = self._norm if is_last else self._layers[number + 1].pre_attention_norm
         if layer.mlp is None:
-            out = self._sum_over_ranks(self._mixed_out(layer, mixed))
+            out = self._sum_over_ranks(self._mixed_out(number, mixed, adapters))
             return self._add(out, residual, layer.post_attention_norm, next_norm)
         if self._shape.has_parallel_residual:
-            out = self._sum_over_ranks(self._mixed_out(layer, mixed) + self._mlp(layer.mlp, x))
+            out = self._sum_over_ranks(
+                self._mixed_out(number, mixed, adapters) + self._mlp(number, x, adapters)
+            )
             return self._add(out, residual, layer.post_mlp_norm, next_norm)
         if layer.o is not None:
-            out = self._sum_over_ranks(self._mixed_out(layer, mixed))
+            out = self._sum_over_ranks(self._mixed_out(number, mixed, adapters))
             x = self._add(out, residual, layer.post_attention_norm, layer.pre_mlp_norm)
-        out = self._sum_over_ranks(self._mlp(layer.mlp, x))
+        out = self._sum_over_ranks(self._mlp(number, x, adapters))
         return self._add(out, residual, layer.post_mlp_norm, next_norm)
 
-    def _mixed_out(self, layer: DeviceLayer, mixed: Tensor) -> Tensor:
+    def _mixed_out(self, number: int, mixed: Tensor, adapters: Sequence[LoraRows]) -> Tensor:
+        layer = self._layers[number]
         assert layer.o is not None
         shape, net = self._shape, layer.recurrence
         own = 1.0 if net is None or isinstance(net, DeltaNet) else net.out_scale
         if layer.beside is None:
-            return _scaled(layer.o(mixed), shape.attention_out_scale if layer.attends else own)
+            out = _with_adapters(layer.o(mixed), mixed, number, "o", adapters)
+            return _scaled(out, shape.attention_out_scale if layer.attends else own)
         size = shape.num_heads * shape.head_dim
         attended = _scaled(layer.o(mixed[:, :size]), shape.attention_out_scale)
         return attended.add_(_scaled(layer.beside(mixed[:, size:]), own))
@@ -241,6 +285,17 @@ class Decoder(LayeredModel):
         logits_indices: Tensor,
         out: Tensor | None = None,
     ) -> Tensor:
+        return self._finish(mixed, x, residual, logits_indices, out, ())
+
+    def _finish(
+        self,
+        mixed: Tensor,
+        x: Tensor,
+        residual: Tensor,
+        logits_indices: Tensor,
+        out: Tensor | None,
+        adapters: Sequence[LoraRows],
+    ) -> Tensor:
         if not len(logits_indices):
             return x.new_empty((0, self._shape.vocab_size), dtype=torch.float32)
         if len(logits_indices) < len(mixed):  # from here on every token is on its own
@@ -248,7 +303,8 @@ class Decoder(LayeredModel):
             residual = residual.index_select(0, logits_indices)
             if self._shape.has_parallel_residual or self._layers[-1].o is None:  # it is read
                 x = x.index_select(0, logits_indices)
-        return self._logits(self.finish_layer(len(self._layers) - 1, mixed, x, residual), out)
+        last = len(self._layers) - 1
+        return self._logits(self._finish_layer(last, mixed, x, residual, adapters), out)
 
     def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """A norm, or x itself."""
@@ -269,15 +325,19 @@ class Decoder(LayeredModel):
         is_centered = self._shape.norm_type == "layer"
         return add_rms_norm(x, residual, next_norm, self._shape.eps, x, is_centered=is_centered)[0]
 
-    def _mlp(self, mlp: Mlp[Linear] | GroupedExperts, x: Tensor) -> Tensor:
+    def _mlp(self, number: int, x: Tensor, adapters: Sequence[LoraRows]) -> Tensor:
+        mlp = self._layers[number].mlp
+        assert mlp is not None
         if isinstance(mlp, GroupedExperts):
             return mlp(x)
-        shape, inner = self._shape, mlp.gate_up(x)
+        shape, inner = self._shape, _with_adapters(mlp.gate_up(x), x, number, "gate_up", adapters)
         if not shape.has_gated_mlp:
             return mlp.down(squared_relu(inner))
         if shape.gate_scale != 1:
             inner[:, : inner.shape[1] // 2].mul_(shape.gate_scale)
-        return _scaled(mlp.down(act_and_mul(inner, shape.activation)), shape.mlp_out_scale)
+        inner = act_and_mul(inner, shape.activation)
+        out = _with_adapters(mlp.down(inner), inner, number, "down", adapters)
+        return _scaled(out, shape.mlp_out_scale)
 
     def _sum_over_ranks(self, x: Tensor) -> Tensor:
         return x if self._group is None else self._group.all_reduce(x)
@@ -293,6 +353,50 @@ class Decoder(LayeredModel):
         if cap := self._shape.logit_soft_cap:
             logits.div_(cap).tanh_().mul_(cap)
         return logits
+
+
+class LinearLora:
+    """The products of an adapter in each layer, by their names in `PRODUCTS`: a, then b."""
+
+    def __init__(
+        self,
+        layers: Sequence[Mapping[str, LoraProduct]],
+        dtype: torch.dtype,
+        device: torch.device,
+        linear: MakeLinear,
+    ) -> None:
+        on_device = partial(torch.Tensor.to, device=device, dtype=dtype)
+        self.layers = [
+            {name: [linear(on_device(part)) for part in both] for name, both in layer.items()}
+            for layer in layers
+        ]
+        parts = [part for layer in layers for both in layer.values() for part in both]
+        self.num_bytes = sum(map(torch.numel, parts)) * dtype.itemsize
+
+
+class LoraRows(NamedTuple):
+    """The rows of one adapter in a product."""
+
+    weights: LinearLora
+    places: Tensor  # [n] int64, distinct
+
+
+def _on_device(
+    rows: AdapterRows[LinearLora], places: NDArray[np.int64], device: torch.device
+) -> LoraRows:
+    return LoraRows(rows.weights, torch.from_numpy(places).to(device))
+
+
+def _with_adapters(
+    out: Tensor, x: Tensor, number: int, product: str, adapters: Sequence[LoraRows]
+) -> Tensor:
+    """What a layer's weight gives for x [T, K], out [T, N], and in place what adapters add to it.
+    A row's bits do not depend on the others where those of `Linear` do not."""
+    for weights, places in adapters:
+        if both := weights.layers[number].get(product):
+            a, b = both
+            out.index_add_(0, places, b(a(x.index_select(0, places))))
+    return out
 
 
 def _scaled(x: Tensor, factor: float) -> Tensor:

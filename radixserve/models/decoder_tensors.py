@@ -336,6 +336,18 @@ def _load_head(reader: _FormReader, shape: DecoderShape, embedding: AnyWeight) -
 _NOTHING: WeightAndBias = (torch.empty(0, 0), None)
 
 
+def paired_rows(shape: DecoderShape, number: int, rows: Tensor) -> Tensor:
+    """Rows of q or k [n * D, ...] of a layer such that those of a pair are neighbours."""
+    if shape.family.has_interleaved_rope:
+        return rows
+    if shape.rotary_dim == shape.head_dim:
+        return pair_halves(rows, shape.heads[number][1])
+    heads = rows.view(-1, shape.head_dim, *rows.shape[1:])
+    turned, rest = heads[:, : shape.rotary_dim], heads[:, shape.rotary_dim :]
+    turned = pair_halves(turned.flatten(0, 1), shape.rotary_dim).view(turned.shape)
+    return torch.cat((turned, rest), 1).view(rows.shape)
+
+
 def _rows_of(both: WeightAndBias, rows: Tensor) -> WeightAndBias:
     weight, bias = both
     return select_rows(weight, rows), None if bias is None else dense(select_rows(bias, rows))
@@ -616,16 +628,7 @@ class _LayerReader:
         return computed(rows[0], lambda _: torch.cat(rows))
 
     def _order(self, rows: Tensor) -> Tensor:
-        """Rows of q or k [n * D, ...] such that those of a pair are neighbours."""
-        shape = self._shape
-        if shape.family.has_interleaved_rope or rows.is_meta:
-            return rows
-        if shape.rotary_dim == shape.head_dim:
-            return pair_halves(rows, shape.heads[self._number][1])
-        heads = rows.view(-1, shape.head_dim, *rows.shape[1:])
-        turned, rest = heads[:, : shape.rotary_dim], heads[:, shape.rotary_dim :]
-        turned = pair_halves(turned.flatten(0, 1), shape.rotary_dim).view(turned.shape)
-        return torch.cat((turned, rest), 1).view(rows.shape)
+        return rows if rows.is_meta else paired_rows(self._shape, self._number, rows)
 
     def _turned(self, both: WeightAndBias) -> WeightAndBias:
         weight, bias = both

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ import torch
 from radixserve.attention.base import AttentionBackend
 from radixserve.attention.choice import BACKENDS
 from radixserve.config import EngineConfig
-from radixserve.errors import InvalidRequest
+from radixserve.errors import InvalidRequest, ModelNotSupported
 from radixserve.models.base import LanguageModel, ModelInfo
 from radixserve.models.parallel import TPGroup
 from radixserve.models.registry import load_model
@@ -120,6 +120,16 @@ class ModelRunner(ABC):
             "kv_store cannot be used with tensor_parallel_size > 1: each rank has some of the heads"
         )
 
+    def pack_adapter(self, modules: Mapping[str, Any]) -> Any:
+        """See `LanguageModel.pack_adapter`. From any thread. Raises ModelNotSupported."""
+        del modules
+        raise ModelNotSupported("adapters over several ranks are not built")
+
+    def put_adapter(self, number: int, weights: Any | None) -> None:
+        """From the next step on compute rows of that `AdapterUse.number` with `weights`, what
+        `pack_adapter` made. None: there are no such rows any more."""
+        raise NotImplementedError
+
     def warm_up(self) -> bool:
         """Do a few milliseconds of the work that the first steps would do, between two steps.
         Returns False once there is none."""
@@ -149,6 +159,16 @@ class SingleDeviceRunner(ModelRunner):
         )
         self.info = info if kv_dtype is None else replace(info, kv_dtype=kv_dtype)
         self.model, self._device, self._config = parts.model, parts.device, config
+        self._adapters: dict[int, Any] = {}  # by their numbers
+
+    def pack_adapter(self, modules: Mapping[str, Any]) -> Any:
+        return self.model.pack_adapter(modules)
+
+    def put_adapter(self, number: int, weights: Any | None) -> None:
+        if weights is None:
+            del self._adapters[number]
+        else:
+            self._adapters[number] = weights
 
     def _start_rounding_check(self) -> None:
         """After pool and backend are made."""

@@ -11,6 +11,7 @@ from radixserve.attention.base import ForwardBatch, StateRows
 from radixserve.attention.choice import BACKENDS, make_backend
 from radixserve.config import EngineConfig
 from radixserve.models.parallel import TPGroup
+from radixserve.runner.adapter_rows import adapter_rows
 from radixserve.runner.base import SingleDeviceRunner, load_on_device
 from radixserve.runner.grammar_bitmask import GrammarBitmaskFuture
 from radixserve.runner.input_batch import InputBatch, prepare_inputs
@@ -106,6 +107,8 @@ class CpuModelRunner(SingleDeviceRunner):
         elif self._states.tensors and (states := self._states.plan(schedule.rows)) is not None:
             tensors = {name: torch.from_numpy(array) for name, array in states.arrays.items()}
             batch = replace(batch, recurrent=self._states.begin(states, tensors))
+        if schedule.rows.adapters:
+            batch = replace(batch, adapters=adapter_rows(inputs, self._adapters))
         if self._window_table is not None:
             batch = replace(batch, window=self._window_table.of_batch(inputs))
         self.backend.plan(batch)

@@ -23,6 +23,7 @@ from radixserve.attention.choice import BACKENDS, make_backend
 from radixserve.config import EngineConfig
 from radixserve.errors import EngineDead
 from radixserve.models.parallel import TPGroup
+from radixserve.runner.adapter_rows import adapter_rows
 from radixserve.runner.base import SingleDeviceRunner, load_on_device
 from radixserve.runner.cuda_graph import DecodeGraphs, capture_decode_steps, capture_sizes
 from radixserve.runner.device import choose_device
@@ -198,7 +199,7 @@ class CudaModelRunner(SingleDeviceRunner):
     def _launch(self, schedule: SchedulerOutput, began: float) -> PendingStep:
         states = self._plan_states(schedule)
         inputs = prepare_inputs(schedule.rows, self.pool.page_size)
-        graph = self._graphs.pick(inputs)
+        graph = None if schedule.rows.adapters else self._graphs.pick(inputs)
         if graph is not None:
             inputs = inputs.padded(graph.num_rows)
         future = inputs.future_tokens()
@@ -223,6 +224,8 @@ class CudaModelRunner(SingleDeviceRunner):
             recurrent = self._states.begin(states, device_tensors)
             if batch.recurrent is None:
                 batch = replace(batch, recurrent=recurrent)
+        if schedule.rows.adapters:
+            batch = replace(batch, adapters=adapter_rows(inputs, self._adapters))
         if graph is None:
             self.backend.plan(batch)
             prepared = time.perf_counter()
@@ -262,7 +265,8 @@ class CudaModelRunner(SingleDeviceRunner):
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
         graphs = self._piecewise
-        if graphs is not None and batch.num_tokens <= graphs.sizes[-1]:
+        is_short = graphs is not None and batch.num_tokens <= graphs.sizes[-1]
+        if graphs is not None and is_short and not batch.adapters:
             return graphs.forward(batch, self.backend)
         return self.model.forward(batch, self.backend)
 

@@ -10,6 +10,7 @@ import numpy as np
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, PrefixCache
 from radixserve.cache.layers import CacheLayers
+from radixserve.request import MAX_TOKEN_IDS
 from radixserve.schedule import (
     PLACEHOLDER,
     LogprobTargets,
@@ -167,9 +168,12 @@ class Batch:
                 if sequence.cow_copies:  # of a fork; else a step in flight has made them
                     self._copies += sequence.cow_copies
 
-    def build(self, layers: CacheLayers | None) -> SchedulerOutput:
-        """Set and return `schedule`, with what the cache's `layers` need of the step."""
+    def build(self, layers: CacheLayers | None, *, has_adapters: bool = False) -> SchedulerOutput:
+        """Set and return `schedule`, with what the cache's `layers` need of the step.
+        has_adapters: requests may have some."""
         copies, updates = self._copies, {}
+        if has_adapters:
+            self._name_adapters()
         if layers is not None:
             updates = layers.plan_step(self.sequences, self._rows)
         self.schedule = SchedulerOutput(
@@ -181,6 +185,16 @@ class Batch:
             **updates,
         )
         return self.schedule
+
+    def _name_adapters(self) -> None:
+        """Name the adapters of the rows, and take their marks off the tokens."""
+        rows = self._rows
+        for row, state in enumerate(self.states):
+            if (adapter := state.request.adapter) is not None:
+                rows.adapters[row] = adapter
+        if any(adapter.mark for adapter in rows.adapters.values()):
+            input_ids = np.frombuffer(rows.input_ids, np.int32)
+            np.remainder(input_ids, MAX_TOKEN_IDS, out=input_ids, where=input_ids >= 0)
 
     # -- in flight ----------------------------------------------------------------------------
 
@@ -246,11 +260,14 @@ def _sample_spec(state: RequestState, num_placeholders: int = 0) -> SampleSpec:
         state.matcher = request.grammar.matcher(request.end_ids)
     is_plain = state.group is None and not min_tokens_pending
     is_greedy_only = is_plain and request.params.is_greedy_only
+    token_ids = state.tokens.view()
+    if state.token_mark:
+        token_ids = token_ids % MAX_TOKEN_IDS
     spec = SampleSpec(
         params=request.params,
         seed=request.seed,
         num_prompt=state.num_prompt,
-        token_ids=state.tokens.view(),
+        token_ids=token_ids,
         banned_ids=banned,
         num_candidates=request.num_candidates,
         num_placeholders=0 if is_greedy_only else num_placeholders,

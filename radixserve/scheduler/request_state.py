@@ -65,6 +65,7 @@ class RequestState:
         "session_arrival",
         "share",
         "slot",
+        "token_mark",
         "tokens",
         "waiters",
     )
@@ -85,7 +86,9 @@ class RequestState:
         self.num_prompt = request.num_prompt
         # Tokens, the prompt's included, at which it ends.
         self.length_limit = min(self.num_prompt + request.params.max_tokens, request.max_len)
-        self.tokens = IntBuffer(request.token_ids)  # prompt and output so far
+        self.tokens = IntBuffer(request.keyed_tokens())  # prompt and output so far, as the cache
+        # has them
+        self.token_mark = 0 if request.adapter is None else request.adapter.token_mark  # of output
         self.prefix_watch = prefix_watch  # of `tokens`, while waiting
         self.session_arrival = arrival  # of the first request of its session, as far as known
         self.session = session  # cache session of its sequences, while that is open
@@ -146,7 +149,7 @@ class RequestState:
 
         is_complete: the request's grammar allows no token after this one.
         """
-        self.tokens.append(token_id)
+        self.tokens.append(token_id + self.token_mark)
         if is_complete:
             return "stop"
         request = self.request

@@ -97,6 +97,7 @@ class Scheduler:
         self._shares.attach(self._parts)
         self._in_flight: list[Batch] = []  # at most two, the older one first
         self._num_arrived = 0
+        self._has_adapters = False  # whether a request had one
         self._finish_hook: Callable[[CacheSequence, int, int], None] | None = None
         self._recent = RecentCounts(self.counts.tokens, clock())  # in the last minute
 
@@ -153,7 +154,10 @@ class Scheduler:
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
         self.check_fits(request)
         session = self.sessions.get(request.session) if request.session else None
-        wanted = request.token_ids[: request.score_start + 1]  # see `RequestState.match_tokens`
+        self._has_adapters |= request.adapter is not None
+        wanted = request.keyed_tokens()[
+            : request.score_start + 1
+        ]  # see `RequestState.match_tokens`
         prefix_watch = self._cache.watch(wanted, request.namespace)
         queued_at = self._clock() if queued_at is None else queued_at
         state = RequestState(request, self._num_arrived, prefix_watch, queued_at, session)
@@ -304,7 +308,7 @@ class Scheduler:
         self._in_flight.append(batch)
         if self._measures_steps:
             batch.begun_at = self._step_costs.clock()
-        schedule = batch.build(self._cache.layers)
+        schedule = batch.build(self._cache.layers, has_adapters=self._has_adapters)
         self._shares.note_dispatched(batch, schedule)
         return schedule
 

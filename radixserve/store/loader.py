@@ -26,7 +26,7 @@ import numpy as np
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, RadixCache
 from radixserve.errors import OutOfPages
-from radixserve.request import Request
+from radixserve.request import Request, num_unmarked
 from radixserve.runner.kv_layout import ByteArray
 from radixserve.store.buffers import BufferedRun, BufferPool, slots_of
 from radixserve.store.counts import StoreCounts
@@ -440,5 +440,5 @@ class KVLoader:
 
 def _reusable_tokens(request: Request) -> IntArray:
     """Returns the tokens of a prompt that may be loaded: neither the last one nor scored ones."""
-    wanted = request.token_ids[: request.score_start + 1]
-    return wanted[: len(wanted) - 1]
+    wanted = request.keyed_tokens()[: request.score_start + 1]
+    return wanted[: num_unmarked(wanted[:-1])]

@@ -23,6 +23,7 @@ import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, RadixCache
+from radixserve.request import num_unmarked
 from radixserve.runner.kv_layout import ByteArray
 from radixserve.store.buffers import BufferedRun, BufferPool, slots_of
 from radixserve.store.counts import StoreCounts
@@ -123,6 +124,9 @@ class KVSaver:
         if length < least or sequence.is_stale:
             return
         tokens, namespace = sequence.tokens[:length].copy(), sequence.namespace
+        tokens = tokens[: num_unmarked(tokens)]  # marks are this process's
+        if (length := len(tokens)) < least:
+            return
         num_wanted = self.policy.num_wanted(
             tokens,
             namespace,

@@ -6,6 +6,7 @@
 
 #include "recurrent.h"
 #include "experts.h"
+#include "lora.h"
 
 // The type-independent interface of FusedDecoder.
 struct AnyDecoder {
@@ -91,7 +92,10 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
         input = input_scratch.get<A>(tokens * hidden_stride);
         qkv_rows = qkv_scratch.get<float>(tokens * qkv_stride), attended = attended_scratch.get<A>(tokens * q_stride);
         inner = inner_scratch.get<A>(tokens * inner_stride);
-        double ns = price(2 * tokens * this->num_numbers, this->num_bytes) + mixing;
+        int64_t gate_up_columns = 0;
+        for (const Layer<T> &layer : layers) gate_up_columns = std::max(gate_up_columns, layer.mlp.gate_up.columns);
+        adapters.prepare((const LoraGroup<T> *)step.adapters, step.num_adapters, tokens, gate_up_columns);
+        double ns = price(2 * tokens * this->num_numbers, this->num_bytes) + mixing + adapters.work(layers.size());
         for (size_t number = 0; number < layers.size(); number++) {
             const Layer<T> &layer = layers[number];
             if (layer.attends()) ns += attentions[shape_of_layer[number]].work();
@@ -118,6 +122,7 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
     std::deque<Scratch> state_scratches, split_scratches;  // of each of head_shapes
     std::vector<ThreadScratch> scratches;
     ExpertMlp<T, A> expert_mlp;
+    LoraRows<T, A> adapters;
     float *residual = nullptr, *qkv_rows = nullptr;
     float *projected = nullptr;  // by o or down, where a norm follows
     A *input = nullptr;          // of the next product
@@ -221,6 +226,7 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
             const Layer<T> &layer = layers[number];
             const bool is_last = number + 1 == layers.size();
             if (layer.mixes()) linear<float>(thread, input, hidden_stride, tokens, layer.qkv, nullptr, qkv_rows, qkv_stride);
+            adapters.add(thread, number, &LoraLayer<T>::qkv, false, input, hidden_stride, qkv_rows, qkv_stride);
             if (layer.attends()) attend(thread, step, layer, attentions[shape_of_layer[number]], kv[layer.kv_layer]);
             if (layer.recurrence)
                 run_recurrence(thread, *layer.recurrence, *step.states, *states++, tokens, shape.eps, qkv_rows, qkv_stride,
@@ -229,16 +235,16 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
                 run_short_conv(thread, *layer.short_conv, *step.states, *states++, tokens, qkv_rows, qkv_stride, attended,
                                q_stride);
             if (is_last) {  // after the last attention only sampled tokens matter
-                if (thread.index == 0) keep_sampled(step, !layer.mixes());
+                if (thread.index == 0) keep_sampled(step, !layer.mixes()), adapters.keep_sampled();
                 thread.barrier();
             }
             const int64_t count = is_last ? step.num_sampled : tokens;
             if (layer.mixes()) {
-                add_mixed(thread, count, layer);
+                add_mixed(thread, count, layer, number);
                 if (layer.has_mlp() && !shape.has_parallel_residual)
                     make_input(thread, count, layer.post_attention_norm, layer.pre_mlp_norm);
             }
-            if (layer.has_mlp()) add_mlp(thread, count, layer);
+            if (layer.has_mlp()) add_mlp(thread, count, layer, number);
             if (layer.experts_beside) add_experts_beside(thread, count, *layer.experts_beside);
             const float *post_norm = layer.has_mlp() ? layer.post_mlp_norm : layer.post_attention_norm;
             if (layer.own_input) {
@@ -302,24 +308,35 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
             linear<float>(thread, x, stride, count, w, residual, residual, residual_stride, scale * shape.residual_scale);
     }
 
-    void add_mixed(const TeamThread &thread, int64_t count, const Layer<T> &layer) {
+    // `add_product` of rows that have an adapter, which adds to it.
+    void add_lora(const TeamThread &thread, const A *x, int64_t stride, size_t number, LoraProduct<T> LoraLayer<T>::*product,
+                  const float *post_norm, float scale) {
+        const bool is_sampled = number + 1 == layers.size();
+        adapters.add(thread, number, product, is_sampled, x, stride, post_norm ? projected : residual, residual_stride,
+                     post_norm ? 1 : scale * shape.residual_scale);
+    }
+
+    void add_mixed(const TeamThread &thread, int64_t count, const Layer<T> &layer, size_t number) {
         const float scale = layer.attends() ? shape.attention_out_scale : layer.recurrence ? layer.recurrence->out_scale : 1;
         add_product(thread, attended, q_stride, count, layer.o, layer.post_attention_norm, scale);
+        add_lora(thread, attended, q_stride, number, &LoraLayer<T>::o, layer.post_attention_norm, scale);
         if (layer.beside.columns)
             add_product(thread, attended + beside_at(), q_stride, count, layer.beside, nullptr, layer.recurrence->out_scale);
     }
 
-    void add_mlp(const TeamThread &thread, int64_t count, const Layer<T> &layer) {
+    void add_mlp(const TeamThread &thread, int64_t count, const Layer<T> &layer, size_t number) {
         if (layer.mlp.experts)
             return expert_mlp.run(thread, *layer.mlp.experts, input, hidden_stride, count, residual, residual_stride,
                                   shape.residual_scale);
+        const LoraDelta *delta = adapters.gate_up(thread, number, number + 1 == layers.size(), input, hidden_stride);
         if (shape.has_gated_mlp)
             gated_linear(thread, input, hidden_stride, count, layer.mlp.gate_up, Activation(shape.activation),
-                         shape.gate_scale, inner, inner_stride), pad_inner(thread, count, layer.mlp.down.depth);
+                         shape.gate_scale, inner, inner_stride, delta), pad_inner(thread, count, layer.mlp.down.depth);
         else
             activated_linear(thread, input, hidden_stride, count, layer.mlp.gate_up, Activation(shape.activation), inner,
                              inner_stride);
         add_product(thread, inner, inner_stride, count, layer.mlp.down, layer.post_mlp_norm, shape.mlp_out_scale);
+        add_lora(thread, inner, inner_stride, number, &LoraLayer<T>::down, layer.post_mlp_norm, shape.mlp_out_scale);
     }
 
     // Zeros after the columns of an MLP that is narrower than others.

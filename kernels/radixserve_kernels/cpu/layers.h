@@ -118,6 +118,16 @@ struct Step {
     const int64_t *window_slots;
     const int32_t *window_page_ids;
     const StepStates *states;  // of layers with recurrent states; null where none has any
+    const void *adapters;      // LoraGroup [num_adapters] of rows that have an adapter, see lora.h
+    int64_t num_adapters;
+};
+
+// What adapters add to the rows of a product before its activation.
+struct LoraDelta {
+    const float *rows;
+    int64_t stride;
+    const uint8_t *has_row;  // of each row, whether it has an adapter
+    const float *of(int64_t row) const { return has_row[row] ? rows + row * stride : nullptr; }
 };
 
 constexpr int64_t BLOCK_BYTES = 1100 << 10;  // of the second-level cache, for rows of x
@@ -341,10 +351,11 @@ void activated_linear(const TeamThread &thread, const A *x, int64_t stride, int6
     });
 }
 
-// out = activation(scale * gate) * up, for a weight whose panels hold LANES rows of gate and as many of up.
+// out = activation(scale * gate) * up, for a weight whose panels hold LANES rows of gate and as many of up. delta: is added
+// to both, or null.
 template <class A, class T>
 void gated_linear(const TeamThread &thread, const A *x, int64_t stride, int64_t rows, const Weight<T> &w,
-                  Activation activation, float scale, A *out, int64_t out_stride) {
+                  Activation activation, float scale, A *out, int64_t out_stride, const LoraDelta *delta = nullptr) {
     const vec factor = broadcast(scale);
     const OutputTile tile{(char *)out, out_stride * int64_t(sizeof(T)), LANES * int64_t(sizeof(A))};
     gemm(thread, x, stride, rows, w, tile, [&](int64_t row, int64_t column, vec gate, vec up) {
@@ -352,6 +363,7 @@ void gated_linear(const TeamThread &thread, const A *x, int64_t stride, int64_t 
             gate += load_tail(w.bias, column, w.columns);
             up += load_tail(w.bias, column + LANES, w.columns);
         }
+        if (const float *more = delta ? delta->of(row) : nullptr) gate += load(more + column), up += load(more + column + LANES);
         store_tail(out + row * out_stride, column / 2, out_stride, activate<A>(activation, gate * factor) * up);
     });
 }

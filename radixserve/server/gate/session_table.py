@@ -132,6 +132,7 @@ class SessionTable:
 
 
 def _name(namespace: str, session_id: str) -> str:
+    namespace = str(as_namespace(namespace)._replace(adapter=""))  # one session for all adapters
     return f"{len(namespace)}:{namespace}:{session_id}"  # different for every pair
 
 

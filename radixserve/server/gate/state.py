@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request
 
 from radixserve.api.runtime import Runtime
+from radixserve.cache.namespace import as_namespace
 from radixserve.checks import shown
 from radixserve.reports import EngineStatus
 from radixserve.server.answer.parser_configs import OutputParserConfigs
@@ -144,7 +145,9 @@ class AppState:
         """Raise ApiError 404 if a request names a model that is not served. None: no name."""
         if self.config.accept_any_model or name is None or name in self.model_names:
             return
-        served = ", ".join(map(repr, self.model_names))
+        if name in self.runtime.adapters:
+            return
+        served = ", ".join(map(repr, (*self.model_names, *self.runtime.adapters)))
         raise ApiError(
             404,
             f"the model {shown(name)} is not served here; {served} is",
@@ -157,10 +160,23 @@ class AppState:
         """The model's name in answers."""
         return self.model_names[0]
 
+    def name_of(self, namespace: str) -> str:
+        """The name in answers of what computes requests in a namespace: the model or an adapter."""
+        return as_namespace(namespace).adapter.rpartition("@")[0] or self.model_name
+
 
 def server_of(request: Request) -> AppState:
     server: AppState = request.app.state.server
     return server
+
+
+def namespace_of(request: Request, body: Any) -> str:
+    """The cache namespace of a request: its caller's, with the adapter that its model names."""
+    server, model = server_of(request), getattr(body, "model", None)
+    namespace = caller_of(request).namespace(body.cache_salt)
+    if model is None or model in server.model_names or model not in server.runtime.adapters:
+        return namespace
+    return server.runtime.client.namespace(namespace, model)
 
 
 def caller_of(request: Request) -> Caller:

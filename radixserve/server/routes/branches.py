@@ -21,12 +21,7 @@ from radixserve.server.gate.branch_table import OpenBranch
 from radixserve.server.gate.disconnect import CancelOnDisconnect
 from radixserve.server.gate.json_body import JsonRoute, has_large_body
 from radixserve.server.gate.request_log import note_skipped
-from radixserve.server.gate.state import (
-    AppState,
-    caller_of,
-    request_id_of,
-    server_of,
-)
+from radixserve.server.gate.state import AppState, caller_of, namespace_of, request_id_of, server_of
 from radixserve.server.prompt.chat_prompt import read_chat
 from radixserve.server.prompt.prompt_input import in_thread_if, read_prompts
 from radixserve.server.routes.completions import CompletionBuilder, completion_params
@@ -100,7 +95,7 @@ async def create_branch(request: Request, body: BranchRequest) -> Response:
     server = server_of(request)
     server.check_model(body.model)
     await note_skipped(request, body)
-    namespace = caller_of(request).namespace(body.cache_salt)
+    namespace = namespace_of(request, body)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give one of prompt and messages", param="prompt")
     if body.messages is not None:
@@ -224,7 +219,8 @@ async def score_branch(request: Request, branch_id: str, body: BranchScoreReques
     watched.num_requests = len(candidates)
     with _naming("candidates"), watched:
         scores = await opened.branch.ascore(candidates)
-    return await scores_answer(server, watched, scores, with_ids=bool(body.return_token_ids))
+    name, with_ids = server.name_of(opened.branch.namespace), bool(body.return_token_ids)
+    return await scores_answer(watched, scores, name, with_ids=with_ids)
 
 
 class _BranchBuilder(CompletionBuilder):

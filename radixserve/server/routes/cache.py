@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from radixserve.server.gate.json_body import JsonRoute
 from radixserve.server.gate.limits import Ration
-from radixserve.server.gate.state import caller_of, check_admin, server_of
+from radixserve.server.gate.state import caller_of, check_admin, namespace_of, server_of
 from radixserve.server.gate.tenants import Caller
 from radixserve.server.prompt.chat_prompt import ChatPrompt, read_chat
 from radixserve.server.prompt.prompt_input import read_prompts
@@ -36,7 +36,7 @@ async def lookup(request: Request, body: LookupRequest) -> Response:
     """
     server = server_of(request)
     server.check_model(body.model)
-    namespace = caller_of(request).namespace(body.cache_salt)
+    namespace = namespace_of(request, body)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give prompt or messages", param="prompt")
     chat: ChatPrompt | None = None

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from radixserve.api.runtime import Runtime
 from radixserve.cache import SnapshotView
 from radixserve.config import CacheKind
-from radixserve.request import SamplingParams
+from radixserve.request import MAX_TOKEN_IDS, SamplingParams
 from radixserve.server.gate.json_body import JsonRoute
 from radixserve.server.gate.limits import SHARE, Ration
 from radixserve.server.gate.state import AppState, caller_of, check_admin
@@ -190,10 +190,10 @@ class Snapshots:
         tokenizer = self._server.runtime.tokenizer
         if tokenizer is None:
             return None
-        key = tuple(tokens)
+        key = tuple(token % MAX_TOKEN_IDS for token in tokens)  # without marks of adapters
         text = self._texts.get(key)
         if text is None:
-            text = self._texts[key] = tokenizer.decode(tokens, keep_special=True)
+            text = self._texts[key] = tokenizer.decode(key, keep_special=True)
             while len(self._texts) > _MAX_TEXTS:
                 self._texts.popitem(last=False)
         return text

@@ -18,7 +18,7 @@ from radixserve.recipes.decisions import MAX_QUESTIONS, DecisionBatch
 from radixserve.server.gate.disconnect import CancelOnDisconnect
 from radixserve.server.gate.json_body import JsonRoute, has_large_body
 from radixserve.server.gate.request_log import note_skipped
-from radixserve.server.gate.state import AppState, caller_of, server_of
+from radixserve.server.gate.state import AppState, caller_of, namespace_of, server_of
 from radixserve.server.prompt.chat_messages import read_messages
 from radixserve.server.prompt.chat_prompt import check_size
 from radixserve.server.prompt.prompt_input import in_thread_if
@@ -160,7 +160,7 @@ async def decide(request: Request, body: DecisionsRequest) -> Response:
     server.check_model(body.model)
     await note_skipped(request, body)
     caller = caller_of(request)
-    namespace = caller.namespace(body.cache_salt)
+    namespace = namespace_of(request, body)
     is_large = has_large_body(request) or len(body.questions) > _MANY_QUESTIONS
     batch = await in_thread_if(is_large, partial(_batch, server, body, namespace))
     num_requests = min(batch.num_requests, _AT_ONCE, server.config.max_queued_requests)
@@ -180,7 +180,7 @@ async def decide(request: Request, body: DecisionsRequest) -> Response:
     watched.note_usage(batch.num_requests, counts)
     return answer(
         {
-            "model": server.model_name,
+            "model": server.name_of(namespace),
             "answers": [_answer(decision) for decision in decisions],
             "usage": {
                 "input_tokens": usage.prompt_tokens,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -10,13 +12,18 @@ from starlette.responses import Response
 
 from radixserve.checks import shown
 from radixserve.server.gate.json_body import JsonRoute
-from radixserve.server.gate.state import caller_of, model_path_for, server_of
+from radixserve.server.gate.state import caller_of, check_admin, model_path_for, server_of
 from radixserve.server.prompt.chat_prompt import read_chat
 from radixserve.server.prompt.prompt_input import in_thread_if, is_long_text
 from radixserve.server.prompt.rendering import tokenizer_of
 from radixserve.server.wire.errors import ApiError
 from radixserve.server.wire.json_response import answer
-from radixserve.server.wire.schema import DetokenizeRequest, TokenizeRequest
+from radixserve.server.wire.schema import (
+    DetokenizeRequest,
+    LoadAdapterRequest,
+    TokenizeRequest,
+    UnloadAdapterRequest,
+)
 
 router = APIRouter(route_class=JsonRoute)
 _MANY_TOKENS = 4_096  # more are converted in another thread
@@ -24,9 +31,9 @@ _MANY_TOKENS = 4_096  # more are converted in another thread
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
-    """The model that is served, once for each of its names."""
+    """The model that is served, once for each of its names, and the loaded adapters."""
     server = server_of(request)
-    cards = [_card(request, name) for name in server.model_names]
+    cards = [_card(request, name) for name in (*server.model_names, *server.runtime.adapters)]
     return answer({"object": "list", "data": cards})
 
 
@@ -39,6 +46,9 @@ async def show_model(request: Request, name: str) -> Response:
 
 def _card(request: Request, name: str) -> dict[str, Any]:
     server, path = server_of(request), model_path_for(request)
+    adapter = None if name in server.model_names else server.runtime.adapters.get(name)
+    if adapter is not None:
+        path = adapter.path if caller_of(request).is_admin else name
     defaults = server.runtime.sampling_defaults
     return {
         "id": name,
@@ -46,10 +56,37 @@ def _card(request: Request, name: str) -> dict[str, Any]:
         "created": server.started_at,
         "owned_by": "radixserve",
         "root": path,
-        "parent": None,
+        "parent": None if adapter is None else server.model_name,
         "max_model_len": server.runtime.max_seq_len,
         "sampling_defaults": {field: default._asdict() for field, default in defaults.items()},
     }
+
+
+@router.post("/v1/load_lora_adapter")
+async def load_lora_adapter(request: Request, body: LoadAdapterRequest) -> Response:
+    """Load a LoRA adapter from a folder of this machine; requests name it as their model. Needs an
+    admin key."""
+    check_admin(request)
+    server, name, path = server_of(request), body.lora_name, body.lora_path
+    if not name or not path:
+        raise ApiError(400, "give lora_name and lora_path", param="lora_name")
+    if name in server.model_names:
+        raise ApiError(400, f"{shown(name)} is the model's name", param="lora_name")
+    load = partial(server.runtime.load_adapter, name, path, load_inplace=bool(body.load_inplace))
+    info = await asyncio.to_thread(load)
+    return answer({"id": name, "object": "lora_adapter", "rank": info.rank, "loaded": True})
+
+
+@router.post("/v1/unload_lora_adapter")
+async def unload_lora_adapter(request: Request, body: UnloadAdapterRequest) -> Response:
+    """Take an adapter from new requests, wait until the open ones have ended, and drop its K/V.
+    Needs an admin key."""
+    check_admin(request)
+    server, name = server_of(request), body.lora_name
+    if not name or name not in server.runtime.adapters:
+        raise ApiError(404, f"no adapter {shown(name)} is loaded", param="lora_name")
+    await asyncio.to_thread(server.runtime.unload_adapter, name)
+    return answer({"id": name, "object": "lora_adapter", "loaded": False})
 
 
 @router.post("/tokenize")

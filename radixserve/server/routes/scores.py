@@ -17,7 +17,7 @@ from radixserve.errors import InvalidRequest
 from radixserve.output import add_usages
 from radixserve.server.gate.disconnect import CancelOnDisconnect
 from radixserve.server.gate.json_body import JsonRoute
-from radixserve.server.gate.state import AppState, caller_of, server_of
+from radixserve.server.gate.state import AppState, caller_of, namespace_of, server_of
 from radixserve.server.prompt.prompt_input import are_long, in_thread_if, read_prompts
 from radixserve.server.prompt.rendering import tokenizer_of
 from radixserve.server.wire.errors import ApiError, invalid
@@ -35,7 +35,7 @@ async def score(request: Request, body: ScoreRequest) -> Response:
     """
     server = server_of(request)
     server.check_model(body.model)
-    namespace = caller_of(request).namespace(body.cache_salt)
+    namespace = namespace_of(request, body)
     (prompt, *others), _ = await read_prompts(server.runtime, body.prompt, "prompt", 1)
     assert not others
     ids = await read_candidates(request, body.candidates)
@@ -47,7 +47,8 @@ async def score(request: Request, body: ScoreRequest) -> Response:
             scores = await server.runtime.ascore(prompt, ids, namespace=namespace)
     except InvalidRequest as error:
         raise invalid(error, param="candidates") from None
-    return await scores_answer(server, watched, scores, with_ids=bool(body.return_token_ids))
+    name, with_ids = server.name_of(namespace), bool(body.return_token_ids)
+    return await scores_answer(watched, scores, name, with_ids=with_ids)
 
 
 async def read_candidates(request: Request, given: object) -> list[Any]:
@@ -100,16 +101,17 @@ def _check_candidates(server: AppState, candidates: object) -> list[Any]:
 
 
 async def scores_answer(
-    server: AppState, watched: CancelOnDisconnect, scores: Sequence[Score], *, with_ids: bool
+    watched: CancelOnDisconnect, scores: Sequence[Score], model: str, *, with_ids: bool
 ) -> Response:
-    """The response. Counts its usage for the tenant. `with_ids`: with the candidates' ids."""
+    """The response. Counts its usage for the tenant. `model`: its name. `with_ids`: with the
+    candidates' ids."""
     usage = add_usages([candidate_score.usage for candidate_score in scores])
     counts = usage_body(usage.prompt_tokens, usage.cached_tokens, 0, usage.loaded_tokens)
     watched.note_usage(len(scores), counts)
 
     def body() -> dict[str, Any]:
         data = [_entry(*indexed, with_ids=with_ids) for indexed in enumerate(scores)]
-        return {"object": "list", "model": server.model_name, "data": data, "usage": counts}
+        return {"object": "list", "model": model, "data": data, "usage": counts}
 
     return await answer_of(body, sum(len(candidate_score.logprobs) for candidate_score in scores))
 

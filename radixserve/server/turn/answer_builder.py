@@ -124,7 +124,7 @@ class ChoicesBuilder(AnswerBuilder):
             "id": answer_id,
             "object": object_name,
             "created": int(time.time()),
-            "model": self.server.model_name,
+            "model": generation.model,
         }
         self._chunk_head = {**self._head, "object": self.chunk_object}
         self._opening = "data: " + dump(self._chunk_head)[:-1] + ',"choices":[{"index":'

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 
 from radixserve.server.gate.session_table import check_session_id
-from radixserve.server.gate.state import caller_of
+from radixserve.server.gate.state import namespace_of
 from radixserve.server.turn.request_hints import RequestHints, request_hints
 from radixserve.server.wire.cache_fields import CacheHint
 from radixserve.server.wire.errors import ApiError
@@ -52,7 +52,7 @@ class CacheUse:
         check_session_id(body.session_id)
         if body.supersede and body.session_id is None:
             raise ApiError(400, "supersede needs a session_id", param="supersede")
-        namespace = caller_of(request).namespace(body.cache_salt)
+        namespace = namespace_of(request, body)
         own = getattr(body, "cache_hints", None) or ()
         return cls(
             namespace,

@@ -63,6 +63,7 @@ class HttpGeneration(CancelOnDisconnect):
         if cache.session_id is not None:
             session = server.sessions.use(cache.namespace, cache.session_id)
         self._hints = cache.hints
+        self.model = server.name_of(cache.namespace)  # its name in answers
         runtime = server.runtime
         num_tokens = sum(map(len, prompts))
         caller = caller_of(request)

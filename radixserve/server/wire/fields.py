@@ -162,7 +162,8 @@ FIELD_RULES: tuple[FieldRule, ...] = (
     # What would change the answer.
     *_rules("completions chat", "audio", _REFUSE, "there is text only", {"voice": "a"}),
     *_rules("chat", "modalities", _REFUSE, "there is text only", ["audio"], ["text"]),
-    *_rules("completions chat generate", "lora_path", _REFUSE, "there are no adapters", "a"),
+    *_rules("completions chat generate", "lora_path", _REFUSE,
+            "name a loaded adapter as the `model`", "a"),
     *_rules("completions chat", "functions function_call", _REFUSE, "use `tools`", [{}]),
     *_rules("completions", "tools tool_choice parallel_tool_calls", _REFUSE, "belong to chats",
             "x", [], "none"),

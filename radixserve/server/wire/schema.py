@@ -460,6 +460,21 @@ class HintsRequest(Body):
     tenant: Short | None = None
 
 
+class LoadAdapterRequest(Body):
+    """The body of /v1/load_lora_adapter, as vLLM has it."""
+
+    lora_name: Short | None = None
+    lora_path: str | None = None
+    load_inplace: bool | None = None  # unload what has that name first
+
+
+class UnloadAdapterRequest(Body):
+    """The body of /v1/unload_lora_adapter, as vLLM has it."""
+
+    lora_name: Short | None = None
+    lora_int_id: int | None = None  # vLLM's number; the name decides
+
+
 class FlushRequest(Body):
     tenant: Short | None = None
     cache_salt: Short | None = None

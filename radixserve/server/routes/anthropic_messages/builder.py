@@ -86,7 +86,7 @@ class MessageBuilder(BlocksBuilder):
             "id": f"msg_{self._request_id}",
             "type": "message",
             "role": "assistant",
-            "model": self.server.model_name,
+            "model": self.generation.model,
             "content": content,
             **stop,
             "usage": usage,

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from radixserve.server.answer.tool_choice import ChatTools
 from radixserve.server.gate.json_body import JsonRoute, has_large_body
 from radixserve.server.gate.request_log import note_skipped
-from radixserve.server.gate.state import caller_of, request_id_of, server_of
+from radixserve.server.gate.state import namespace_of, request_id_of, server_of
 from radixserve.server.prompt.chat_prompt import read_chat
 from radixserve.server.prompt.prompt_input import in_thread_if
 from radixserve.server.routes.anthropic_messages.builder import MessageBuilder
@@ -51,7 +51,7 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
     server = server_of(request)
     server.check_model(body.model)
     await note_skipped(request, body)
-    namespace = caller_of(request).namespace(body.cache_salt)
+    namespace = namespace_of(request, body)
 
     def read() -> tuple[list[dict[str, Any]], TemplateFields, ChatTools]:
         messages = chat_messages(body)

@@ -57,7 +57,7 @@ class ResponseBuilder(BlocksBuilder):
             "id": f"resp_{request_id}",
             "object": "response",
             "created_at": int(time.time()),
-            "model": self.server.model_name,
+            "model": self.generation.model,
             "background": bool(body.background),
             "error": None,
             "incomplete_details": None,
