@@ -120,6 +120,8 @@ ADMIN_ROUTES = [
     ("post", "/reset_prefix_cache"),
     ("post", "/v1/cache/flush"),
     ("post", "/v1/cache/compare"),
+    ("post", "/v1/load_lora_adapter"),
+    ("post", "/v1/unload_lora_adapter"),
 ]
 MORE_TREES = ("?max_nodes=1", "?cache_salt=a")
 
