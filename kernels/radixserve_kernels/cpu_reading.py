@@ -9,6 +9,7 @@ RADIXSERVE_CPU_READING  two of near, far and plain, such as "plain,far": for one
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import tempfile
 from pathlib import Path
@@ -17,9 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 WAYS = ("near", "far", "plain")  # as cpu/quantized.h numbers them
-_NUM_BYTES = 128 << 20  # that are read: more than most caches hold
-_NUM_ROUNDS = 5
-_LEAST_GAIN = 0.95  # of the time of "near", which another way must not exceed
+_NUM_BYTES, _NUM_PARTS = 128 << 20, 4  # read in turn: more than most caches hold
+_NUM_ROUNDS = 7
 _INT8, _INT4_FLOAT = 1, 3  # as cpu/forms.h numbers them
 
 
@@ -65,22 +65,24 @@ def measure(library: ctypes.CDLL) -> Reading:
     """The fastest ways to read 8- and 4-bit weights, by the time of products. Takes half a
     second."""
     panels = np.ones(_NUM_BYTES, np.uint8)
+    parts = itertools.cycle(np.split(panels, _NUM_PARTS))  # one that no cache holds any more
     chosen = []
     for num_rows in (1, 8):
-        seconds = dict.fromkeys(range(len(WAYS)), 0.0)
+        seconds = dict.fromkeys(WAYS, 0.0)
         for form in (_INT8, _INT4_FLOAT):
-            best = dict.fromkeys(seconds, float("inf"))
-            size = len(panels) if num_rows == 1 else len(panels) // 4
+            best = dict.fromkeys(WAYS, float("inf"))
             for _ in range(_NUM_ROUNDS):
-                for way in best:
-                    library.radixserve_use_reading(way, way)
-                    took = library.radixserve_time_reading(form, num_rows, panels.ctypes.data, size)
+                for way in WAYS:
+                    library.radixserve_use_reading(*(WAYS.index(way),) * 2)
+                    part = next(parts)
+                    took = library.radixserve_time_reading(
+                        form, num_rows, part.ctypes.data, part.nbytes
+                    )
                     best[way] = min(best[way], took)
             for way, took in best.items():
                 seconds[way] += took
-        fastest = min(seconds, key=seconds.__getitem__)
-        chosen.append(fastest if seconds[fastest] <= _LEAST_GAIN * seconds[0] else 0)
-    return Reading(*(WAYS[way] for way in chosen))
+        chosen.append(min(seconds, key=seconds.__getitem__))
+    return Reading(*chosen)
 
 
 def _kept(file: Path) -> Reading | None:
