@@ -1,11 +1,13 @@
 """Which share of recorded answers each source of drafts guesses right, without a model.
 
-    python benchmarks/drafts_replay.py --trace FILE [--limit 1200] [--most 8]
+    python benchmarks/drafts_replay.py --trace FILE [--limit 1200] [--most 8] [--step-ms 8]
 
 FILE: a file of requests with texts, as `radixserve replay` reads them. Requests are replayed one
 after the other through a prefix cache. Each step drafts up to --most tokens and takes those that
-the recorded answer has, and one more. For each source: the share of the answers' tokens that were
-drafted right, the tokens a step, the share of the drafts that were right, and microseconds a step.
+the recorded answer has, and one more. For the sources together, and for each alone: the share of
+the answers' tokens that were drafted right, the tokens a step, the share of the drafts that were
+right, the CPU time of proposing in microseconds a step and as a share of a step of --step-ms, that
+of indexing in microseconds for a token of a prompt or answer, and the bytes of the index.
 """
 
 from __future__ import annotations
@@ -32,16 +34,19 @@ NUM_PAGES = 1 << 20  # tokens of the cache
 
 class Counts:
     def __init__(self) -> None:
-        self.tokens = self.steps = self.drafted = self.right = 0
-        self.seconds = 0.0
+        self.tokens = self.steps = self.drafted = self.right = self.known = 0
+        self.propose_s = self.index_s = 0.0
 
-    def cells(self) -> list[Cell]:
+    def cells(self, step_s: float) -> list[Cell]:
+        proposing_s = self.propose_s / max(1, self.steps)
         return [
             self.tokens,
             f"{self.right / max(1, self.tokens):.1%}",
             self.tokens / max(1, self.steps),
             f"{self.right / max(1, self.drafted):.1%}",
-            self.seconds / max(1, self.steps) * 1e6,
+            proposing_s * 1e6,
+            f"{proposing_s / step_s:.2%}",
+            self.index_s / max(1, self.known) * 1e6,
         ]
 
 
@@ -51,23 +56,28 @@ def replay_request(
     counts, output = Counts(), recorded.output.tolist()
     tokens = IntBuffer(recorded.prompt)
     params = SamplingParams(namespace=recorded.namespace)
-    name = str(recorded.index)
-    request = Request(name, recorded.prompt, params, 0, frozenset(), 1 << 30)
+    request = Request(str(recorded.index), recorded.prompt, params, 0, frozenset(), 1 << 30)
     with cache.acquire(recorded.prompt, recorded.namespace) as sequence:
         sequence.extend(recorded.prompt[sequence.length :])
         sequence.commit(sequence.length)
         tokens.append(output[0])
         counts.tokens, counts.steps = len(output), 1
+        counts.known = len(recorded.prompt) + len(output)
+        context = DraftContext(request, tokens.view(), len(recorded.prompt), sequence, None)
+        asked = list(sources)
         while (place := tokens.size - len(recorded.prompt)) < len(output):
-            context = DraftContext(request, tokens.view(), len(recorded.prompt), sequence, None)
-            began = time.perf_counter()
+            began = time.thread_time()
+            context.tokens = tokens.view()
             drafts: Sequence[int] = ()
             room = min(most, len(output) - place - 1)
-            for source in sources if room else ():
-                drafts = source.draft(context, room)
-                if drafts:
+            for source in tuple(asked) if room else ():
+                found = source.draft(context, room)
+                if found is None:
+                    asked.remove(source)
+                elif found:
+                    drafts = found
                     break
-            counts.seconds += time.perf_counter() - began
+            counts.propose_s += time.thread_time() - began
             pairs = zip(drafts, output[place:], strict=False)
             right = next((n for n, (a, b) in enumerate(pairs) if a != b), len(drafts))
             counts.drafted += len(drafts)
@@ -76,15 +86,15 @@ def replay_request(
             sequence.extend([tokens.last, *output[place : place + right]])
             sequence.commit(sequence.length)
             tokens.extend(output[place : place + right + 1])
-        context = DraftContext(request, tokens.view(), len(recorded.prompt), sequence, None)
-        began = time.perf_counter()
+        began = time.thread_time()
         for source in sources:
             source.end(context)
-        counts.seconds += time.perf_counter() - began
+        counts.index_s = time.thread_time() - began
     return counts
 
 
-def replay(trace: Trace, names: Sequence[str], limit: int, most: int) -> Counts:
+def replay(trace: Trace, names: Sequence[str], limit: int, most: int) -> tuple[Counts, int]:
+    """Returns the sums over all requests, and the bytes of the index at the end."""
     cache, total = RadixCache(NUM_PAGES), Counts()
     made = {
         "tree": CachedContinuation(), "request": OwnText(), "namespace": NamespaceText(cache)
@@ -98,20 +108,26 @@ def replay(trace: Trace, names: Sequence[str], limit: int, most: int) -> Counts:
         counts = replay_request(recorded, cache, sources, most)
         for name, value in vars(counts).items():
             setattr(total, name, getattr(total, name) + value)
-    return total
+    return total, sum(source.stats().get("index_bytes", 0) for source in sources)
 
 
 def main() -> None:
-    arguments = parse(__doc__, required=["trace"], trace=Path, limit=1200, most=8, json=False)
+    arguments = parse(
+        __doc__, required=["trace"], trace=Path, limit=1200, most=8, step_ms=8.0,
+        json=False,
+    )  # fmt: skip
     trace = read_trace(str(arguments.trace))
     rows: list[list[Cell]] = []
     for names in (
         ["tree"], ["request"], ["namespace"], ["request", "namespace"],
         ["tree", "request", "namespace"],
     ):  # fmt: skip
-        counts = replay(trace, names, arguments.limit, arguments.most)
-        rows.append([" + ".join(names), *counts.cells()])
-    columns = ["sources", "tokens", "of all", "a step", "of the drafts", "us a step"]
+        counts, num_bytes = replay(trace, names, arguments.limit, arguments.most)
+        rows.append([" + ".join(names), *counts.cells(arguments.step_ms / 1e3), num_bytes])
+    columns = [
+        "sources", "tokens", "of all", "a step", "of the drafts", "us a step", "of a step",
+        "indexing, us a token", "bytes",
+    ]  # fmt: skip
     print_table(arguments, columns, rows)
 
 

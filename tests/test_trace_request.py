@@ -10,9 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
-def test_a_request_costs_no_more_calls_than_it_did() -> None:
+def trace(*options: str) -> list[int]:
+    """Calls and files of a decode step; kinds of objects, and of records; matches."""
     printed = subprocess.run(
-        [sys.executable, "tools/trace_request.py"],
+        [sys.executable, "tools/trace_request.py", *options],
         check=True,
         cwd=ROOT,
         capture_output=True,
@@ -25,9 +26,19 @@ def test_a_request_costs_no_more_calls_than_it_did() -> None:
         re.DOTALL,
     )
     assert figures is not None, printed
-    num_calls, num_files, num_kinds, num_records, num_matches = map(int, figures.groups())
+    return list(map(int, figures.groups()))
+
+
+def test_a_request_costs_no_more_calls_than_it_did() -> None:
+    num_calls, num_files, num_kinds, num_records, num_matches = trace()
     assert 20 < num_calls <= 81
     assert 5 < num_files <= 28
     assert 5 < num_records < num_kinds <= 31
     assert num_records <= 18
     assert 1 <= num_matches <= 2
+
+
+def test_drafts_cost_few_calls_where_nothing_is_drafted() -> None:
+    num_calls, num_files, *_ = trace("--max-draft-tokens=32")
+    assert 81 < num_calls <= 81 + 10
+    assert num_files <= 28 + 5

@@ -99,7 +99,7 @@ def open_engine(name: str, setup: Setup) -> Engine:
     if name == "llama.cpp":
         from engine.llama import LlamaServer
 
-        return LlamaServer(setup)
+        return LlamaServer(setup.command)
     if name in _CACHES or name in _VARIANTS:
         from engine.runtime_engine import RuntimeEngine
 

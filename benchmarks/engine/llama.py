@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from engine.base import Answer, Engine, Prompts, Setup, Unavailable
+from engine.base import Answer, Engine, Prompts, Unavailable
 from harness.processes import ServerProcess
 
 _OPTIONS = {"temperature": 0.0, "ignore_eos": True, "stream": True, "cache_prompt": True,
@@ -19,13 +19,13 @@ _OPTIONS = {"temperature": 0.0, "ignore_eos": True, "stream": True, "cache_promp
 
 
 class LlamaServer(Engine):
-    """The program of `setup.command`. It cannot forget: give it other prompts in each turn."""
+    """The program of `command`. It cannot forget: give it other prompts in each turn."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, command: Sequence[str]) -> None:
         self._folder = tempfile.TemporaryDirectory()
         log = Path(self._folder.name) / "log"
         try:
-            self._server = ServerProcess(setup.command, "/health", log)
+            self._server = ServerProcess(command, "/health", log)
         except (OSError, RuntimeError) as error:
             raise Unavailable(str(error)) from error
         self._pool = ThreadPoolExecutor(64)

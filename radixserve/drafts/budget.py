@@ -4,10 +4,11 @@ from __future__ import annotations
 
 MOST_ROWS = 16  # of a step with drafts
 _SHARE = 0.1  # of a new measurement in an average
-_FIRST_COST = 0.12  # of a further token, in steps of a row, before it was measured
+_FIRST_COST = 0.12  # of a further token, in steps of one row, before it was measured
+_FORGOTTEN = 0.05  # of a measured cost, with some steps that had no drafts: it is measured again
 _LEAST_COST, _MOST_COST = 0.005, 1.0
 _MARGIN = 1.1  # of the tokens per second that a draft must gain, since costs are averages
-_MEMORY = 0.85  # of earlier drafts, with each verified draft of a request
+_MEMORY = 0.85  # of earlier drafts, and of the first odds, with each verified draft of a request
 _WEIGHT = 2.0  # of the first odds, in tokens
 _REST_TOKENS = 16  # without drafts after some that did not pay, the first time
 _MOST_REST = 256
@@ -21,21 +22,28 @@ class DraftBudget:
         """`max_tokens`: most drafts of a row."""
         self.max_tokens = max_tokens
         self._plain_s = [0.0] * (MOST_ROWS + 1)
-        self._cost = [_FIRST_COST] * (MOST_ROWS + 1)
+        self._cost = [_first_cost(num_rows) for num_rows in range(MOST_ROWS + 1)]
 
-    def note_step(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """A step of decode rows alone was computed."""
+    def note_step(self, num_rows: int, num_drafts: int, seconds: float, num_steps: int = 1) -> None:
+        """A step of decode rows alone was computed; or `num_steps` without drafts, of which each
+        took so long."""
         if num_rows > MOST_ROWS:
             return
-        plain_s = self._plain_s[num_rows]
+        plain_s, cost = self._plain_s[num_rows], self._cost[num_rows]
+        # One slow step, of a busy machine, counts as twice the usual time at most.
         if not num_drafts:
-            # One slow step, of a busy machine, counts as twice the usual time at most.
             seconds = min(seconds, 2 * plain_s) if plain_s else seconds
-            self._plain_s[num_rows] += (seconds - plain_s) * (_SHARE if plain_s else 1.0)
+            share = 1.0 - (1.0 - _SHARE) ** num_steps if plain_s else 1.0
+            self._plain_s[num_rows] += share * (seconds - plain_s)
+            self._cost[num_rows] += share * _FORGOTTEN * (_first_cost(num_rows) - cost)
         elif plain_s:
-            cost = (seconds - plain_s) / (num_drafts * plain_s)
-            cost = min(max(cost, _LEAST_COST), _MOST_COST)
-            self._cost[num_rows] += _SHARE * (cost - self._cost[num_rows])
+            found = (seconds - plain_s) / (num_drafts * plain_s)
+            found = min(max(found, _LEAST_COST), 2 * cost, _MOST_COST)
+            self._cost[num_rows] += _SHARE * (found - cost)
+
+    def may_pay(self, num_rows: int) -> bool:
+        """Whether a draft that is certainly right raises the tokens per second."""
+        return num_rows <= MOST_ROWS and num_rows * self._cost[num_rows] * _MARGIN < 1.0
 
     def length(self, odds: float, num_rows: int, num_drafts: int, num_expected: float) -> int:
         """Returns how many drafts of a row raise the tokens per second of a step, where each is
@@ -52,6 +60,11 @@ class DraftBudget:
         return length
 
 
+def _first_cost(num_rows: int) -> float:
+    """Of a further token, in steps of so many rows."""
+    return _FIRST_COST / (1.0 + _FIRST_COST * (num_rows - 1))
+
+
 class Odds:
     """How often the drafts of a source are right for one request, the latest above all; and the
     rests after those that were not."""
@@ -60,13 +73,13 @@ class Odds:
 
     def __init__(self, first: float) -> None:
         self._first = first
-        self._num_right = self._num_seen = 0.0
+        self._num_right, self._num_seen = _WEIGHT * first, _WEIGHT
         self._rest = _REST_TOKENS
         self.rests_until = 0  # number of the request's tokens
 
     @property
     def value(self) -> float:
-        return (self._num_right + _WEIGHT * self._first) / (self._num_seen + _WEIGHT)
+        return self._num_right / self._num_seen
 
     def note(self, num_drafts: int, num_right: int) -> None:
         """Drafts were verified, up to the first that was wrong."""
@@ -81,5 +94,5 @@ class Odds:
         the first odds count again in part."""
         self.rests_until = num_tokens + self._rest
         self._rest = min(2 * self._rest, _MOST_REST)
-        self._num_right /= 2
-        self._num_seen /= 2
+        self._num_right = (self._num_right + _WEIGHT * self._first) / 2
+        self._num_seen = (self._num_seen + _WEIGHT) / 2

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -14,12 +13,15 @@ from radixserve.cache import PrefixCache
 from radixserve.drafts.budget import MOST_ROWS, DraftBudget, Odds
 from radixserve.drafts.source import DraftContext, DraftSource
 from radixserve.request import MAX_TOKEN_IDS, num_unmarked
-from radixserve.schedule import SchedulerOutput
 from radixserve.scheduler.drafter import Drafter
 from radixserve.scheduler.request_state import RequestState
+from radixserve.scheduler.stats import SchedulerStats
 
 _log = logging.getLogger("radixserve")
-Answer = TypeVar("Answer")
+_NEVER = 1 << 62  # tokens
+_PLAIN_STEPS = 32  # measured together, at most
+
+Guess = tuple[DraftSource, Odds, Sequence[int]]
 
 
 class Drafts(Drafter):
@@ -30,71 +32,72 @@ class Drafts(Drafter):
         self.sources = list(sources)
         self._max_tokens = max_tokens
         self._budget = DraftBudget(max_tokens)
-        self._odds: dict[RequestState, dict[str, Odds]] = {}  # by source
-        self._proposed: dict[RequestState, tuple[DraftSource, int]] = {}  # of the last step
-        self._begun_at = 0.0  # of a step with decode rows; 0.0: none in flight
         self._drafted: Counter[str] = Counter()  # tokens by source
         self._accepted: Counter[str] = Counter()
+        # The last call of `propose`: its time, its rows, and the counters then.
+        self._at = 0.0
+        self._num_rows = self._step = self._num_prefilled = 0
+        self._num_plain, self._plain_since = 0, 0.0  # steps without drafts before it, not yet noted
+        self._num_verified = 0  # drafts since then
 
-    def attach(self, cache: PrefixCache, clock: Callable[[], float]) -> None:
-        self._cache, self._clock = cache, clock
+    def attach(
+        self, cache: PrefixCache, clock: Callable[[], float], counts: SchedulerStats
+    ) -> None:
+        self._cache, self._clock, self._counts = cache, clock, counts
 
     def propose(self, decodes: Sequence[RequestState]) -> Mapping[RequestState, Sequence[int]]:
-        self._begun_at = self._clock()
-        self._proposed = {}
+        num_rows = len(decodes)
+        self._measure(num_rows)
+        is_crowded = not self._budget.may_pay(num_rows)
         drafts: dict[RequestState, Sequence[int]] = {}
-        num_rows, num_drafts, num_expected = len(decodes), 0, 0.0
+        num_drafts, num_expected = 0, 0.0
         for state in decodes:
-            room = min(state.length_limit - state.tokens.size - 1, self._max_tokens)
-            if room < 1 or not _may_draft(state):
+            record: RequestDrafts | None = state.drafts
+            if record is None:
+                if state.tokens.size == state.num_prompt:
+                    continue
+                record = state.drafts = RequestDrafts(state, self.sources)
+            if record.rests_until > state.tokens.size or (is_crowded and not record.has_sure):
                 continue
-            context, size = context_of(state), state.tokens.size
-            for source in tuple(self.sources):
-                odds, most = self._odds_of(state, source), room
-                if not source.is_sure:
-                    if odds.rests_until > size:
-                        continue
-                    paid = self._budget.length(odds.value, num_rows, num_drafts, num_expected)
-                    if not paid:
-                        if self._budget.length(1.0, num_rows, num_drafts, num_expected):
-                            odds.rest(size)
-                        continue
-                    most = min(room, paid)
-                token_ids = _before_end(self._ask(source, context, most), state)
-                if token_ids:
-                    drafts[state] = token_ids
-                    self._proposed[state] = source, len(token_ids)
-                    num_drafts += len(token_ids)
-                    num_expected += sum(odds.value**n for n in range(1, len(token_ids) + 1))
-                    break
+            guess = self._guess(state, record, is_crowded=is_crowded)
+            if guess is None:
+                continue
+            source, odds, token_ids = guess
+            if not source.is_sure:
+                self._note_plain_steps()
+                most = self._budget.length(odds.value, num_rows, num_drafts, num_expected)
+                if not most:
+                    if self._budget.length(1.0, num_rows, num_drafts, num_expected):
+                        record.rest(odds, state.tokens.size)
+                    continue
+                token_ids = token_ids[:most]
+            drafts[state] = token_ids
+            record.proposed = source, odds
+            num_drafts += len(token_ids)
+            num_expected += sum(odds.value**n for n in range(1, len(token_ids) + 1))
         if num_drafts and not self._has_room(num_rows + num_drafts):
-            self._proposed = {}
             return {}
         return drafts
 
     def needs_output(self, num_running: int) -> bool:
         return num_running <= MOST_ROWS
 
-    def note_step(self, schedule: SchedulerOutput) -> None:
-        begun_at, self._begun_at = self._begun_at, 0.0
-        if begun_at and not schedule.num_prefill_tokens:
-            rows = schedule.rows
-            num_drafts = sum(rows.drafts.values()) if rows.drafts else 0
-            self._budget.note_step(len(rows), num_drafts, self._clock() - begun_at)
-
     def note_verified(self, state: RequestState, num_drafts: int, num_accepted: int) -> None:
-        source, _ = self._proposed[state]
-        self._odds_of(state, source).note(num_drafts, num_accepted)
+        source, odds = state.drafts.proposed
+        odds.note(num_drafts, num_accepted)
+        self._num_verified += num_drafts
         self._drafted[source.name] += num_drafts
         self._accepted[source.name] += num_accepted
 
     def note_ended(self, state: RequestState) -> None:
-        self._odds.pop(state, None)
-        self._proposed.pop(state, None)
-        if state.sequence is not None and state.group is None and not state.token_mark:
-            context = context_of(state)
-            for source in tuple(self.sources):
-                self._call(source, partial(source.end, context), None)
+        if state.sequence is None or state.group is not None or state.token_mark:
+            return
+        context = context_of(state)
+        for source in tuple(self.sources):
+            try:
+                source.end(context)
+            except Exception:
+                self._end_source(source)
 
     def stats(self) -> dict[str, Any]:
         """Returns {source: {"drafted_tokens", "accepted_tokens", and its own gauges}}."""
@@ -107,32 +110,98 @@ class Drafts(Drafter):
             for source in self.sources
         }
 
-    def _ask(self, source: DraftSource, context: DraftContext, most: int) -> Sequence[int]:
-        nothing: Sequence[int] = ()
-        return self._call(source, partial(source.draft, context, most), nothing)[:most]
+    def _guess(
+        self, state: RequestState, record: RequestDrafts, *, is_crowded: bool
+    ) -> Guess | None:
+        """Returns the first guess of a source that does not rest. None of its tokens ends the
+        request."""
+        size = state.tokens.size
+        most = min(state.length_limit - size - 1, self._max_tokens)
+        if most < 1:
+            return None
+        context = record.context
+        context.tokens, context.matcher = state.tokens.view(), state.matcher
+        assert state.sequence is not None
+        context.sequence = state.sequence  # another one after a preemption
+        for source, odds in record.sources:
+            if odds.rests_until > size or (is_crowded and not source.is_sure):
+                continue
+            try:
+                token_ids = source.draft(context, most)
+            except Exception:
+                self._end_source(source)
+                token_ids = None
+            if token_ids is None:
+                record.drop(source)
+            elif token_ids and (token_ids := _before_end(token_ids[:most], state)):
+                return source, odds, token_ids
+        return None
 
-    def _call(self, source: DraftSource, call: Callable[[], Answer], otherwise: Answer) -> Answer:
-        """Returns what a source returns. One that fails is not asked again."""
-        try:
-            return call()
-        except Exception:
+    def _measure(self, num_rows: int) -> None:
+        """Note what the step since the last call cost if it had the same rows and nothing else."""
+        now, counts = self._clock(), self._counts
+        is_measured = (
+            num_rows == self._num_rows
+            and counts.steps == self._step + 1
+            and counts.prefilled_tokens == self._num_prefilled
+        )
+        if is_measured and not self._num_verified:
+            self._num_plain += 1
+        else:
+            self._note_plain_steps()
+            if is_measured:
+                self._budget.note_step(num_rows, self._num_verified, now - self._at)
+            self._plain_since = now
+        self._at, self._num_rows, self._num_verified = now, num_rows, 0
+        self._step, self._num_prefilled = counts.steps, counts.prefilled_tokens
+        if self._num_plain >= _PLAIN_STEPS:
+            self._note_plain_steps()
+
+    def _note_plain_steps(self) -> None:
+        if self._num_plain:
+            seconds = (self._at - self._plain_since) / self._num_plain
+            self._budget.note_step(self._num_rows, 0, seconds, self._num_plain)
+            self._num_plain, self._plain_since = 0, self._at
+
+    def _end_source(self, source: DraftSource) -> None:
+        """A source has raised an exception: it is not asked again."""
+        if source in self.sources:
             _log.exception("the drafts of %s have failed and are ended", source.name)
             self.sources.remove(source)
-            return otherwise
-
-    def _odds_of(self, state: RequestState, source: DraftSource) -> Odds:
-        by_source = self._odds.get(state)
-        if by_source is None:
-            by_source = self._odds[state] = {}
-        odds = by_source.get(source.name)
-        if odds is None:
-            odds = by_source[source.name] = Odds(source.first_odds)
-        return odds
 
     def _has_room(self, num_tokens: int) -> bool:
         """Whether there are pages for so many tokens, so that no request is preempted for
         drafts."""
         return self._cache.num_obtainable(num_tokens) == num_tokens
+
+
+class RequestDrafts:
+    """What is known of a request: its sources, and how often they were right."""
+
+    __slots__ = ("context", "has_sure", "proposed", "rests_until", "sources")
+
+    def __init__(self, state: RequestState, sources: Sequence[DraftSource]) -> None:
+        self.context = context_of(state)
+        self.sources = [(source, Odds(source.first_odds)) for source in sources]
+        self.proposed: tuple[DraftSource, Odds]  # whose drafts were proposed last
+        if not _may_draft(state):
+            self.sources = []
+        self._settle()
+
+    def drop(self, source: DraftSource) -> None:
+        """The source will have no guess for the request."""
+        self.sources = [pair for pair in self.sources if pair[0] is not source]
+        self._settle()
+
+    def rest(self, odds: Odds, num_tokens: int) -> None:
+        """The drafts of the source with these odds do not pay at `num_tokens` tokens."""
+        odds.rest(num_tokens)
+        self._settle()
+
+    def _settle(self) -> None:
+        self.has_sure = any(source.is_sure for source, _ in self.sources)
+        # Until it has so many tokens no source is asked.
+        self.rests_until = min((odds.rests_until for _, odds in self.sources), default=_NEVER)
 
 
 def context_of(state: RequestState) -> DraftContext:
@@ -143,11 +212,10 @@ def context_of(state: RequestState) -> DraftContext:
 
 
 def _may_draft(state: RequestState) -> bool:
-    """Whether drafts of a decoding request can be verified."""
+    """Whether drafts of a request with an output token can be verified."""
     structured = state.request.params.structured_outputs
     jumps = structured is not None and structured.jump_forward
-    is_single = state.group is None and not state.token_mark
-    return state.num_output > 0 and is_single and not jumps
+    return state.group is None and not state.token_mark and not jumps
 
 
 def _before_end(token_ids: Sequence[int], state: RequestState) -> Sequence[int]:

@@ -15,8 +15,8 @@ class ForcedTokens(DraftSource):
     name = "grammar"
     is_sure = True
 
-    def draft(self, context: DraftContext, most: int) -> Sequence[int]:
+    def draft(self, context: DraftContext, most: int) -> Sequence[int] | None:
         matcher = context.matcher
         if not isinstance(matcher, GrammarMatcher):
-            return ()
+            return None
         return matcher.forced_ids(context.output)[:most]

@@ -20,15 +20,15 @@ from radixserve.cache import PrefixCache
 from radixserve.cache.radix.node import Node, path
 from radixserve.cache.radix.sequence import RadixSequence
 from radixserve.cache.tokens import TOKEN_BYTES
+from radixserve.drafts.runs import hash_run, hash_runs
 from radixserve.drafts.source import DraftContext, DraftSource
 
 RUN_TOKENS = 5  # looked for
 FOLLOWED_TOKENS = 256  # read at a time from the place that was found
 MOST_NODES = 1 << 16  # on paths to which places lie
 _LEAST_BITS, _MOST_BITS = 12, 20  # of the number of places
-_MULTIPLIER, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
-_POWERS = [pow(_MULTIPLIER, RUN_TOKENS - 1 - index, 1 << 64) for index in range(RUN_TOKENS)]
 _SWEPT_NODES = 16  # looked at, with each request that ends, to let evicted ones go
+_NONE: IntArray = np.empty(0, np.int32)
 
 
 class NamespaceText(DraftSource):
@@ -40,28 +40,36 @@ class NamespaceText(DraftSource):
         num_tokens = cache.num_pages * cache.page_size
         bits = min(max(num_tokens.bit_length(), _LEAST_BITS), _MOST_BITS)
         self._shift = 64 - bits
-        self._node_at: IntArray = np.full(1 << bits, -1, np.int32)  # by hash: number of a node
-        self._end_at: IntArray = np.zeros(1 << bits, np.int32)  # and where the run ends
+        # By hash: 16 further bits of it, the number of a node, 16 bits, and where the run ends on
+        # the path to that. 0: no place.
+        self._places: NDArray[np.uint64] = np.zeros(1 << bits, np.uint64)
         self._nodes: list[Node | None] = []  # by number; the numbers of old ones are used again
         self._next_number = self._next_swept = 0
-        # By request id: number of its tokens at the last draft, and what was expected then.
-        self._followed: dict[str, tuple[int, IntArray]] = {}
 
-    def draft(self, context: DraftContext, most: int) -> Sequence[int]:
-        tokens, name = context.tokens, context.request.request_id
-        size = len(tokens)
-        num_before, text = self._followed.get(name, (size, tokens[:0]))
-        passed = size - num_before
-        if not passed < len(text) or (text[:passed] != tokens[num_before:]).any():
-            text = self._find(context)
-        else:
-            text = text[passed:]
-        self._followed[name] = size, text
+    def draft(self, context: DraftContext, most: int) -> Sequence[int] | None:
+        followed: _FollowedText | None = context.kept.get(self)
+        if followed is None:
+            if not isinstance(context.sequence, RadixSequence):
+                return None
+            followed = context.kept[self] = _FollowedText(_seed(context.sequence.namespace))
+        tokens, text = context.tokens, followed.text
+        if len(text):
+            passed = len(tokens) - followed.size
+            is_right = text[:passed].tobytes() == tokens[followed.size :].tobytes()
+            text = text[passed:] if is_right else _NONE
+        if not len(text):
+            run = tokens[-RUN_TOKENS:].tolist()
+            value = hash_run(run, followed.seed)
+            place = int(self._places[value >> self._shift])
+            if not place or place >> 48 != value & 0xFFFF:
+                followed.text = _NONE
+                return ()
+            text = self._read(place, run, context)
+        followed.text, followed.size = text, len(tokens)
         found: list[int] = text[:most].tolist()
         return found
 
     def end(self, context: DraftContext) -> None:
-        self._followed.pop(context.request.request_id, None)
         sequence = context.sequence
         if not isinstance(sequence, RadixSequence) or sequence.is_stale:
             return
@@ -71,7 +79,7 @@ class NamespaceText(DraftSource):
         self._sweep()
 
     def stats(self) -> dict[str, int]:
-        return {"index_bytes": self._node_at.nbytes + self._end_at.nbytes}
+        return {"index_bytes": self._places.nbytes}
 
     @property
     def num_held_nodes(self) -> int:
@@ -86,48 +94,20 @@ class NamespaceText(DraftSource):
             self._nodes.append(node)
         else:
             self._nodes[number] = node
-        places = self._places(tokens, node.namespace.text)
-        self._node_at[places] = number
-        self._end_at[places] = np.arange(start + RUN_TOKENS, start + len(tokens) + 1)
+        hashes = hash_runs(tokens, RUN_TOKENS, _seed(node.namespace.text))
+        ends = np.arange(start + RUN_TOKENS, start + len(tokens) + 1, dtype=np.uint64)
+        tags = (hashes & np.uint64(0xFFFF)) << np.uint64(48)
+        self._places[hashes >> np.uint64(self._shift)] = tags | np.uint64(number << 32) | ends
 
-    def _places(self, tokens: IntArray, namespace: str) -> NDArray[np.uint64]:
-        """[n - RUN_TOKENS + 1] the places in the table of all runs among n tokens."""
-        count = len(tokens) - RUN_TOKENS + 1
-        values = tokens.astype(np.uint64)
-        hashes = np.full(count, _seed(namespace), np.uint64)
-        for index, power in enumerate(_POWERS):
-            hashes += values[index : index + count] * np.uint64(power)
-        hashes ^= hashes >> np.uint64(32)
-        return (hashes * np.uint64(_MULTIPLIER)) >> np.uint64(self._shift)
-
-    def _place(self, run: Sequence[int], namespace: str) -> int:
-        """The place of one run."""
-        value = _seed(namespace)
-        for token_id, power in zip(run, _POWERS, strict=True):
-            value += token_id * power
-        value &= _MASK
-        value ^= value >> 32
-        return (value * _MULTIPLIER & _MASK) >> self._shift
-
-    def _find(self, context: DraftContext) -> IntArray:
-        """Returns the tokens after the run that the request ends with; empty without one."""
-        tokens = context.tokens
-        if len(tokens) < RUN_TOKENS:
-            return tokens[:0]
-        run, namespace = tokens[-RUN_TOKENS:], context.request.params.namespace
-        place = self._place(run.tolist(), namespace)
-        number = int(self._node_at[place])
-        node = self._nodes[number] if number >= 0 else None
-        if node is None or node.parent is None or node.namespace.is_dead:
-            return tokens[:0]
-        if node.namespace.text != namespace:
-            return tokens[:0]
-        end = int(self._end_at[place])
-        first = end - RUN_TOKENS
-        text = _text_of(node, first, RUN_TOKENS + FOLLOWED_TOKENS)
-        if len(text) <= RUN_TOKENS or (text[:RUN_TOKENS] != run).any():
-            return tokens[:0]
-        return text[RUN_TOKENS:]
+    def _read(self, place: int, run: Sequence[int], context: DraftContext) -> IntArray:
+        """Returns the tokens after a place where `run` should end; empty if it does not."""
+        sequence = context.sequence
+        assert isinstance(sequence, RadixSequence)
+        node, tree = self._nodes[place >> 32 & 0xFFFF], sequence.last_node.namespace
+        if node is None or node.parent is None or node.namespace is not tree or tree.is_dead:
+            return _NONE
+        text = _text_of(node, (place & 0xFFFFFFFF) - RUN_TOKENS, RUN_TOKENS + FOLLOWED_TOKENS)
+        return text[RUN_TOKENS:] if text[:RUN_TOKENS].tolist() == run else _NONE
 
     def _sweep(self) -> None:
         """Let some of the nodes go that were evicted: they hold their tokens."""
@@ -137,6 +117,17 @@ class NamespaceText(DraftSource):
             if node is not None and (node.parent is None or node.namespace.is_dead):
                 self._nodes[index] = None
         self._next_swept += _SWEPT_NODES
+
+
+class _FollowedText:
+    """What is expected after a request's tokens."""
+
+    __slots__ = ("seed", "size", "text")
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed  # of its namespace's hashes
+        self.size = 0  # tokens at the last draft
+        self.text = _NONE  # expected then
 
 
 def _seed(namespace: str) -> int:

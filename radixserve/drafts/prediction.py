@@ -14,19 +14,12 @@ class Prediction(DraftSource):
     name = "prediction"
     first_odds = 0.8
 
-    def __init__(self) -> None:
-        self._followers: dict[str, PredictionFollower] = {}  # by request id
-
-    def draft(self, context: DraftContext, most: int) -> Sequence[int]:
-        prediction = context.request.prediction
-        if prediction is None:
-            return ()
-        name = context.request.request_id
-        follower = self._followers.get(name)
+    def draft(self, context: DraftContext, most: int) -> Sequence[int] | None:
+        follower: PredictionFollower | None = context.kept.get(self)
         if follower is None:
-            follower = self._followers[name] = PredictionFollower(prediction)
+            prediction = context.request.prediction
+            if prediction is None:
+                return None
+            follower = context.kept[self] = PredictionFollower(prediction)
         follower.push(context.output[follower.num_seen :].tolist())
         return follower.expected(most)
-
-    def end(self, context: DraftContext) -> None:
-        self._followers.pop(context.request.request_id, None)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence
@@ -12,14 +13,17 @@ from radixserve.request import Request
 from radixserve.structured_outputs import Matcher
 
 
-class DraftContext(NamedTuple):
-    """What a source may read of a running request, within a call."""
+@dataclass(slots=True, eq=False)
+class DraftContext:
+    """What a source may read of a running request, within a call. One object a request."""
 
     request: Request
     tokens: IntArray  # [n] prompt and output so far
     num_prompt: int
     sequence: CacheSequence  # of the first n - 1 tokens
     matcher: Matcher | None  # of the request's grammar
+    kept: dict[DraftSource, Any] = field(default_factory=dict)  # what each source keeps of the
+    # request, until that ends
 
     @property
     def output(self) -> IntArray:
@@ -29,8 +33,7 @@ class DraftContext(NamedTuple):
 class DraftSource(ABC):
     """Guesses next tokens. The scheduler's thread makes all calls, between steps.
 
-    A wrong guess costs time and changes no answer. A source keeps what it knows of a request under
-    its request_id, and forgets it in `end`.
+    A wrong guess costs time and changes no answer.
     """
 
     name = "source"  # in the statistics
@@ -38,12 +41,14 @@ class DraftSource(ABC):
     first_odds = 0.6  # of a guess to be right, before any was verified for a request
 
     @abstractmethod
-    def draft(self, context: DraftContext, most: int) -> Sequence[int]:
+    def draft(self, context: DraftContext, most: int) -> Sequence[int] | None:
         """Returns up to `most` >= 1 token ids that may follow `context.tokens`; none without a
-        guess. Takes microseconds: it is called for a request in nearly every step."""
+        guess. None where it will have no guess for this request later either: it is not asked
+        again. Takes microseconds: it is called for a request in nearly every step."""
 
     def end(self, context: DraftContext) -> None:  # noqa: B027
-        """The request has ended. Its sequence is not released yet."""
+        """A request has ended, which it may never have been asked about. Its sequence is not
+        released yet."""
 
     def stats(self) -> dict[str, int]:
         """Returns gauges of its own. O(1)."""

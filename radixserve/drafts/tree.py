@@ -24,13 +24,13 @@ class CachedContinuation(DraftSource):
     name = "tree"
     first_odds = 0.8
 
-    def draft(self, context: DraftContext, most: int) -> Sequence[int]:
+    def draft(self, context: DraftContext, most: int) -> Sequence[int] | None:
         sequence = context.sequence
         if not isinstance(sequence, RadixSequence):
-            return ()
+            return None
         node = sequence.last_node
         offset = sequence.committed_len - node.start
-        if offset > node.num_tokens:  # the last tokens are in no node of this path
+        if offset > node.num_tokens:  # the last tokens are in no node of this path yet
             return ()
         last = context.tokens[-1:].tobytes()
         found = bytearray()  # what follows the committed tokens: first of all the last token
@@ -39,7 +39,7 @@ class CachedContinuation(DraftSource):
             if len(found) > most * TOKEN_BYTES:
                 break
         if not found.startswith(last):
-            return ()
+            return None  # the request has left what others had: it is the first here
         token_ids: list[int] = np.frombuffer(found, np.int32)[1:].tolist()
         return token_ids
 

@@ -9,8 +9,9 @@ without a copy. All other rows take the tensor operations that device_sampler.py
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from radixserve.runner.logits_processing import (
 )
 from radixserve.runner.penalties import apply_penalties
 from radixserve.runner.sample_plan import (
+    DraftedRow,
     RowParameters,
     SamplePlan,
     are_greedy_only,
@@ -75,25 +77,39 @@ def sample_step(
 def verify_drafts(logits: Tensor, plan: SamplePlan, outputs: list[SampleOutput | None]) -> None:
     """Add the further samples to the outputs of rows with drafts, whose first token is sampled.
 
-    logits [S, V] of the step. The token after a draft is sampled only if the draft equals the
-    sample before it: each sample follows the request's own tokens, as without drafts. So grammars
-    and logits_processors see no other token.
+    logits [S, V] of the step. The sample after a draft counts only if the draft equals the sample
+    before it: each sample follows the request's own tokens, as without drafts.
     """
     for row in plan.drafted:
         first = output = outputs[row.output]
         assert first is not None
         assert output is not None
-        spec, more = row.spec, []
-        for index, draft in enumerate(row.token_ids, row.logit):
+        more: list[SampleOutput] = []
+        samples = samples_after(logits, row)
+        for draft in row.token_ids:
             if output.token_id != draft or output.is_complete or output.forced_ids:
                 break
-            spec = spec.after(draft)
-            (output,) = sample(logits[index : index + 1], [spec])
+            output = next(samples)
             if output.error is not None:  # the next step finds it, before the K/V is published
                 break
             more.append(output)
         if more:
             outputs[row.output] = first._replace(more=tuple(more))
+
+
+def samples_after(logits: Tensor, row: DraftedRow) -> Iterator[SampleOutput]:
+    """Yields the sample after each draft, if that and those before it are right.
+
+    A grammar, or a caller's function, sees the request's own tokens only: then a sample is made
+    when it is asked for. All others are made at once.
+    """
+    specs = accumulate(row.token_ids, SampleSpec.after, initial=row.spec)
+    next(specs)  # of the first sample
+    if row.spec.matcher is None and not row.spec.params.logits_processors:
+        yield from sample(logits[row.logit : row.logit + len(row.token_ids)], list(specs))
+    else:
+        for index, spec in enumerate(specs, row.logit):
+            yield from sample(logits[index : index + 1], [spec])
 
 
 def sample(

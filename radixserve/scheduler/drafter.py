@@ -10,19 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from radixserve.cache import PrefixCache
-from radixserve.schedule import SchedulerOutput
 from radixserve.scheduler.request_state import RequestState
+from radixserve.scheduler.stats import SchedulerStats
 
 
 class Drafter:
     """Proposes nothing. A drafter belongs to one scheduler, which makes all calls."""
 
-    def attach(self, cache: PrefixCache, clock: Callable[[], float]) -> None:
-        """Called once, before all others. `clock`: the scheduler's, in seconds."""
+    def attach(
+        self, cache: PrefixCache, clock: Callable[[], float], counts: SchedulerStats
+    ) -> None:
+        """Called once, before all others. `clock`: the scheduler's, in seconds. `counts`: its own,
+        to be read."""
 
     def propose(self, decodes: Sequence[RequestState]) -> Mapping[RequestState, Sequence[int]]:
         """Returns drafts for some of the requests that decode in the next step, which is about to
-        be planned. None is in flight.
+        be planned. No step is in flight. What is kept of a request is in `RequestState.drafts`.
 
         The drafts of a request are token ids, one at least. None of them ends the request, and
         with one more token it stays within its `length_limit`. Only requests with an output token
@@ -36,9 +39,6 @@ class Drafter:
         not scheduled before the output of the one in flight."""
         del num_running
         return False
-
-    def note_step(self, schedule: SchedulerOutput) -> None:
-        """A step was computed."""
 
     def note_verified(self, state: RequestState, num_drafts: int, num_accepted: int) -> None:
         """The first `num_drafts` tokens of the request's proposal were computed, and the first

@@ -39,6 +39,7 @@ class RequestState:
         "arrival",
         "awaited_len",
         "cached_on_arrival",
+        "drafts",
         "first_token_at",
         "greedy_only_spec",
         "group",
@@ -98,6 +99,7 @@ class RequestState:
         self.awaited_len = 0  # number of committed tokens of the producer that it waits for
         self.waiters: list[RequestState] = []  # requests that wait for this one, while it runs
         self.group: Any = None  # the `RequestGroup` that takes its samples
+        self.drafts: Any = None  # what the `Drafter` keeps of it
         self.share: Any = None  # of `Shares`: priorities count among requests with the same one
         self.lookahead = _LOOKAHEAD
         self.lookup: Lookup | None = None  # at the first admission

@@ -126,7 +126,7 @@ class Scheduler:
     def set_drafter(self, drafter: Drafter) -> None:
         """Have `drafter` propose drafts from now on, in place of another one."""
         self._drafter = drafter
-        drafter.attach(self._cache, self._clock)
+        drafter.attach(self._cache, self._clock, self.counts)
 
     def set_finish_hook(self, function: Callable[[CacheSequence, int, int], None]) -> None:
         """Have it called before a running request ends and its pages are released, with its
@@ -339,8 +339,6 @@ class Scheduler:
             self._step_costs.note_step(schedule, step.begun_at)
         failed: list[tuple[RequestState, SampleOutput]] = []
         scored: list[tuple[RequestState, int, SampleOutput]] = []  # with the row's end
-        if self._drafter is not None:
-            self._drafter.note_step(schedule)
         states, samples, other_rows = self._commit_decodes(step, sampled)
         for row in other_rows:
             state, sample = step.states[row], sampled[row]

@@ -6,8 +6,9 @@
 Claude Code, Codex and opencode run where none is named. Each reads a file, edits it and runs a
 command in a temporary folder, as the model's script has it, and goes on with the session in a
 process of its own. From the second request of a session on all but what is new and the end of one
-answer comes from the cache. No other address than the server's on loopback is named to them, and
-what they report home is switched off.
+answer comes from the cache. All this is done without drafts and with them: requests and answers are
+as many and as long, and the steps are fewer. No other address than the server's on loopback is
+named to them, and what they report home is switched off.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -64,16 +66,23 @@ class Served(NamedTuple):
         requests = [json.loads(line) for line in lines if line.startswith("{")]
         return [request for request in requests if "prompt_tokens" in request]
 
+    def num_steps(self) -> int:
+        with urllib.request.urlopen(f"{self.url}/metrics") as response:
+            lines = response.read().decode().splitlines()
+        (value,) = [line.split()[1] for line in lines if line.startswith("radixserve:steps_total")]
+        return round(float(value))
+
 
 @contextlib.contextmanager
-def served(model: Path, log: Path) -> Iterator[Served]:
+def served(model: Path, log: Path, num_drafts: int) -> Iterator[Served]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "radixserve", "serve", str(model), f"--port={port}",
-             f"--served-model-name={MODEL}", "--num-pages=200000", "--log-requests"],
+             f"--served-model-name={MODEL}", "--num-pages=200000", "--log-requests",
+             f"--max-draft-tokens={num_drafts}"],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path[:2])}, stderr=output,
         )  # fmt: skip
     url = f"http://127.0.0.1:{port}"
@@ -288,15 +297,26 @@ def check(
     print(name)
     with tempfile.TemporaryDirectory() as temporary:
         model, home, folder = (Path(temporary) / part for part in ("model", "home", "work"))
-        for path in (model, home, folder):
-            path.mkdir()
         note = folder / "note.txt"
-        note.write_text("The sky is blue.\n", encoding="utf-8")
+        model.mkdir()
         make_agent(model, script(note), without_tools=WITHOUT_TOOLS.get(name, TITLE))
-        with served(model, Path(temporary) / "log") as server:
-            run(binaries, home, folder, server.url)
-            assert note.read_text(encoding="utf-8") == "The sky is green.\n"
-            check_cached(name, server.usages())
+        steps, lengths = [], []
+        for num_drafts in (0, 32):
+            for path in (home, folder):
+                path.mkdir()
+            note.write_text("The sky is blue.\n", encoding="utf-8")
+            with served(model, Path(temporary) / "log", num_drafts) as server:
+                run(binaries, home, folder, server.url)
+                assert note.read_text(encoding="utf-8") == "The sky is green.\n"
+                usages = server.usages()
+                check_cached(name, usages)
+                steps.append(server.num_steps())
+                lengths.append(sorted(usage["completion_tokens"] for usage in usages))
+            for path in (home, folder):
+                shutil.rmtree(path)
+        print(f"  {steps[0]} steps without drafts, {steps[1]} with")
+        assert lengths[0] == lengths[1], lengths
+        assert steps[1] < steps[0], steps
 
 
 def main() -> None:
