@@ -6,6 +6,8 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.pairwise import mark_long_runs
+
 # The models here are so small that a second thread costs more than it saves.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -22,6 +24,11 @@ settings.register_profile(
     "same", derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
 settings.load_profile("same")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_long_runs(items)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +17,18 @@ _LOADERS = {  # each remembers its level's library, for all tests
 }
 
 
-@pytest.fixture(params=cpu_library.LEVELS)
+def level_param(level: str) -> Any:
+    is_absent = level not in cpu_library.levels()
+    skipif = pytest.mark.skipif(is_absent, reason=f"this processor has no {level}")
+    return pytest.param(level, marks=skipif)
+
+
+@pytest.fixture(params=map(level_param, cpu_library.LEVELS))
 def cpu_level(request: pytest.FixtureRequest) -> Iterator[str]:
     """The test runs with kernels for each instruction level that this processor has."""
     if reason := unsupported_reason(torch.float32):
         pytest.skip(reason)
     level: str = request.param
-    if level not in cpu_library.levels():
-        pytest.skip(f"this processor has no {level}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RADIXSERVE_CPU_LEVEL", level)
         patch.setattr(cpu_library, "load", _LOADERS[level])

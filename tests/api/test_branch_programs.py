@@ -70,6 +70,7 @@ def agree(one: Completion, other: Completion) -> None:
     assert one.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("page_size", [1, 2, 16])
 @pytest.mark.parametrize("is_tight", [False, True], ids=["roomy", "tight"])
 def test_fork_resend_and_cold_run_agree(

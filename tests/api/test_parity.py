@@ -195,12 +195,14 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def cases_of_families() -> list[Any]:
-    """(case, settings). Each of CASES runs with every second of SETTINGS, one of them tight, and
-    each of OTHER_SHAPES with one of the first two. The others are long runs."""
+    """(case, settings). Each of CASES runs with two of SETTINGS, one of them tight, and each of
+    OTHER_SHAPES with one of the first two. The others are long runs."""
+    pairs = ((0, 1), (2, 4), (3, 1), (5, 4))
     found = []
     for number, case in enumerate([*CASES, *OTHER_SHAPES]):
         for index, settings in enumerate(SETTINGS):
-            is_short = index % 2 == number % 2 and (case in CASES or index < 2)
+            chosen = pairs[number % len(pairs)] if case in CASES else (number % 2,)
+            is_short = index in chosen
             found.append(pytest.param(case, settings, marks=() if is_short else pytest.mark.long))
     return found
 
@@ -215,22 +217,11 @@ def test_every_family(
     run(reference(case, references, tmp_path_factory), **settings)
 
 
-def combinations() -> list[Any]:
-    """(chunk size, page size, cache, tight). Without a cache each page size runs with one chunk
-    size; the others are long runs."""
-    return [
-        pytest.param(
-            *(chunk, page_size, cache, is_tight),
-            marks=() if cache == "radix" or chunk == 7 else pytest.mark.long,
-        )
-        for is_tight in (False, True)
-        for cache in ("radix", "off")
-        for page_size in (1, 2, 16, 64)
-        for chunk in (1, 7, 64)
-    ]
-
-
-@pytest.mark.parametrize(("chunked_prefill_size", "page_size", "cache", "is_tight"), combinations())
+@pytest.mark.pairs
+@pytest.mark.parametrize("is_tight", [False, True])
+@pytest.mark.parametrize("cache", ["radix", "off"])
+@pytest.mark.parametrize("page_size", [1, 2, 16, 64])
+@pytest.mark.parametrize("chunked_prefill_size", [1, 7, 64])
 def test_every_combination(
     chunked_prefill_size: int,
     page_size: int,

@@ -31,24 +31,28 @@ def check(make: Make, case: Case, layer: int = 1, scale: float | None = None) ->
     return out
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("page_size", [1, 2, 3, 16, 64])
 @pytest.mark.parametrize("name", LENGTHS)
 def test_matches_row_by_row(name: str, page_size: int, make_host: Make) -> None:
     check(make_host, Case(LENGTHS[name], page_size, heads=8, kv_heads=2, dim=32, seed=page_size))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("name", LENGTHS)
 def test_paged_matches_row_by_row(name: str, page_size: int, make_paged: Make) -> None:
     check(make_paged, Case(LENGTHS[name], page_size, heads=8, kv_heads=2, dim=32, seed=page_size))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (8, 1), (6, 2), (40, 1), (30, 2)])
 @pytest.mark.parametrize("dim", [8, 16, 20, 40, 64, 80, 96, 128])
 def test_head_shapes(heads: int, kv_heads: int, dim: int, make_host: Make) -> None:
     check(make_host, Case(LENGTHS["everything"], 4, heads, kv_heads, dim))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (8, 1), (6, 2), (30, 2)])
 @pytest.mark.parametrize("dim", [20, 64, 128])
 def test_paged_head_shapes(heads: int, kv_heads: int, dim: int, make_paged: Make) -> None:
@@ -84,6 +88,7 @@ def random_case(seed: int) -> Case:
     return Case(lengths, int(generator.choice([1, 2, 3, 16, 64])), 4, 2, 16, seed)
 
 
+@pytest.mark.pairs
 @pytest.mark.usefixtures("always_share")
 @pytest.mark.parametrize("dtype", BOTH)
 @pytest.mark.parametrize("name", SHARED)
@@ -100,6 +105,7 @@ def test_shared_pages(name: str, dtype: torch.dtype, make: Make) -> None:
     torch.testing.assert_close(together, alone, atol=tolerance, rtol=10 * tolerance)
 
 
+@pytest.mark.pairs
 @pytest.mark.usefixtures("always_share")
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("seed", range(6))
@@ -116,6 +122,7 @@ def test_random_trees(seed: int, page_size: int, make: Make) -> None:
     check(make, SharedCase(lengths, page_size, groups, heads=6, kv_heads=2, dim=24, seed=seed))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("has_company", [False, True])
 @pytest.mark.parametrize("dtype", BOTH)
 @pytest.mark.parametrize("page_size", [1, 3])
@@ -148,6 +155,7 @@ def test_contiguous_pages(make: Make) -> None:
     check(make, case)
 
 
+@pytest.mark.pairs
 @pytest.mark.usefixtures("always_share")
 @pytest.mark.parametrize("dtype", BOTH)
 @pytest.mark.parametrize("name", [*LENGTHS, *SHARED])

@@ -28,6 +28,7 @@ QUERIES = [1, 2, 11, 12, 13, 63, 64, 65, 95, 96, 97, 191, 192, 193, 255, 256, 25
 # a task has up to 1,024 rows: 256 queries of 4 heads
 
 
+@pytest.mark.pairs
 @pytest.mark.usefixtures("cpu_level")
 @pytest.mark.parametrize("dtype", BOTH)
 @pytest.mark.parametrize("group", [1, 4])
@@ -38,6 +39,7 @@ def test_block_borders(group: int, dtype: torch.dtype, make_cpu: Make) -> None:
     check(make_cpu, Case(lengths, 16, 2 * group, 2, 24, dtype=dtype))
 
 
+@pytest.mark.pairs
 @pytest.mark.usefixtures("cpu_level")
 @pytest.mark.parametrize("dtype", BOTH)
 @pytest.mark.parametrize(
@@ -73,6 +75,7 @@ PLACES = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.usefixtures("cpu_level")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("page_size", [1, 2])
@@ -126,6 +129,7 @@ def test_threads(name: str, dtype: torch.dtype, make_cpu: Make) -> None:
     assert torch.equal(run(make_cpu(case.kv.clone(), 16), case), out)
 
 
+@pytest.mark.pairs
 @pytest.mark.usefixtures("always_share", "cpu_level")
 @pytest.mark.parametrize("dtype", BOTH)
 @pytest.mark.parametrize(
@@ -157,6 +161,7 @@ def test_threads_share_a_long_row(
     torch.testing.assert_close(outs[0].double(), expected, atol=close, rtol=close)
 
 
+@pytest.mark.pairs
 @pytest.mark.usefixtures("always_share", "cpu_level")
 @pytest.mark.parametrize("dtype", BOTH)
 @pytest.mark.parametrize("name", ["everything", "three levels"])
@@ -193,6 +198,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.usefixtures("always_share", "cpu_level", "num_threads")
 @pytest.mark.parametrize("dtype", BOTH)
 @pytest.mark.parametrize("name", FEATURES)
@@ -218,6 +224,7 @@ def test_shared_pages_end_anywhere(name: str, dtype: torch.dtype, make_cpu: Make
         check_alone(case, make_cpu, features)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("features", [PLAIN, AttentionFeatures(sliding_window=150)])
 @pytest.mark.parametrize("dtype", BOTH)
 @pytest.mark.parametrize(("group", "dim"), [(1, 16), (3, 64), (4, 96), (6, 32), (8, 128)])
@@ -290,6 +297,7 @@ SCORES = {  # of the keys of a row of n, by their places
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.usefixtures("cpu_level")
 @pytest.mark.parametrize("dtype", BOTH)
 @pytest.mark.parametrize("name", SCORES)

@@ -64,6 +64,7 @@ def check(make: Make, case: Case, features: AttentionFeatures, **settings: Any) 
     return out
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", [*SPANS, *SCORES])
 def test_ragged_batches(name: str, dtype: torch.dtype, make_featured: Make) -> None:
@@ -73,6 +74,7 @@ def test_ragged_batches(name: str, dtype: torch.dtype, make_featured: Make) -> N
         check(make_featured, case, make_features(case, fields))
 
 
+@pytest.mark.pairs
 @pytest.mark.usefixtures("cpu_level")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("dim", [64, 24])
@@ -84,6 +86,7 @@ def test_at_each_level(dim: int, dtype: torch.dtype, make_cpu: Make) -> None:
             check(make_cpu, case, make_features(case, fields))
 
 
+@pytest.mark.pairs
 @pytest.mark.usefixtures("always_share")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", SHARED)

@@ -103,6 +103,7 @@ def decodes(seed: int, page_size: int, *, shared: bool) -> Case:
     return SharedCase(lengths, page_size, groups, **shape)
 
 
+@pytest.mark.pairs
 @pytest.mark.usefixtures("always_share")
 @pytest.mark.parametrize("num_levels", [0, 1])
 @pytest.mark.parametrize("page_size", [1, 2, 16])

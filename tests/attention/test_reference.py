@@ -30,6 +30,7 @@ def grouping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(reference, "CALL_KEYS", 1 << 40 if together else 1)
 
 
+@pytest.mark.pairs
 @pytest.mark.usefixtures("grouping")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SHARED)
@@ -45,6 +46,7 @@ def test_random_batches(seed: int) -> None:
     check(ReferenceBackend, random_case(seed), layer=0)
 
 
+@pytest.mark.pairs
 @pytest.mark.usefixtures("grouping")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", RUNS)

@@ -154,6 +154,7 @@ def test_a_graph_on_a_device() -> None:
         torch.testing.assert_close(graph.attend(q, 1)[: len(case.q)], eager)
 
 
+@pytest.mark.pairs
 @pytest.mark.usefixtures("cpu_level")
 @pytest.mark.parametrize(("dtype", "stored"), PAIRS)
 @pytest.mark.parametrize("dim", [64, 544])

@@ -94,6 +94,7 @@ class TestChoice:
         assert [one.total for one in found] == [float(-e[0]) for e in everything[:count]]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", ["radix", "hash"])
 @pytest.mark.parametrize("page_size", [1, 2, 16])
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])

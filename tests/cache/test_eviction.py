@@ -194,6 +194,7 @@ def test_evictions_take_leaves_and_never_more_than_asked(eviction: str, page_siz
             cache.check()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("sessions", [False, True])
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 @pytest.mark.parametrize("page_size", [1, 4])

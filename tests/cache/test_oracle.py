@@ -139,10 +139,10 @@ class WindowMachine(CacheMachine):
 TestWindowMachine = WindowMachine.TestCase
 TestStateMachine = StateMachine.TestCase
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=30, stateful_step_count=40)
+TestCacheMachine.settings = settings(max_examples=20, stateful_step_count=40)
 
 
-TestStateMachine.settings = settings(TestCacheMachine.settings, max_examples=15)
+TestStateMachine.settings = settings(TestCacheMachine.settings, max_examples=10)
 TestWindowMachine.settings = TestStateMachine.settings
 
 
@@ -165,19 +165,19 @@ def run_world(seed: int, steps: int, kinds: tuple[type[World], ...] = (World, La
 
 @pytest.mark.parametrize("block", range(8))
 def test_random_programs(block: int) -> None:
-    for seed in range(block * 40, block * 40 + 40):
+    for seed in range(block * 20, block * 20 + 20):
         run_world(seed, 120)
 
 
 @pytest.mark.parametrize("block", range(2))
 def test_random_programs_with_states(block: int) -> None:
-    for seed in range(block * 40, block * 40 + 40):
+    for seed in range(block * 20, block * 20 + 20):
         run_world(seed, 120, STATEFUL)
 
 
 @pytest.mark.parametrize("block", range(2))
 def test_random_programs_with_windows(block: int) -> None:
-    for seed in range(block * 40, block * 40 + 40):
+    for seed in range(block * 20, block * 20 + 20):
         run_world(seed, 120, WINDOWED)
 
 

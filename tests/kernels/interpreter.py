@@ -7,11 +7,15 @@ faults of the interpreter are mended: it multiplies the bits of bfloat16 matrice
 off what float32 has more than bfloat16 instead of rounding, rounds ties to float8_e4m3fn up and
 knows none of its NaNs, is slow with float16 matrices, and before Triton 3.9 stumbles over numpy
 2.4, which makes no numbers of arrays with an axis.
+
+Half of its time went into the same small values made again for each operation, and into looking for
+overflows with operations of its own: here values are made once, and numpy looks for overflows.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +28,7 @@ from numpy.typing import NDArray
 
 from radixserve_kernels.gpu.launch import JITFunction, KernelLaunch, tl
 
+from triton.language.semantic import TritonSemantic  # isort: skip
 from triton.runtime import interpreter  # isort: skip  (launch decides how Triton is imported)
 from triton.runtime.interpreter import _patch_lang_tensor  # isort: skip
 from triton.runtime.jit import mangle_type  # isort: skip
@@ -83,9 +88,9 @@ def _interpreting() -> Iterator[None]:
             if isinstance(getattr(tl, name, None), JITFunction):
                 setattr(tl, name, function)
         with ExitStack() as stack:
-            for name, method in _MENDED.items():
-                stack.enter_context(patch.object(InterpreterBuilder, name, method))
-            stack.enter_context(patch.object(interpreter, "_patch_lang_tensor", _mended_tensor))
+            for place, methods in _MENDED.items():
+                for name, method in methods.items():
+                    stack.enter_context(patch.object(place, name, method))
             stack.enter_context(np.errstate(all="ignore"))  # as a GPU does
             yield
     finally:
@@ -151,8 +156,53 @@ def _mended_tensor(tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
-_MENDED = {
-    "cast_impl": _mended_cast,
-    "create_dot": _mended_dot,
-    "create_fp_to_fp": _mended_round,
+_tensor_init, _block_init = tl.core.tensor.__init__, tl.core.block_type.__init__
+_tensors: dict[str, dict[str, Any]] = {}  # what tensors of a type hold, by its name
+_blocks: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}  # what a type holds
+_numpy_dtype = interpreter._get_np_dtype
+_numpy_dtypes: dict[str, np.dtype[Any]] = {}
+
+
+def _fast_tensor(self: Any, handle: Any, kind: Any) -> None:
+    if kind.name not in _tensors:
+        _tensor_init(self, handle, kind)
+        _tensors[kind.name] = dict(vars(self))
+    vars(self).update(_tensors[kind.name], handle=handle, type=kind)
+
+
+def _fast_block(self: Any, element: Any, shape: Any) -> None:
+    sizes = tuple([x.value if isinstance(x, tl.constexpr) else x for x in shape])
+    if (element.name, sizes) not in _blocks:
+        _block_init(self, element, list(sizes))
+        _blocks[element.name, sizes] = dict(vars(self))
+    vars(self).update(_blocks[element.name, sizes])
+
+
+def _fast_dtype(kind: Any) -> np.dtype[Any]:
+    name = kind.scalar.name
+    if name not in _numpy_dtypes:
+        _numpy_dtypes[name] = _numpy_dtype(kind)
+    return _numpy_dtypes[name]
+
+
+def _refuse_overflow(_semantic: Any, left: Any, right: Any, operation: Any) -> None:
+    """Of `add`, `sub` and `mul`, as Triton's own check."""
+    kind, name = left.type.scalar, operation.__name__
+    if kind.int_bitwidth < 64:
+        exact = getattr(operator, name)(*(x.handle.data.astype(np.int64) for x in (left, right)))
+        lowest, highest = kind.get_int_min_value(), kind.get_int_max_value()
+        is_held = lowest <= exact.min() and exact.max() <= highest
+        assert is_held, f"int{kind.int_bitwidth} overflow detected for operation {name}"
+
+
+_MENDED: dict[Any, dict[str, Any]] = {
+    InterpreterBuilder: {
+        "cast_impl": _mended_cast,
+        "create_dot": _mended_dot,
+        "create_fp_to_fp": _mended_round,
+    },
+    interpreter: {"_patch_lang_tensor": _mended_tensor, "_get_np_dtype": _fast_dtype},
+    tl.core.tensor: {"__init__": _fast_tensor},
+    tl.core.block_type: {"__init__": _fast_block},
+    TritonSemantic: {"binary_op_sanitize_overflow_impl": _refuse_overflow},
 }

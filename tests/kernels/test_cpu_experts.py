@@ -123,6 +123,7 @@ def draw_rows(count: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(count)).to(dtype)
 
 
+@pytest.mark.pairs
 @pytest.mark.usefixtures("cpu_level")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ROUTINGS)
@@ -168,6 +169,7 @@ def widen(weight: AnyWeight) -> Tensor:
     return weight.float() if isinstance(weight, Tensor) else weight.dequantize()
 
 
+@pytest.mark.pairs
 @pytest.mark.usefixtures("cpu_level", "num_threads")
 @pytest.mark.parametrize("form", ["dense", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

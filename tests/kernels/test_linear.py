@@ -15,6 +15,7 @@ from radixserve_kernels.linear import Linear
 SHAPES = [(1, 1, 1), (1, 64, 48), (2, 7, 5), (33, 129, 65), (64, 256, 300), (512, 24, 1000)]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("build", ["with kernels", "without kernels"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_bias", [False, True])

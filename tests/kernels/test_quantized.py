@@ -69,6 +69,7 @@ def reference(x: Tensor, weight: QuantizedTensor, bits: int) -> tuple[NDArray, N
     return terms.sum(-1), np.abs(terms).sum(-1)
 
 
+@pytest.mark.pairs
 @on_all_levels
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("form", FORMS)

@@ -38,6 +38,7 @@ def burst(count: int = 60) -> Trace:
     return make_trace(turns)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("order", ["lpm", "fcfs", "dfs-weight"])
 @pytest.mark.parametrize("chunked_prefill_size", [64, 2048])
 @pytest.mark.parametrize("page_size", [1, 16])

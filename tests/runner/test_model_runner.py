@@ -84,6 +84,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: make_checkpoint(root / family, family) for family in NATIVE}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("page_size", [1, 2, 16, 64])
 @pytest.mark.parametrize("family", NATIVE)
@@ -119,6 +120,7 @@ def test_transformers_families(tmp_path: Path, family: str) -> None:
     check_parity(driver.sequences, load_reference(folder))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(4, 4, 32), (4, 1, 64), (8, 1, 128), (8, 2, 48)]

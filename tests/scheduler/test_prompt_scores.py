@@ -33,6 +33,7 @@ def check(driver: Driver, name: str, num_top: int = 0) -> None:
     assert output == driver.expected(name, len(output))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", ["radix", "hash"])
 @pytest.mark.parametrize("page_size", [1, 2, 16])
 @pytest.mark.parametrize("chunked_prefill_size", [1, 5, 64])

@@ -186,6 +186,7 @@ class TestEnds:
         driver.drain()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("kind", ["radix", "hash"])
 @pytest.mark.parametrize("seed", range(8))

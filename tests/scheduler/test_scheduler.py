@@ -46,6 +46,7 @@ def finished_as_expected(driver: Driver) -> None:
 
 
 class TestComputeOnce:
+    @pytest.mark.pairs
     @pytest.mark.parametrize("policy", POLICIES)
     @pytest.mark.parametrize("page_size", PAGE_SIZES)
     @pytest.mark.parametrize("chunked_prefill_size", [7, 64, 1024])

@@ -19,6 +19,7 @@ def add_score(driver: Driver, name: str, prompt: list[int], candidate: list[int]
     return [fake_score(hashes[at + i], token) for i, token in enumerate(candidate)]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", ["radix", "hash"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("chunked_prefill_size", [3, 64])

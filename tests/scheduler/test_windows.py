@@ -54,7 +54,7 @@ def test_requests_run_together_as_far_as_window_pages_go() -> None:
 
 
 def test_few_are_preempted_for_window_pages() -> None:
-    driver = Driver(20_000, windows=WindowLayers(60, 40))
+    driver = Driver(2_000, windows=WindowLayers(60, 40))
     for name in range(20):
         driver.add(f"r{name}", [2 + name, *HEAD[:29]], max_tokens=60, ignore_eos=True)
     driver.run()
