@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -26,8 +26,6 @@ from tests.checkpoints import (
     SHAPED,
     STATE_SPACES,
     all_logprobs,
-    greedy,
-    greedy_batch,
     load_reference,
     make_checkpoint,
 )
@@ -54,6 +52,13 @@ TIGHT = 196  # tokens of a pool that has no room for all answers to either
 SLACK = 32  # tokens before a prompt's end that a checkpoint or a window may leave uncached
 
 
+class Answer(NamedTuple):
+    """To one prompt."""
+
+    tokens: list[int]
+    digest: str | None
+
+
 @dataclass
 class Reference:
     """What transformers says of a checkpoint, and the bits of our answers alone."""
@@ -65,29 +70,29 @@ class Reference:
         return load_reference(self.folder)
 
     @cached_property
-    def tokens(self) -> list[list[int]]:
-        """Of PROMPTS and CROWD."""
-        prompts = [*PROMPTS, *CROWD]
-        return [greedy_batch(self.model, [prompt], NUM_NEW)[0] for prompt in prompts]
+    def answers(self) -> list[Answer]:
+        """To PROMPTS and CROWD."""
+        return self.alone([*PROMPTS, *CROWD], PARAMS)
 
     @cached_property
-    def digests(self) -> list[str]:
+    def long_answers(self) -> list[Answer]:
+        """To BRIEF."""
+        return self.alone(BRIEF, LONG_ANSWERS)
+
+    @cached_property
+    def forked(self) -> list[Answer]:
+        """To each of FORKS, which follows the first answer."""
+        return self.alone([[*PROMPT, *self.answers[0].tokens, *more] for more in FORKS], PARAMS)
+
+    def alone(self, prompts: list[list[int]], params: SamplingParams) -> list[Answer]:
+        """Our answers to one prompt at a time and without a cache; each of their tokens is the
+        first choice of transformers after those before it."""
         with self.start(cache="off") as rt:
-            return [rt.generate([prompt], PARAMS)[0].digest for prompt in (*PROMPTS, *CROWD)]
-
-    @cached_property
-    def long_answers(self) -> list[tuple[list[int], str]]:
-        """Transformers' tokens after each of BRIEF, and the digests of our answers alone."""
-        tokens = [greedy_batch(self.model, [prompt], NUM_LONG)[0] for prompt in BRIEF]
-        with self.start(cache="off") as rt:
-            digests = [rt.generate([prompt], LONG_ANSWERS)[0].digest for prompt in BRIEF]
-        return list(zip(tokens, digests, strict=True))
-
-    @cached_property
-    def forked(self) -> list[list[int]]:
-        """The greedy tokens after each of FORKS, which follows the first answer."""
-        heads = [[*PROMPT, *self.tokens[0], *more] for more in FORKS]
-        return [greedy(self.model, head, NUM_NEW)[len(head) :] for head in heads]
+            found = [rt.generate([prompt], params)[0] for prompt in prompts]
+        for prompt, answer in zip(prompts, found, strict=True):
+            table = all_logprobs(self.model, [*prompt, *answer.token_ids])[len(prompt) - 1 : -1]
+            assert table.argmax(-1).tolist() == list(answer.token_ids)
+        return [Answer(list(one.token_ids), one.digest) for one in found]
 
     def start(self, **settings: Any) -> Runtime:
         options = {"num_pages": 4_000, "dtype": "float32", **settings}
@@ -100,13 +105,11 @@ class Reference:
 
     def check(self, answers: list[Any], start: int = 0) -> None:
         """Those of PROMPTS and CROWD from `start` on."""
-        expected = zip(self.tokens[start:], self.digests[start:], strict=True)
-        for answer, (tokens, digest) in zip(answers, expected, strict=False):
-            assert answer.token_ids == tokens
-            assert answer.digest == digest
+        for answer, expected in zip(answers, self.answers[start:], strict=False):
+            assert Answer(answer.token_ids, answer.digest) == expected
         if start == 0:
             own = torch.tensor(answers[0].logprobs)
-            assert torch.allclose(own, self.logprobs(self.tokens[0]), atol=2e-5)
+            assert torch.allclose(own, self.logprobs(self.answers[0].tokens), atol=2e-5)
 
 
 @pytest.fixture(scope="module")
@@ -162,11 +165,8 @@ def test_every_case(
         rt.generate([PROMPT[:60]], PARAMS)
         reference.check(rt.generate(CROWD, PARAMS), start=len(PROMPTS))
         before = rt.cache_stats()["preemptions"]
-        for answer, (tokens, digest) in zip(
-            rt.generate(BRIEF, LONG_ANSWERS), reference.long_answers, strict=True
-        ):
-            assert answer.token_ids == tokens
-            assert answer.digest == digest
+        answers = rt.generate(BRIEF, LONG_ANSWERS)
+        assert [Answer(one.token_ids, one.digest) for one in answers] == reference.long_answers
         stats = rt.cache_stats()
         assert stats["evicted_tokens"] > 0
         assert stats["preemptions"] > before  # at chunks of 1 as well, as prompts are brief
@@ -176,10 +176,10 @@ def test_every_case(
 
 def check_forks(rt: Runtime, reference: Reference) -> None:
     with rt.branch(PROMPT) as root:
-        assert root.generate(PARAMS).token_ids == reference.tokens[0]
+        assert root.generate(PARAMS).token_ids == reference.answers[0].tokens
         for fork, more, expected in zip(root.fork(2), FORKS, reference.forked, strict=True):
             fork.extend(more)
-            assert fork.generate(PARAMS).token_ids == expected
+            assert fork.generate(PARAMS).token_ids == expected.tokens
             fork.release()
 
 
