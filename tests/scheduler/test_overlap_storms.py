@@ -256,7 +256,7 @@ def test_storms(block: int) -> None:
 
 def test_storms_with_windows() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(12):
+    for seed in range(8):
         seen += Storm(seed, has_windows=True).run(40)
     for event in ("steps_ahead", "discarded_tokens", "preemptions", "ends by error"):
         assert seen[event] > 0, f"the storm had no {event}"

@@ -241,7 +241,7 @@ def test_one_tenant_is_scheduled_as_without_tenants(policy: str) -> None:
     def make(**settings: object) -> Driver:
         return Driver(150, 1, policy, max_running_requests=4, **settings)  # type: ignore[arg-type]
 
-    for seed in range(4):
+    for seed in range(2):
         plain = run_alone(make(), seed, "")
         assert run_alone(make(tenant_weights={"t": 7.0}), seed, "t") == plain
         after = make()
@@ -339,7 +339,7 @@ def storm(seed: int, steps: int) -> Counter[str]:
 
 def test_storms() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(12):
+    for seed in range(8):
         seen += storm(seed, 60)
     assert seen["preemptions"] > 0
     assert seen["aborted"] > 0
