@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,16 @@ from radixserve.errors import InvalidRequest
 from radixserve.output import Metrics, Usage
 
 FinishReason = Literal["stop", "length", "abort"]
+
+
+class WeightEpoch(NamedTuple):
+    """A range of an answer's tokens, and the weights that sampled them."""
+
+    start: int  # the answer's tokens [start, end)
+    end: int
+    epoch: int  # number of the weights, see `Runtime.update_weights`
+    kv: str  # K/V of the tokens before: "computed" by these weights from the start, "recompute":
+    # again after an update, or "stale": by earlier weights
 
 
 class PromptTokens:
@@ -41,7 +51,8 @@ class Completion:
     cumulative_logprob  their sum over the generated tokens, when asked for and where a prompt was
                     completed several times
     prompt_logprobs  of each token of the prompt given those before it, when asked for: None for the
-                    first one, and for those that an aborted request did not reach
+                    first one, for those up to logprob_start_len, and for those that an aborted
+                    request did not reach
     prompt_top_logprobs  {token id: logprob} of the best ones in their places, if requested
     prompt_ranks    with prompt_logprobs: each token's place among all by probability, from 1
     score           of a beam: what the answers of the search are ranked by
@@ -49,6 +60,7 @@ class Completion:
     digest          a hash of the logits' bits behind each token, when asked for: equal where the
                     answers are equal to the bit. None where another process sampled tokens or a
                     grammar forced them
+    weight_epochs   which weights sampled which tokens, and what became of the K/V before an update
     prompt          the prompt's token ids: `prompt_token_ids`
     """
 
@@ -68,6 +80,7 @@ class Completion:
     prompt_ranks: list[int | None] | None = None
     stop_reason: str | int | None = None
     digest: str | None = None
+    weight_epochs: tuple[WeightEpoch, ...] = ()
     prompt: PromptTokens | None = field(default=None, compare=False)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from radixserve.cache.lookup import Lookup
 from radixserve.schedule import SampleOutput
@@ -92,6 +92,7 @@ class Finish:
     miss: Lookup | None  # the cache's answer when it was admitted
     error: BaseException | None = None
     prompt_scores: tuple[PromptScore, ...] = ()  # from the prompt's second token on, when asked for
+    weight_epochs: tuple[Any, ...] = ()  # `WeightEpoch`s of its tokens
 
 
 class Beam(NamedTuple):

@@ -102,7 +102,11 @@ class SamplingParams(StrictFields):
     logprob_token_ids     tokens to report in place of the best ones: top_logprobs has these, in
                           this order; None: the best ones
     prompt_logprobs       number of best tokens to report besides each token of the prompt; None: no
-                          log-probabilities. Cached tokens are computed again for them
+                          log-probabilities. They are kept in the cache beside the tokens, where
+                          later requests find them
+    logprob_start_len     with prompt_logprobs: the tokens after this position of the prompt have
+                          log-probabilities. 0: all but the first, which has none. Tokens before are
+                          taken from the cache like those of any prompt
     skip_special_tokens   leave special tokens out of the text
     keep_special_ids      special tokens that stay in the text nevertheless
     truncate_prompt_tokens  number of the prompt's last tokens to use; -1: as many as leave room for
@@ -145,6 +149,7 @@ class SamplingParams(StrictFields):
     logprobs: int | None = None
     logprob_token_ids: Iterable[int] | None = None
     prompt_logprobs: int | None = None
+    logprob_start_len: int = 0
     skip_special_tokens: bool = True
     keep_special_ids: Iterable[int] = ()
     truncate_prompt_tokens: int | None = None
@@ -163,6 +168,7 @@ class SamplingParams(StrictFields):
             n=(1, MAX_SAMPLES),
             logprobs=(0, MAX_LOGPROBS),
             prompt_logprobs=(0, MAX_LOGPROBS),
+            logprob_start_len=(0, None),
             truncate_prompt_tokens=(-1, None),
             priority=(LEAST_PRIORITY, 2**31 - 1),
         )
@@ -172,6 +178,8 @@ class SamplingParams(StrictFields):
             value = getattr(self, name)
             if not isinstance(value, _NOT_GIVEN):
                 put(name, check_field(name, value))
+        if self.logprob_start_len and self.prompt_logprobs is None:
+            raise InvalidRequest("logprob_start_len needs prompt_logprobs")
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequest("truncate_prompt_tokens must be None, -1 or >= 1, got 0")
         check_choice("truncation_side", self.truncation_side, get_args(TruncationSide))
@@ -457,6 +465,11 @@ class Request:
         if self.beams is None:
             return 0
         return max(2, 1 + len(self.end_ids)) * self.beams.width
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """Number of best tokens to report with each score of the prompt."""
+        return (self.params.prompt_logprobs or 0) if self.also_generate else 0
 
     @property
     def score_start(self) -> int:

@@ -35,6 +35,7 @@ ORDER = (  # from left to right within a layer
         "kv_events",
         "adapters",
         "drafts",
+        "epochs",
         "engine",
         "admission_policies",
         "beams",
@@ -44,6 +45,7 @@ ORDER = (  # from left to right within a layer
         "cache",
         "cache_layers",
         "retention",
+        "scores",
         "store",
         "text",
     ),
@@ -59,6 +61,7 @@ _CONTROL_PLANE = (
         "cache",
         "cache_layers",
         "retention",
+        "scores",
         "store",
     ),
 )

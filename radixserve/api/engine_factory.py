@@ -18,10 +18,12 @@ from radixserve.config import EngineConfig, parse_bytes
 from radixserve.drafts.extension import DraftExtension
 from radixserve.engine.engine import Engine
 from radixserve.engine.trace_recorder import TraceRecorder
+from radixserve.epochs.extension import WeightEpochs
 from radixserve.errors import InvalidRequest
 from radixserve.hints.extension import HintExtension
 from radixserve.hints.hint import HintLimits
 from radixserve.scheduler import Scheduler
+from radixserve.scores import KeptScores
 from radixserve.store.connector import open_connector
 from radixserve.store.saved_caches import SavedCaches
 from radixserve.tenants import TenantShares
@@ -55,6 +57,7 @@ def make_engine(
         clock=clock,
     )
     scheduler.plug_in(BeamSearches())  # gives up pages before hints do
+    scheduler.plug_in(KeptScores())
     engine = Engine(runner, cache, scheduler, overlap=config.overlap)
     try:
         _extend(engine, config)
@@ -111,6 +114,7 @@ def _extend(engine: Engine, config: EngineConfig) -> None:
         engine.extend(main)
     engine.extend(SavedCaches(engine, config, main))
     engine.extend(DraftExtension(engine, config.max_draft_tokens))
+    engine.extend(WeightEpochs(engine))
     if config.kv_events is not None:
         _publish_events(engine, config, config.kv_events)
 

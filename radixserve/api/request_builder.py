@@ -63,7 +63,7 @@ def sample_of(first: Request, request: Request, number: int) -> Request:
     """
     params = request.params
     if params.prompt_logprobs is not None:
-        params = replace(params, prompt_logprobs=None)
+        params = replace(params, prompt_logprobs=None, logprob_start_len=0)
     return replace(
         request,
         params=params,
@@ -294,7 +294,8 @@ class RequestBuilder:
         if seed is None:
             with self._random_lock:
                 seed = self._random.getrandbits(63)
-        scores_prompt = params.prompt_logprobs is not None and len(ids) > 1
+        first = 1 + params.logprob_start_len
+        scores_prompt = params.prompt_logprobs is not None and len(ids) > first
         if params.namespace.startswith("\0"):  # of an adapter
             place, adapter = self.adapters.use(as_namespace(params.namespace), ids)
             make = partial(make, params=replace(params, namespace=str(place)), adapter=adapter)
@@ -303,7 +304,7 @@ class RequestBuilder:
             token_ids=ids,
             seed=seed,
             max_len=self.reader.max_seq_len,
-            logprob_targets=ids[1:] if scores_prompt else None,
+            logprob_targets=ids[first:] if scores_prompt else None,
             also_generate=scores_prompt,
             turn_starts=turn_starts(ids, self._turn_marks),
         )

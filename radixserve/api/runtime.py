@@ -3,7 +3,7 @@
 A call builds requests (`RequestBuilder`), submits them through an `EngineClient`, and waits on a
 `RequestHandle`, which raises the errors of its requests. `EngineThread` runs the engine; when it
 ends, open calls get EngineDead. The methods that generate, look at the cache and give hints are in
-runtime_generation.py, runtime_cache.py and runtime_hints.py.
+runtime_generation.py, runtime_cache.py, runtime_hints.py and runtime_weights.py.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from radixserve.api.request_builder import RequestBuilder, sequence_limit
 from radixserve.api.runtime_cache import RuntimeCache
 from radixserve.api.runtime_generation import RuntimeGeneration
 from radixserve.api.runtime_hints import RuntimeHints
+from radixserve.api.runtime_weights import RuntimeWeights
 from radixserve.api.scores import ScoreQuery, ascore, score
 from radixserve.api.settings import ChatSettings, chat_options
 from radixserve.arrays import IntArray
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
 DEMO = Path(__file__).parent.parent / "models" / "demo"
 
 
-class Runtime(RuntimeGeneration, RuntimeCache, RuntimeHints):
+class Runtime(RuntimeGeneration, RuntimeCache, RuntimeHints, RuntimeWeights):
     """A model with its engine, running until `close`.
 
         with Runtime("demo") as rt:

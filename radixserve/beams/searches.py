@@ -130,6 +130,11 @@ class BeamSearches(SchedulerExtension):
             if state.group in short:
                 self.unpark(state)
 
+    def on_epoch(self) -> None:
+        """Release the pages of the parked beams; their samples are kept."""
+        for state in list(self.parked.values()):
+            self.unpark(state)
+
     def make_room(self, state: RequestState | None) -> bool:
         """Release the pages of the parked beam that is lowest in priority among those from which
         `state` may take pages."""

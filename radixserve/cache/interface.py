@@ -304,6 +304,13 @@ class PrefixCache(ABC):
         self._owner.reset(None if namespace is None else as_namespace(namespace))
         self._allocator.stats.num_resets += 1
 
+    def begin_epoch(self, epoch: int) -> None:
+        """The weights have changed: K/V that was computed with others is not found from now on.
+        `epoch` numbers the weights; a cache that keeps the K/V of several finds that of an earlier
+        epoch again when it begins once more. This one drops all others."""
+        del epoch
+        self.reset()
+
     def close(self) -> None:
         """Return all objects that the cache has frozen to the garbage collector. Idempotent."""
         if self._freezer is not None:

@@ -307,8 +307,19 @@ class CacheSequence(ABC):
 
     @property
     def is_stale(self) -> bool:
-        """Whether its namespace was reset. Its commits are not cached then."""
+        """Whether its commits are not cached: its namespace was reset, or it is detached."""
         return self._namespace.is_dead
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether `detach` was called."""
+        return False
+
+    def detach(self) -> bool:
+        """Publish no further tokens: they are computed with other weights than those of the cached
+        prefix, which stays locked. They leave at `release`. Returns False where the sequence
+        cannot: then it must be released."""
+        return False
 
     def take_page_table_delta(self) -> tuple[IntArray, int]:
         """Returns the page ids, as `pages`, and the first index at which they may differ from the

@@ -64,6 +64,8 @@ class Engine:
         self._failed: list[RequestOutput] = []  # last outputs of requests that extensions ended
         self._events: EventLog | None = None  # of `take_events`
         self._seconds = dict.fromkeys(_PARTS, 0.0)
+        self.is_paused = False  # see `pause`
+        self._late_outputs: list[RequestOutput] = []  # of steps that `pause` has collected
         self._busy_since = 0.0  # nothing before it was counted in the two below
         self._prefill_s = self._decode_s = 0.0
 
@@ -138,8 +140,11 @@ class Engine:
         return batch, self._events.snapshot() if with_snapshot else None
 
     def has_work(self) -> bool:
-        """Whether requests are left, or a step is in flight."""
-        if self._scheduler.has_work or self._in_flight or self._failed:
+        """Whether requests are left that may continue, a step is in flight, or outputs are to be
+        delivered."""
+        if self._in_flight or self._late_outputs or self._failed:
+            return True
+        if self._scheduler.has_work and not self.is_paused:
             return True
         return bool(self.extensions.of_has_work) and self.extensions.has_work
 
@@ -174,6 +179,10 @@ class Engine:
             is_idle = not self._in_flight and not self._scheduler.has_work
             self.extensions.before_step(may_wait=is_idle)
         self._must_collect = bool(self._in_flight)
+        if self.is_paused:
+            outputs = self._late_outputs + self._failed
+            self._late_outputs, self._failed = [], []
+            return outputs
         outputs = self._launch()
         if self._failed:
             outputs, self._failed = self._failed + outputs, []
@@ -192,6 +201,17 @@ class Engine:
             is_idle = not self._in_flight and not self._scheduler.has_work
             self.extensions.after_step(is_idle=is_idle)
         return outputs
+
+    def pause(self) -> None:
+        """Launch no further step until `resume`. Steps in flight are collected, and `step` returns
+        their outputs. Requests may be added, and keep what they have computed."""
+        self.is_paused = True
+        while self._in_flight:
+            self._late_outputs += self._collect()
+
+    def resume(self) -> None:
+        """Continue after `pause`."""
+        self.is_paused = False
 
     def open_session(self, name: str, lease_s: float | None = None) -> None:
         """Open a session, see `Scheduler.open_session`."""

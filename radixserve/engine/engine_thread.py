@@ -218,6 +218,7 @@ class EngineThread:
             self._notifier.pause()
         for output in outputs:
             self._deliver(output)
+        self._is_idle = False
         self._stepped_at = now = time.monotonic()
         if now - self._stats_at > _STATS_EVERY_S:
             self._stats, self._stats_at = self._engine.stats(), now
@@ -227,7 +228,8 @@ class EngineThread:
         if self._arriving:
             self._hand_over(list(self._arriving))
         while not self._is_closing:
-            is_idle, timeout = not self._collectors and not self._engine.has_work(), None
+            may_rest = not self._collectors or self._engine.is_paused
+            is_idle, timeout = may_rest and not self._engine.has_work(), None
             if is_idle:
                 self._rest()
                 timeout = self._engine.idle_timeout
@@ -446,6 +448,10 @@ def _answer_of_engine(engine: Engine, message: EngineMessage[Any]) -> Any:
             return engine.take_events(with_snapshot=with_snapshot)
         case messages.ResetCache(namespace):
             return engine.reset_cache(namespace)
+        case messages.PauseEngine():
+            return engine.pause()
+        case messages.ResumeEngine():
+            return engine.resume()
         case AddExtension(extension):
             return engine.extend(extension)
         case messages.ListPrefixes(namespace):

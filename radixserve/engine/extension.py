@@ -84,6 +84,10 @@ class EngineExtension:
     def on_reset(self, namespace: str | None) -> None:
         """The cache has dropped the prefixes of a namespace; of all where None."""
 
+    def on_epoch(self, weights: str) -> None:
+        """The runner has other weights, which `weights` tells from all others; the cache has begun
+        their epoch."""
+
     def on_idle(self) -> None:
         """The engine is about to wait for requests."""
 
@@ -249,6 +253,10 @@ class Extensions:
     def on_reset(self, namespace: str | None) -> None:
         for extension in self.live:
             self._call(extension, partial(extension.on_reset, namespace))
+
+    def on_epoch(self, weights: str) -> None:
+        for extension in self.live:
+            self._call(extension, partial(extension.on_epoch, weights))
 
     def on_idle(self) -> None:
         for extension in self.live:

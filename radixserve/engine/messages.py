@@ -96,6 +96,16 @@ class ResetCache(EngineMessage[None]):
 
 
 @dataclass(frozen=True, slots=True)
+class PauseEngine(EngineMessage[None]):
+    """See `Engine.pause`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeEngine(EngineMessage[None]):
+    """See `Engine.resume`."""
+
+
+@dataclass(frozen=True, slots=True)
 class ListPrefixes(EngineMessage[list[tuple[str, IntArray]]]):
     """See `PrefixCache.prefixes`."""
 

@@ -198,6 +198,7 @@ class OutputCollector:
             prompt_ranks=prompt_ranks,
             prompt=self._prompt,
             digest=None if digest is None else digest.hexdigest(len(self._token_ids)),
+            weight_epochs=finish.weight_epochs,
         )
 
     def _of_prompt(
@@ -206,18 +207,20 @@ class OutputCollector:
         list[float | None] | None, list[int | None] | None, list[dict[int, float] | None] | None
     ]:
         """Returns the logprobs, ranks and top logprobs of the prompt, each None if not requested.
-        They have one entry per token, None for the first token and for those that were not
+        They have one entry per token, None up to `logprob_start_len` and for those that were not
         reached."""
         wanted = self.request.params.prompt_logprobs
         if wanted is None:
             return None, None, None
         scores = finish.prompt_scores
-        rest = [None] * (self.request.num_prompt - 1 - len(scores))
-        logprobs = [None, *(score.logprob for score in scores), *rest]
-        ranks = [None, *(score.rank for score in scores), *rest]
+        num_prompt = self.request.num_prompt
+        first = [None] * min(num_prompt, 1 + self.request.params.logprob_start_len)
+        rest = [None] * (num_prompt - len(first) - len(scores))
+        logprobs = [*first, *(score.logprob for score in scores), *rest]
+        ranks = [*first, *(score.rank for score in scores), *rest]
         if not wanted:
             return logprobs, ranks, None
-        return logprobs, ranks, [None, *(dict(score.top_logprobs) for score in scores), *rest]
+        return logprobs, ranks, [*first, *(dict(score.top_logprobs) for score in scores), *rest]
 
     def _reason(self, finish: Finish) -> FinishReason:
         """Returns the finish reason: "stop" for a stop string in the last text, even if the length

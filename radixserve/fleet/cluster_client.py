@@ -26,6 +26,7 @@ from radixserve.engine import messages
 from radixserve.engine.core_client import EngineFacts
 from radixserve.engine.messages import Answer, EngineMessage
 from radixserve.engine.output_collector import OutputCollector
+from radixserve.epochs.messages import UpdateWeights
 from radixserve.errors import EngineDead, InvalidRequest, fresh, request_failed
 from radixserve.fleet.replica import REPORT_EVERY_S, ReplicaReport
 from radixserve.fleet.replica_link import Replica, ReplicaLink
@@ -83,6 +84,11 @@ async def ask_replicas(message: EngineMessage[Any], links: Links, router: Replic
             await _ask_all(message, links)
         case messages.ResetCache() | messages.CheckCache():
             await _ask_all(message, links)
+        case messages.PauseEngine() | messages.ResumeEngine() | UpdateWeights():
+            raise InvalidRequest(
+                "replicas cannot be paused or updated: one that starts later would have the old "
+                "weights"
+            )
         case _:  # dumps, snapshots and previews are those of a single replica
             return await _ask_one(message, links, None)
     return None

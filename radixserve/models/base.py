@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -41,6 +41,11 @@ class KVShape(NamedTuple):
     dim: int
 
 
+_OF_WEIGHTS = (
+    *("eos_ids", "sampling", "num_parameters", "weight_forms", "kv_dtype", "inexact"),
+)  # fields of a ModelInfo that another checkpoint of the same model may have otherwise
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """A loaded model's sizes, in tokens, heads or features."""
@@ -71,6 +76,11 @@ class ModelInfo:
     states: tuple[StateShape, ...] = ()  # of recurrent layers
     kv_dtype: torch.dtype | None = None  # of stored K and V; None: dtype
     inexact: str = ""  # on the CPU: why a token's bits may depend on other tokens of a step
+
+    def is_like(self, other: ModelInfo) -> bool:
+        """Whether `other` is a model with the same K/V, tokens and layers, whatever its weights."""
+        own = {name: getattr(self, name) for name in _OF_WEIGHTS}
+        return replace(other, **own) == self
 
     @property
     def kv_layers(self) -> int:
@@ -138,7 +148,7 @@ def distinct_variants(features: Iterable[AttentionFeatures]) -> tuple[AttentionV
 class LanguageModel(ABC):
     """A decoder that keeps its K and V in the pool of an attention backend, see `AttentionBackend`.
 
-    Holds weights only: nothing changes in it between calls.
+    Holds weights only: nothing but `take_weights` changes it.
     """
 
     info: ModelInfo
@@ -161,6 +171,11 @@ class LanguageModel(ABC):
             f"adapters run in the native decoder; {self.info.architecture} runs in transformers' "
             "code here"
         )
+
+    def take_weights(self, other: LanguageModel) -> None:
+        """Compute with the weights of `other`, a model of the same class and sizes, which is not
+        used any more."""
+        vars(self).update(vars(other))
 
     def by_layers(self) -> LayeredModel | None:
         """The model itself if it is a `LayeredModel`, else None."""

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from radixserve.attention.base import AdapterRows, AttentionBackend, ForwardBatch, LayerKV
 from radixserve.errors import ModelNotSupported
-from radixserve.models.base import LayeredModel, ModelInfo, StateShape
+from radixserve.models.base import LanguageModel, LayeredModel, ModelInfo, StateShape
 from radixserve.models.decoder_shape import check_decoder, compiled_parts, decoder_shape
 from radixserve.models.decoder_tensors import DecoderTensors, LayerTensors, read_decoder
 from radixserve.models.device_layer import DeviceLayer, MakeLinear, pack_layer
+from radixserve.models.in_place import copy_tensors
 from radixserve.models.lora import LoraModule, lora_layers
 from radixserve.models.parallel import TPGroup, check_split, shard_head, shard_layer, shard_shape
 from radixserve.models.source import ModelSource
@@ -77,6 +78,14 @@ class Decoder(LayeredModel):
         self.tables = tables
         self._kv_layers = _numbered([layer.attends for layer in self._layers])
         self._first_states = _first_states(tensors.info.states)  # of each layer that has some
+
+    def take_weights(self, other: LanguageModel) -> None:
+        """See `LanguageModel`. On a device in the memory that they have, where graphs read them."""
+        if self._embedding.device.type == "cpu":
+            super().take_weights(other)
+        else:
+            copy_tensors(self, other)
+            self.info = other.info
 
     def forward_into(self, out: Tensor, batch: ForwardBatch, backend: AttentionBackend) -> None:
         self.forward(batch, backend, out)

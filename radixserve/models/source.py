@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -16,6 +16,7 @@ from radixserve.models.families import FAMILIES
 from radixserve.models.generation_config import read_eos_ids, read_gguf_sampling, read_sampling
 from radixserve.models.gguf_config import gguf_config, gguf_eos_ids
 from radixserve.models.gguf_source import GgufWeights, rope_factors
+from radixserve.models.given_weights import GivenWeights, digest_of
 from radixserve.models.hub import find_or_fetch
 from radixserve.models.multimodal import TRANSPOSABLE, text_config, text_name
 from radixserve.models.names import (
@@ -36,6 +37,7 @@ from radixserve.models.weights import (
     as_transformers,
     check_checkpoint,
     load_config,
+    tensor_files,
     transformers_config,
 )
 from radixserve.sampling_defaults import LLAMA_CPP, NO_SAMPLING, ModelSampling
@@ -85,6 +87,7 @@ class ModelSource:
     gguf: GgufFile | None = None  # the open file, where `path` is one
     is_text_part: bool = False  # of a checkpoint that has parts for images too
     packaged: str = ""  # its name in PACKAGED
+    given: Mapping[str, Tensor] | None = None  # weights to use in place of those of `path`
 
     def tensors(
         self, dtype: torch.dtype, device: torch.device, *, keeps_forms: bool = False
@@ -93,6 +96,9 @@ class ModelSource:
 
         Raises ModelNotSupported or InvalidRequest for a broken checkpoint.
         """
+        rename = text_name if self.is_text_part else self._stored_rename()
+        if self.given is not None:
+            return GivenWeights(self.given, dtype, device, keeps_forms=keeps_forms, rename=rename)
         if self.gguf is not None:
             return GgufWeights(self.gguf, dtype, device, keeps_forms=keeps_forms)
         if self.path is not None:
@@ -102,7 +108,7 @@ class ModelSource:
                 dtype,
                 device,
                 keeps_forms=keeps_forms,
-                rename=text_name if self.is_text_part else self._stored_rename(),
+                rename=rename,
                 transposable=TRANSPOSABLE if transposes else None,
                 scheme=config_scheme(self.config),
             )
@@ -134,6 +140,10 @@ class ModelSource:
 
         Raises ModelNotSupported or InvalidRequest for a broken checkpoint.
         """
+        if self.given is not None:
+            return WidenedTensors(
+                {name: x.to(dtype) for name, x in self.given.items()}, frozenset()
+            )
         if self.gguf is None and config_scheme(self.config) is None:
             return None
         reader = self.tensors(dtype, torch.device("cpu"))
@@ -141,6 +151,20 @@ class ModelSource:
         rename = self._stored_rename(is_back=True)
         tensors = {rename(name): tensor for name, tensor in reader.widened().items()}
         return WidenedTensors(tensors, frozenset(map(rename, reader.optional)))
+
+    def weights_id(self) -> str:
+        """Tells the weights from others: those of files by path, size and times of change, others
+        by what they are. O(bytes) of given ones."""
+        if self.given is not None:
+            return f"given {digest_of(self.given)}"
+        if self.path is None:
+            return f"random {architecture_of(self.config)} {self.seed}"
+        files = [self.path] if self.path.is_file() else tensor_files(self.path)
+        facts = [(str(path.resolve()), path.stat()) for path in files]
+        return "; ".join(
+            f"{path} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
+            for path, stat in facts
+        )
 
     def eos_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer, ascending; none where weights are random."""

@@ -18,12 +18,14 @@ import torch
 
 from radixserve.attention.base import AttentionBackend
 from radixserve.attention.choice import BACKENDS
+from radixserve.checks import shown
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest, ModelNotSupported
 from radixserve.models.base import LanguageModel, ModelInfo
+from radixserve.models.given_weights import read_given
 from radixserve.models.parallel import TPGroup
 from radixserve.models.registry import load_model
-from radixserve.models.source import find_model
+from radixserve.models.source import ModelSource, find_model
 from radixserve.runner.device import check_dtype, choose_kv_dtype, describe_device
 from radixserve.runner.kv_layout import KVLayout
 from radixserve.runner.kv_pool import KVPool
@@ -88,6 +90,8 @@ class ModelRunner(ABC):
     """
 
     model_path: Path | None  # a folder or a GGUF file; None: random weights
+    weights_id: str = ""  # tells its weights from others, see `update_weights`
+    weights_are_given: bool = False  # they came as tensors, not from `model_path`
     info: ModelInfo
     num_pages: int
     num_states: int = 0  # recurrent states, of a model with such layers
@@ -130,6 +134,16 @@ class ModelRunner(ABC):
         `pack_adapter` made. None: there are no such rows any more."""
         raise NotImplementedError
 
+    def update_weights(self, weights: str | Mapping[str, torch.Tensor]) -> str:
+        """Compute with other weights of the same model from the next step on: those of a checkpoint
+        or GGUF file, or tensors by their names in a checkpoint. No step may be in flight.
+
+        Returns what tells them from others. Raises InvalidRequest or ModelNotSupported, and changes
+        nothing, where names, shapes or dtypes are not the model's.
+        """
+        del weights
+        raise InvalidRequest("weights cannot be updated with tensor_parallel_size > 1")
+
     def warm_up(self) -> bool:
         """Do a few milliseconds of the work that the first steps would do, between two steps.
         Returns False once there is none."""
@@ -160,6 +174,8 @@ class SingleDeviceRunner(ModelRunner):
         self.info = info if kv_dtype is None else replace(info, kv_dtype=kv_dtype)
         self.model, self._device, self._config = parts.model, parts.device, config
         self._adapters: dict[int, Any] = {}  # by their numbers
+        self._source, self._load_config = parts.source, parts.config
+        self.weights_id = parts.source.weights_id()
 
     def pack_adapter(self, modules: Mapping[str, Any]) -> Any:
         return self.model.pack_adapter(modules)
@@ -192,6 +208,35 @@ class SingleDeviceRunner(ModelRunner):
             states_bytes=self.num_states * self.info.state_bytes,
             window_tokens=self.pool.num_window_pages * self.pool.page_size,
         )
+
+    def update_weights(self, weights: str | Mapping[str, torch.Tensor]) -> str:
+        """See `ModelRunner`. Takes memory for the new weights beside the old ones, until it
+        returns."""
+        if isinstance(weights, str):
+            source = find_model(weights, self._config.seed)
+        else:
+            source = replace(self._source, given=read_given(weights))
+        new, backend_name = load_model(source, self._load_config, self._device)
+        old = self.model.info
+        if type(new) is not type(self.model) or not old.is_like(new.info):
+            differing = [
+                f"{name} {shown(getattr(new.info, name))}, not {shown(getattr(old, name))}"
+                for name in _COMPARED
+                if getattr(new.info, name) != getattr(old, name)
+            ]
+            raise InvalidRequest(
+                f"these are weights of another model: {'; '.join(differing) or 'other layers'}"
+            )
+        assert backend_name == self.backend_name, "it follows from the model"
+        with torch.no_grad():
+            self.model.take_weights(new)
+        self._source, self.weights_id = source, source.weights_id()
+        self.info = replace(new.info, kv_dtype=self.info.kv_dtype)
+        self.weights_are_given = source.given is not None
+        if source.given is None:
+            self.model_path = source.path
+        self._source = replace(source, given=None)  # the caller's tensors are not kept
+        return self.weights_id
 
     def storable_pool(self) -> StorablePool:
         config, info = self._config, self.info
@@ -255,6 +300,9 @@ class SingleDeviceRunner(ModelRunner):
         return "" if is_exact else "exact=False was given"
 
 
+_COMPARED = ("architecture", "num_layers", "hidden_size", "vocab_size", "max_positions", "dtype")
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model on its device."""
@@ -262,7 +310,12 @@ class LoadedModel:
     model: LanguageModel
     backend_name: str  # of the attention backend to run it with
     device: torch.device
-    model_path: Path | None
+    source: ModelSource
+    config: EngineConfig  # that it was loaded with
+
+    @property
+    def model_path(self) -> Path | None:
+        return self.source.path
 
 
 def load_on_device(
@@ -279,4 +332,4 @@ def load_on_device(
     longest = model.info.max_positions
     if config.max_seq_len is not None and config.max_seq_len > longest:
         raise InvalidRequest(f"max_seq_len must be at most the model's {longest} positions")
-    return LoadedModel(model, backend_name, device, source.path)
+    return LoadedModel(model, backend_name, device, source, config)

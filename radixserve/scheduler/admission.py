@@ -62,11 +62,16 @@ class InBatchSharing:
         start = state.prefix_watch.cached_len
         if self._usable_len is not None and self._is_computed_again(state, start, limit):
             start = self._usable_len(state)
-        if start >= limit:
+        is_scored = state.is_scored
+        if start >= limit and is_scored:
             return False
         for producer in (*self._prefilling, *self._decoding.get(start, ())):
-            agreed = _num_agreed(state, producer, start, limit)
-            if agreed > max(start, producer.committed):
+            most = limit
+            if state.scores is not None and not is_scored:
+                most = max(limit, state.scores.num_shared(state, producer))
+            agreed = _num_agreed(state, producer, start, most)
+            # After `limit` logits are needed, so the last of the tokens with scores is computed.
+            if agreed > producer.committed and agreed - (agreed > limit) > start:
                 state.producer, state.awaited_len = producer, agreed
                 producer.waiters.append(state)
                 if producer.sequence is not None:
@@ -98,7 +103,7 @@ def wake_waiters(producer: RequestState) -> list[RequestState]:
 
 def _num_agreed(state: RequestState, producer: RequestState, start: int, limit: int) -> int:
     """Leading tokens that both share, at most `limit`; 0 unless they share more than `start`."""
-    if state.request.namespace != producer.request.namespace:
+    if start >= limit or state.request.namespace != producer.request.namespace:
         return 0
     mine, theirs = state.tokens.view(), producer.tokens.view()
     if len(theirs) <= start or mine[start] != theirs[start]:
@@ -199,6 +204,8 @@ class Admission:
 
     def _start(self, state: RequestState, batch: Batch) -> bool:
         """Lock its cached prefix, plan its first chunk; False and no change if pages are short."""
+        for extension in self._extensions:
+            extension.before_start(state)
         session = state.session if state.session is not None and state.session.is_open else None
         sequence, lookup = self._cache.acquire_watched(
             state.prefix_watch, session=session, priority=state.request.params.priority

@@ -235,9 +235,8 @@ class Batch:
             max(start - first, scores.num_scored) : max(0, end - first)
         ]
         if len(wanted):
-            num_top = (request.params.prompt_logprobs or 0) if request.also_generate else 0
             self._rows.targets[len(self.states)] = LogprobTargets(
-                wanted, num_top, request.also_generate
+                wanted, request.num_top_logprobs, request.also_generate
             )
 
 

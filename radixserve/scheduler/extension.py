@@ -43,7 +43,9 @@ class SchedulerParts(NamedTuple):
     clock: Callable[[], float]
     reserve_arrivals: Callable[[int], None]  # keep so many arrival numbers after the last one
     requeue: Callable[[RequestState], None]  # let a request without pages wait for them
-    preempt: Callable[[RequestState], None]  # release a running request's pages and requeue it
+    preempt: Callable[[RequestState], None]  # `suspend`, for want of pages
+    suspend: Callable[[RequestState], None]  # release a running request's pages and requeue it
+    extensions: Sequence[SchedulerExtension]
     remove: Callable[[RequestState], None]  # take a request out of its queue, release its pages
     close: Close  # `remove` the request of a caller, and add up its numbers
 
@@ -69,11 +71,23 @@ class SchedulerExtension:
     def begin_step(self) -> None:
         """A step is about to be scheduled, and none is in flight. O(1), amortised."""
 
+    def before_start(self, state: RequestState) -> None:
+        """A waiting request is about to take its prefix from the cache."""
+
     def extend_prefix(self, sequence: CacheSequence, tokens: IntArray) -> int:
         """Returns how many tokens of a request were added to its new sequence without computing
         them. `tokens`: the prompt, and what follows it."""
         del sequence, tokens
         return 0
+
+    def on_scored(self, state: RequestState) -> None:
+        """Targets of a running request were scored, and the tokens before them are committed."""
+
+    def on_end(self, state: RequestState) -> None:
+        """A request ends, and its pages are about to be released if it has some."""
+
+    def on_epoch(self) -> None:
+        """The weights have changed. Gives up what was computed with others."""
 
     def fill_slots(self) -> None:
         """It has parked requests, and the step that was planned leaves slots free. May release

@@ -5,29 +5,46 @@ from __future__ import annotations
 from typing import Any
 
 from radixserve.arrays import IntArray, IntBuffer
-from radixserve.cache import CacheSequence, CacheSession, Lookup, PrefixWatch
+from radixserve.cache import CacheSequence, CacheSession, Lookup, PrefixCache, PrefixWatch
 from radixserve.output import Finish, Metrics, PromptScore, RequestOutput, Usage
 from radixserve.request import Request
 from radixserve.schedule import SampleOutput, SampleSpec
 from radixserve.structured_outputs import Matcher
 
+TopLogprobs = tuple[tuple[int, float], ...]
 _LOOKAHEAD = 8  # tokens for which pages are reserved when another request starts
 
 
 class TargetScores:
-    """The scores of a request with `logprob_targets`."""
+    """The scores of a request with `logprob_targets`, of its leading targets so far."""
 
-    __slots__ = ("num_scored", "of_prompt")
+    __slots__ = ("logprobs", "ranks", "tops")
 
     def __init__(self) -> None:
-        self.num_scored = 0  # leading targets whose scores are known
-        self.of_prompt: list[PromptScore] = []  # kept for the end where it generates, too
+        self.logprobs: list[float] = []
+        self.tops: list[TopLogprobs] = []  # [] where none are asked for, and so are the ranks
+        self.ranks: list[int] = []
 
-    def note(self, sample: SampleOutput, *, keep: bool) -> None:
-        self.num_scored += len(sample.scores)
-        if keep:
-            tops = sample.top_scores or ((),) * len(sample.scores)
-            self.of_prompt += map(PromptScore, sample.scores, tops, sample.ranks)
+    @property
+    def num_scored(self) -> int:
+        """Leading targets whose scores are known."""
+        return len(self.logprobs)
+
+    def note(self, sample: SampleOutput) -> None:
+        """Append the scores of the next targets."""
+        self.logprobs += sample.scores
+        self.tops += [top for top in sample.top_scores if top]
+        self.ranks += sample.ranks
+
+    def num_shared(self, state: RequestState, producer: RequestState) -> int:  # noqa: ARG002
+        """Leading tokens of `state`, whose scores these are, that need no logits once `producer`
+        has computed them. A plug-in may share scores."""
+        return 0
+
+    def of_prompt(self) -> tuple[PromptScore, ...]:
+        """The scores of a request that generates, too; () for others."""
+        tops = self.tops or ((),) * len(self.ranks)
+        return tuple(map(PromptScore, self.logprobs, tops, self.ranks)) if self.ranks else ()
 
 
 class RequestState:
@@ -52,6 +69,7 @@ class RequestState:
         "num_prompt_done",
         "num_reused",
         "order_key",
+        "output_logprobs",
         "overtaken",
         "page_need",
         "prefix_watch",
@@ -69,6 +87,7 @@ class RequestState:
         "token_mark",
         "tokens",
         "waiters",
+        "weight_epochs",
     )
 
     def __init__(
@@ -107,6 +126,8 @@ class RequestState:
         self.num_loaded = 0  # prompt tokens that were loaded for it while it was held back
         self.num_reused = 0  # prompt tokens that this request never computed
         self.scores = None if request.logprob_targets is None else TargetScores()
+        self.weight_epochs: tuple[Any, ...] = ()  # `WeightEpoch`s, where weights change
+        self.output_logprobs: list[float] = []  # of its sampled tokens, if it reports them
         self.matcher: Matcher | None = None  # of its answer, from the first sample on
         self.greedy_only_spec: SampleSpec | None = None  # of a request that needs no other one
         self.num_prompt_done = 0  # prompt tokens whose K/V was available to it
@@ -201,6 +222,11 @@ class RequestState:
         """[num_reusable + 1] tokens to acquire: the cache leaves the last one to be computed."""
         return self.tokens.view(0, self.num_reusable + 1)
 
+    def watch_prefix(self, cache: PrefixCache) -> None:
+        """Watch the cached part of `match_tokens`, while it waits."""
+        self.prefix_watch.close()
+        self.prefix_watch = cache.watch(self.match_tokens(), self.request.namespace)
+
     def admit(self, sequence: CacheSequence, lookup: Lookup, now: float) -> None:
         cached = min(sequence.cached_len, self.num_prompt)
         if self.lookup is None:
@@ -249,10 +275,12 @@ class RequestState:
                 self.request_id, token_ids, (), (), finish, cached_tokens=self.num_reused
             )
         samples = (sample, *sample.more)
+        logprobs = tuple([each.logprob for each in samples if each.logprob is not None])
+        self.output_logprobs += logprobs
         return RequestOutput(
             self.request_id,
             token_ids,
-            tuple([each.logprob for each in samples if each.logprob is not None]),
+            logprobs,
             tuple([dict(each.top_logprobs) for each in samples]),
             finish,
             cached_tokens=self.num_reused,

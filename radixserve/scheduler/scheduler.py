@@ -90,6 +90,8 @@ class Scheduler:
             reserve_arrivals=self._reserve_arrivals,
             requeue=self._requeue,
             preempt=self._preempt,
+            suspend=self._suspend,
+            extensions=self._extensions,
             remove=self._remove,
             close=self._close,
         )
@@ -456,7 +458,7 @@ class Scheduler:
         group.advance(choice)
 
     def _requeue(self, state: RequestState) -> None:
-        state.prefix_watch = self._cache.watch(state.match_tokens(), state.request.namespace)
+        state.watch_prefix(self._cache)
         self._waiting.add(state, is_returning=True)
 
     def _note_scores(
@@ -464,11 +466,13 @@ class Scheduler:
     ) -> list[RequestOutput]:
         """`sampled`: the scores of a row up to the position `end`."""
         assert state.scores is not None
-        state.scores.note(sampled, keep=state.request.also_generate)
-        if state.request.also_generate:  # reported when the request finishes
+        state.scores.note(sampled)
+        for extension in self._extensions:
+            extension.on_scored(state)
+        if state.request.also_generate or end < state.num_prompt:  # reported at the end
             return []
-        finish = self._close(state, "stop") if end == state.num_prompt else None
-        return [RequestOutput(state.request_id, (), sampled.scores, (), finish)]
+        logprobs = tuple(state.scores.logprobs)
+        return [RequestOutput(state.request_id, (), logprobs, (), self._close(state, "stop"))]
 
     def _append(self, state: RequestState, sampled: SampleOutput) -> RequestOutput:
         if sampled.more:
@@ -570,13 +574,17 @@ class Scheduler:
 
     def _preempt(self, state: RequestState) -> None:
         """Requeue a running request; its computed K/V stays cached until evicted."""
+        self.policy.note_preempted(state)
+        self.counts.preemptions += 1
+        self._suspend(state)
+
+    def _suspend(self, state: RequestState) -> None:
+        """Release a running request's pages and requeue it."""
         assert state.sequence is not None
         assert not self._in_flight, "a row in flight would be lost"
-        self.policy.note_preempted(state)
         state.sequence.release()
         state.sequence = None
         self._running.remove(state)
-        self.counts.preemptions += 1
         self._waiting.mark_unblocked(wake_waiters(state))
         self._requeue(state)
 
@@ -598,6 +606,8 @@ class Scheduler:
         self, state: RequestState, reason: str, error: BaseException | None = None
     ) -> Finish:
         """Take a request out of every queue, free its private pages, and add up its numbers."""
+        for extension in self._extensions:
+            extension.on_end(state)
         self.policy.note_ended(state, reason)
         if self._drafter is not None:
             self._drafter.note_ended(state)
@@ -609,9 +619,10 @@ class Scheduler:
         usage = state.usage()
         is_prefetch, on_arrival = state.request.is_prefetch, state.cached_on_arrival
         self.counts.count_finished(reason, usage, on_arrival, is_prefetch=is_prefetch)
-        scores = () if state.scores is None else tuple(state.scores.of_prompt)
+        scores = () if state.scores is None else state.scores.of_prompt()
         metrics = state.metrics(self._clock())
-        return Finish(reason, usage, metrics, state.lookup, error, scores)
+        epochs = state.weight_epochs
+        return Finish(reason, usage, metrics, state.lookup, error, scores, epochs)
 
     def _remove(self, state: RequestState) -> None:
         """Take a request out of every queue and free its private pages."""

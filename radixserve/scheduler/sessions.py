@@ -64,6 +64,10 @@ class Sessions:
                 self._claimed[name] = tokens
         return cached_len
 
+    def forget_claims(self) -> None:
+        """Claim anew what sessions name from now on: the cache has lost what was claimed."""
+        self._claimed.clear()
+
     def close(self, name: str) -> None:
         """Close a session: pages that no open session claims are evicted first. An unknown name
         does nothing. Queued requests lose the session, even if its name is opened again; running

@@ -251,6 +251,13 @@ class WaitingQueue:
         del self._by_watch[state.prefix_watch]
         state.prefix_watch.close()
 
+    def rewatch(self, state: RequestState) -> None:
+        """Watch what a request can reuse now, see `RequestState.match_tokens`. Its place in the
+        order stays."""
+        del self._by_watch[state.prefix_watch]
+        state.watch_prefix(self._cache)
+        self._by_watch[state.prefix_watch] = state
+
     def refresh(self) -> None:
         """Move the requests whose match has changed. O(those requests)."""
         for prefix_watch in self._cache.changed_watches():

@@ -30,8 +30,10 @@ from radixserve.server.routes import (
     hints,
     metrics,
     models,
+    rerank,
     scores,
     server_info,
+    weights,
 )
 from radixserve.server.routes.anthropic_messages import routes as anthropic_messages
 from radixserve.server.routes.dashboard_page import Comparison, Snapshots
@@ -40,7 +42,8 @@ from radixserve.server.wire.errors import ApiError, as_api_error
 
 _ROUTE_MODULES = (
     *(health, models, completions, chat, generate, anthropic_messages, responses),
-    *(scores, decisions, branches, metrics, cache, hints, server_info, dashboard_page),
+    *(scores, rerank, decisions, branches, metrics, cache, hints, server_info, weights),
+    dashboard_page,
 )
 _MAX_PATH = 100  # characters of an unknown path that are compared and shown
 _CLIENT_CLOSED = 499  # the status for the log; the client has closed its connection

@@ -67,8 +67,10 @@ class KVConnector(EngineExtension):
         has_room: Callable[[int, float], bool] = lambda _, __: True,
         limits: StoreLimits = LIMITS,
         is_main: bool = True,
+        fingerprint: Callable[[], str] | None = None,
     ) -> None:
         """
+        fingerprint            of the runner's present weights; None where they do not change
         policy, min_uses       see `WritePolicy`
         step_tokens            see `KVSaver`
         token_cost             see `LoadCostModel`
@@ -92,6 +94,7 @@ class KVConnector(EngineExtension):
             step_seconds=step_seconds,
         )
         self._limits = limits
+        self._fingerprint = fingerprint
         self._buffers = BufferPool(prefixes.max_file_bytes)
         shared = prefixes, pool, cache, self._buffers
         self.saver = KVSaver(*shared, self.policy, self.counts, limits, step_tokens=step_tokens)
@@ -133,6 +136,13 @@ class KVConnector(EngineExtension):
     def on_reset(self, namespace: str | None) -> None:
         if self.is_main:
             self.forget(namespace)
+
+    def on_epoch(self, weights: str) -> None:  # noqa: ARG002
+        """Find and store what the new weights compute alone. What waits to be copied is dropped."""
+        self.loader.cancel()
+        self.saver.end_writes()
+        if self._fingerprint is not None:
+            self.prefixes.set_model(self._fingerprint())
 
     def forget(self, namespace: str | None) -> None:
         """Drop the stored prefixes of a namespace, or all of this model if None. Returns at
@@ -268,12 +278,17 @@ def open_connector(
     pool, layout, settings = runner.storable_pool()
     store = open_store(config, pool)
     settings["layout"] = layout.as_list()
-    name = f"{runner.info.architecture} {config.seed}"
     is_folder = config.kv_store is not None and not config.kv_store.startswith(SCHEMES)
     folder = Path(config.kv_store or "") if is_folder else _CACHE_FOLDER
-    model = model_fingerprint(runner.model_path, name, settings, folder.expanduser())
+
+    def fingerprint() -> str:
+        given = runner.weights_are_given
+        name = runner.weights_id if given else f"{runner.info.architecture} {config.seed}"
+        path = None if given else runner.model_path
+        return model_fingerprint(path, name, settings, folder.expanduser())
+
     return KVConnector(
-        StoredPrefixes(store, model, layout),
+        StoredPrefixes(store, fingerprint(), layout),
         pool,
         engine.cache,
         policy=config.kv_store_write,
@@ -284,6 +299,7 @@ def open_connector(
         has_room=engine.has_room,
         limits=limits or LIMITS,
         is_main=is_main,
+        fingerprint=fingerprint,
     )
 
 

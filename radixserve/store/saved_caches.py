@@ -80,6 +80,11 @@ class SavedCaches(EngineExtension):
             self._engine.extend(connector)
         return connector
 
+    def on_epoch(self, weights: str) -> None:  # noqa: ARG002
+        """Connectors that are not extensions yet are opened anew."""
+        live = self._engine.extensions.live
+        self._open = {name: each for name, each in self._open.items() if each in live}
+
     def close(self, timeout_s: float) -> None:  # noqa: ARG002
         if self._thread is not None:
             self._thread.shutdown(0.0)

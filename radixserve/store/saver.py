@@ -298,6 +298,18 @@ class KVSaver:
     def forget(self, namespace: str | None) -> None:
         """Drop what waits and what is stored of a namespace, or all of this model if None. Returns
         at once."""
+        self.drop_pending(namespace)
+        self._last_forget = self._writer.submit(self._forget, namespace)
+
+    def end_writes(self) -> None:
+        """Drop what waits to be copied, and wait until the rest is written: K/V of other weights
+        follows. Raises TimeoutError where the store is too late."""
+        self.drop_pending(None)
+        self._resting.set()
+        self._writer.submit(lambda: None).result(self._limits.close_s)
+
+    def drop_pending(self, namespace: str | None) -> None:
+        """Drop what waits to be copied of a namespace, or all if None."""
         for unsaved in list(self._unsaved):
             if namespace in (None, unsaved.namespace):
                 self._unsaved.remove(unsaved)
@@ -310,7 +322,6 @@ class KVSaver:
         )
         self._num_deferred = sum(len(unsaved.tokens) for unsaved in self._deferred)
         self.policy.clear()
-        self._last_forget = self._writer.submit(self._forget, namespace)
 
     # -- in the writer's thread ----------------------------------------------------------------
 

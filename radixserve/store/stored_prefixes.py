@@ -71,13 +71,20 @@ class StoredPrefixes:
     """Any thread may call. Only `known` never reads or writes the store."""
 
     def __init__(self, store: RunStore, model: str, layout: KVLayout) -> None:
-        """`model`: the fingerprint of what computes the K/V, in hexadecimal digits."""
+        """`model`: see `set_model`."""
         self.store = store
         self.layout = layout
         self.num_refused = 0  # files that were damaged or not what their names say
         self._model = model
         self._heads: OrderedDict[str, RunHead] = OrderedDict()  # of runs, by name
         self._namespaces: dict[str, tuple[str, hashlib.blake2b]] = {}  # folder, hash of no tokens
+
+    def set_model(self, model: str) -> None:
+        """Set the fingerprint of what computes the K/V from now on, in hexadecimal digits. While
+        nothing is written."""
+        self._model = model
+        self._heads.clear()
+        self._namespaces.clear()
 
     def known(self, tokens: IntArray, namespace: str = "") -> StoredPrefix:
         """The longest stored prefix whose heads were read or written before. O(tokens)."""

@@ -46,7 +46,8 @@ def test_cold_and_warm(kind: str, page_size: int, chunked_prefill_size: int) -> 
         driver.run()
         check(driver, name, 2)
         usage = driver.finished[name].usage
-        assert (usage.cached_tokens, usage.computed_tokens) == (0, len(PROMPT))
+        num_read = len(PROMPT) - 1 if name == "warm" and kind == "radix" else 0
+        assert (usage.cached_tokens, usage.computed_tokens) == (num_read, len(PROMPT) - num_read)
     held = driver.cache.stats()["pages_tree"]
     add(driver, "again", PROMPT, max_tokens=5, ignore_eos=True)
     driver.run()

@@ -64,14 +64,14 @@ def test_scores_take_half_of_a_step_of_others(samples: bool) -> None:
     driver.drain()
 
 
-def test_what_is_cached_is_scored_again() -> None:
+def test_what_was_scored_is_not_scored_again() -> None:
     driver = Driver(400)
     first = add_score(driver, "first", PROMPT, [40, 41, 42])
     driver.run()
     again = add_score(driver, "again", PROMPT, [40, 41, 42])
     driver.run()
     assert driver.logprobs == {"first": first, "again": again}
-    assert driver.finished["again"].usage.cached_tokens == len(PROMPT) - 1
+    assert driver.finished["again"].usage.computed_tokens == 1  # the last token's score is new
     driver.drain()
 
 

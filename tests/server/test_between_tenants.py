@@ -104,6 +104,9 @@ ROUTES: list[tuple[str, str, Any]] = [
     ("post", BRANCH + "/fork", {"n": 2}),
     ("get", BRANCH, None),
     ("delete", BRANCH, None),
+    ("post", "/rerank", {"query": "a", "documents": ["b", "c"]}),
+    ("post", "/v1/rerank", {"query": "a", "documents": ["b", "d"]}),
+    ("post", "/v2/rerank", {"query": "a", "documents": ["b", "e"]}),
     ("post", "/v1/cache/lookup", {"prompt": PROMPT}),
     ("post", "/v1/cache/hints", {"hints": [{"verb": "demote", "prompt": PROMPT}]}),
     ("post", "/v1/cache/snapshot", {}),
@@ -122,6 +125,15 @@ ADMIN_ROUTES = [
     ("post", "/v1/cache/compare"),
     ("post", "/v1/load_lora_adapter"),
     ("post", "/v1/unload_lora_adapter"),
+    ("post", "/pause_generation"),
+    ("post", "/continue_generation"),
+    ("post", "/update_weights_from_disk"),
+    ("post", "/update_weights_from_tensor"),
+    ("post", "/pause"),
+    ("post", "/resume"),
+    ("get", "/is_paused"),
+    ("get", "/weight_version"),
+    ("get", "/get_weight_version"),
 ]
 MORE_TREES = ("?max_nodes=1", "?cache_salt=a")
 

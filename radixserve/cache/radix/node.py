@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -22,15 +22,28 @@ NO_CHILDREN: dict[bytes, Node] = {}  # shared by all leaves; stays empty
 
 
 class NamespaceTree(NamespaceEntry):
-    """One namespace's tree. Dead after a reset: released pages are not cached."""
+    """One namespace's tree in one epoch of the weights. Dead after a reset: released pages are not
+    cached."""
 
-    __slots__ = ("num_locked", "num_pages", "root")
+    __slots__ = ("epoch", "num_locked", "num_pages", "root")
 
-    def __init__(self, key: Namespace, *, is_dead: bool = False) -> None:
+    def __init__(self, key: Namespace, epoch: int = 0, *, is_dead: bool = False) -> None:
         super().__init__(key, is_dead=is_dead)
+        self.epoch = epoch  # see `RadixTree.begin_epoch`
         self.num_pages = 0  # in its nodes
         self.num_locked = 0  # in its locked nodes
-        self.root = Node(self, None, 0, b"", bytearray(), array("i"), node_id=self.text)
+        root_id = f"\0{epoch}\0{self.text}" if epoch else self.text
+        self.root = Node(self, None, 0, b"", bytearray(), array("i"), node_id=root_id)
+
+
+class TokenValues(Protocol):
+    """What a plug-in keeps of a node's tokens, from the first one on; see `Node.token_values`."""
+
+    def split(self, num_tokens: int) -> TokenValues:
+        """Returns the values of the first `num_tokens` tokens, and keeps the others."""
+
+    def cut(self, num_tokens: int) -> None:
+        """Drop the values after the first `num_tokens` tokens."""
 
 
 class Node:
@@ -49,6 +62,7 @@ class Node:
         "policy_key",
         "retention",
         "start",
+        "token_values",
         "tokens",
     )
 
@@ -68,11 +82,12 @@ class Node:
         self.key = key  # the bytes of its first page, fewer if shorter: among the parent's children
         self.tokens = tokens  # int32 bytes
         self.pages = pages
-        self.node_id = node_id  # never used again; the root's is its namespace's text
+        self.node_id = node_id  # never used again; the root's is a text, that of its namespace
         self.lock_ref = 0  # sequences that end in this node + locked children
         self.policy_key: Any = 0  # set by the eviction policy
         self.last_use = 0.0  # the tree's `now` when its last lock was released
         self.retention: Any = None  # of the `RetentionPolicy`, if it knows the node
+        self.token_values: TokenValues | None = None  # of a plug-in: they live as long as tokens
         self.children = NO_CHILDREN
         # see child_index; None while a scan of all children is faster
         self.first_token_index: dict[bytes, list[bytes] | SortedList] | None = None

@@ -26,13 +26,6 @@ from radixserve.cache.interface import CacheSession, PrefixCache
 from radixserve.cache.lookup import Lookup
 from radixserve.cache.namespace import DEFAULT_NAMESPACE, Namespace, as_namespace
 from radixserve.cache.page_pool import PagePool
-from radixserve.cache.radix.audit import (
-    check_tree,
-    count_shared,
-    dump_tree,
-    preview_tree,
-    tree_stats,
-)
 from radixserve.cache.radix.eviction import POLICIES, make_order
 from radixserve.cache.radix.layers import RadixLayers
 from radixserve.cache.radix.lookup import (
@@ -186,13 +179,22 @@ class RadixCache(PrefixCache):
         in slot i % page_size of pages[i // page_size]. Locks nothing: the result is valid until
         the cache changes. O(tokens matched).
         """
-        tree = self._tree
-        space = tree.namespaces.get(as_namespace(namespace))
-        if space is None:
+        length, node = self.match(tokens, namespace)
+        if node is None:
             return 0, np.zeros(0, np.int32)
+        return length, np.array(path_pages(node, -(-length // self.page_size)), np.int32)
+
+    def match(
+        self, tokens: TokenIds, namespace: str | Namespace = DEFAULT_NAMESPACE
+    ) -> tuple[int, Node | None]:
+        """Returns the length of the longest cached prefix, and the node in which it ends; None for
+        an empty namespace. Locks nothing. O(tokens matched)."""
+        space = self._tree.namespaces.get(as_namespace(namespace))
+        if space is None:
+            return 0, None
         data = token_view(tokens)
-        length, node, _, _ = match_prefix(space, data, len(data), tree.page_size)
-        return length, np.array(path_pages(node, -(-length // tree.page_size)), np.int32)
+        length, node, _, _ = match_prefix(space, data, len(data), self.page_size)
+        return length, node
 
     def watch(
         self, tokens: IntArray, namespace: str | Namespace = DEFAULT_NAMESPACE
@@ -451,12 +453,18 @@ class RadixCache(PrefixCache):
     def session_prefixes(self, session: CacheSession) -> list[tuple[str, IntArray]]:
         """See `PrefixCache.session_prefixes`. O(tokens)."""
         ends = self._retention().session_ends(session)
-        return [prefix_of(end) for end in ends if not end.namespace.is_dead]
+        tree = self._tree
+        return [prefix_of(end) for end in ends if tree.is_current(end.namespace)]
 
     def prefixes(self, namespace: str | Namespace | None = None) -> list[tuple[str, IntArray]]:
         """See `PrefixCache.prefixes`. O(tokens of all of them)."""
         key = None if namespace is None else as_namespace(namespace)
         return [prefix_of(leaf) for leaf in self._tree.leaves(key)]
+
+    def begin_epoch(self, epoch: int) -> None:
+        """See `PrefixCache.begin_epoch`. K/V of other epochs leaves in the order of eviction.
+        O(open watches)."""
+        self._tree.begin_epoch(epoch)
 
     def open_events(self, epoch: int | None = None) -> EventLog:
         """See `PrefixCache.open_events`."""
@@ -466,6 +474,8 @@ class RadixCache(PrefixCache):
 
     def stats(self) -> dict[str, Any]:
         """See `PrefixCache.stats`."""
+        from radixserve.cache.radix.audit import tree_stats  # loaded when it is used
+
         stats = {**super().stats(), **tree_stats(self._allocator, self._tree)}
         return stats if self.layers is None else stats | self.layers.stats()
 
@@ -479,15 +489,23 @@ class RadixCache(PrefixCache):
 
     def check(self) -> None:
         """See `PrefixCache.check`."""
+        from radixserve.cache.radix.audit import check_tree
+
         check_tree(self._allocator, self._tree, self.layers)
 
     def _count_shared(self) -> int:
+        from radixserve.cache.radix.audit import count_shared
+
         return count_shared(self._allocator)
 
     def _preview(self, count: int) -> list[dict[str, Any]]:
+        from radixserve.cache.radix.audit import preview_tree
+
         return preview_tree(self._tree, count)
 
     def _dump(self, max_nodes: int, only: str | None) -> dict[str, Any]:
+        from radixserve.cache.radix.audit import dump_tree
+
         return dump_tree(self._allocator, self._tree, max_nodes, only)
 
     def _snapshot(self, view: SnapshotView) -> dict[str, Any]:

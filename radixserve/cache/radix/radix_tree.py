@@ -49,7 +49,9 @@ class RadixTree:
 
     def __init__(self, pool: PagePool, page_size: int, order: EvictionOrder) -> None:
         self.page_size = page_size
-        self.namespaces: dict[Namespace, NamespaceTree] = {}
+        self.epoch = 0  # of the weights
+        self.namespaces: dict[Namespace, NamespaceTree] = {}  # of that epoch
+        self._other_epochs: dict[int, dict[Namespace, NamespaceTree]] = {}  # K/V of other weights
         self.order = order  # eviction order of the unlocked nodes
         self.retention: RetentionPolicy | None = None  # `order`, once sessions are used
         self.evicted_history = EvictedHistory()
@@ -78,7 +80,7 @@ class RadixTree:
         """Returns the live tree of a namespace; creates it if there is none."""
         namespace = self.namespaces.get(key)
         if namespace is None:
-            namespace = self.namespaces[key] = NamespaceTree(key)
+            namespace = self.namespaces[key] = NamespaceTree(key, self.epoch)
             self.watch_registry.notify(*self.watch_key(key))
         return namespace
 
@@ -138,10 +140,14 @@ class RadixTree:
 
     def _prune(self, namespace: NamespaceTree) -> None:
         """Delete an empty, unlocked namespace."""
-        root = namespace.root
-        is_living = self.namespaces.get(namespace.key) is namespace
-        if is_living and not root.lock_ref and not root.children:
-            del self.namespaces[namespace.key]
+        root, epoch = namespace.root, namespace.epoch
+        if root.lock_ref or root.children:
+            return
+        spaces = self.namespaces if epoch == self.epoch else self._other_epochs.get(epoch, {})
+        if spaces.get(namespace.key) is namespace:
+            del spaces[namespace.key]
+            if not spaces:
+                self._other_epochs.pop(epoch, None)
 
     # -- insertion and removal ----------------------------------------------------------------
 
@@ -178,7 +184,7 @@ class RadixTree:
             self.move_lock(locked, leaf)
         if self.retention is not None:
             self.retention.on_attached(leaf, session)
-        if self.events is not None and not namespace.is_dead:
+        if self.events is not None and self.is_current(namespace):
             self.events.add(_stored(leaf))
         return leaf
 
@@ -207,13 +213,15 @@ class RadixTree:
         upper.policy_key, upper.last_use = node.policy_key, node.last_use
         if node.retention is not None and self.retention is not None:
             self.retention.on_split(upper, node)
+        if node.token_values is not None:
+            upper.token_values = node.token_values.split(num_tokens)
         if node.lock_ref:
             upper.lock_ref = 1
         else:
             self.order.on_resized(node)
         self.num_splits += 1
         self.watch_registry.notify(node.node_id)
-        if self.events is not None and not node.namespace.is_dead:
+        if self.events is not None and self.is_current(node.namespace):
             self.events.add(Split(int(node.node_id), int(upper.node_id), node.num_tokens))
         return upper
 
@@ -242,7 +250,7 @@ class RadixTree:
     def note_appended(self, leaf: Node, tokens: bytes) -> None:
         """Report tokens that were appended to a leaf, to watches and the event log."""
         self.watch_registry.notify(leaf.node_id, tokens[:TOKEN_BYTES])
-        if self.events is not None and not leaf.namespace.is_dead:
+        if self.events is not None and self.is_current(leaf.namespace):
             self.events.add(Appended(int(leaf.node_id), tokens))
 
     def count_grown(self, leaves: Sequence[Node]) -> None:
@@ -262,12 +270,14 @@ class RadixTree:
         """Cut a leaf, locked or not, after its first `keep` >= 1 pages. Returns the pages after
         them, which the caller owns from now on."""
         assert not leaf.children
-        if self.events is not None and not leaf.namespace.is_dead:
+        if self.events is not None and self.is_current(leaf.namespace):
             num_cut = leaf.num_tokens - keep * self.page_size
             self.events.add(Truncated(int(leaf.node_id), num_cut))
         pages = leaf.pages[keep:]
         del leaf.pages[keep:]
         del leaf.tokens[keep * self._key_bytes :]
+        if leaf.token_values is not None:
+            leaf.token_values.cut(leaf.num_tokens)
         self._count_pages(leaf, -len(pages))
         if not leaf.lock_ref:
             self.order.on_resized(leaf)
@@ -318,7 +328,7 @@ class RadixTree:
             node.children = NO_CHILDREN
             node.first_token_index = None
         node.parent = None
-        if self.events is not None and not namespace.is_dead:
+        if self.events is not None and self.is_current(namespace):
             shared = closest_child(parent, key)[1] if self.page_size > 1 else 0
             self.events.add(Removed(int(node.node_id), node.num_tokens - shared))
         return pages
@@ -403,23 +413,57 @@ class RadixTree:
         return True
 
     def reset(self, key: Namespace | None) -> None:
-        """Drop a namespace, or all if None. Its pages count as free at once; its nodes are removed
-        when their pages are needed. O(1) per namespace, plus the history of evictions and what
-        the retention policy keeps."""
-        for gone in list(self.namespaces) if key is None else [key]:
-            self.evicted_history.forget(str(gone))
-            namespace = self.namespaces.pop(gone, None)
-            if namespace is None:
-                continue
-            if self.retention is not None:
-                self.retention.on_reset(namespace)
-            namespace.is_dead = True
-            self.num_dead += namespace.num_pages - namespace.num_locked
-            self.watch_registry.notify(*self.watch_key(gone))
-            if namespace.num_pages > namespace.num_locked:  # locked nodes are freed on unlock
-                self.pending_free.append(namespace.root)
-            if self.events is not None:
+        """Drop a namespace, or all if None, in all epochs. Its pages count as free at once; its
+        nodes are removed when their pages are needed. O(1) per namespace and epoch, plus the
+        history of evictions and what the retention policy keeps."""
+        if key is not None:
+            self.evicted_history.forget(str(key))
+        for spaces in [self.namespaces, *self._other_epochs.values()]:
+            for gone in list(spaces) if key is None else [key]:
+                namespace = spaces.pop(gone, None)
+                if namespace is not None:
+                    self._drop_namespace(namespace)
+        self._other_epochs = {epoch: old for epoch, old in self._other_epochs.items() if old}
+
+    def _drop_namespace(self, namespace: NamespaceTree) -> None:
+        """See `reset`. It is among the namespaces no more."""
+        self.evicted_history.forget(namespace.root.node_id)
+        if self.retention is not None:
+            self.retention.on_reset(namespace)
+        if self.events is not None and self.is_current(namespace):
+            self.events.add(Reset(namespace.text))
+        namespace.is_dead = True
+        self.num_dead += namespace.num_pages - namespace.num_locked
+        self.watch_registry.notify(*self.watch_key(namespace.key))
+        if namespace.num_pages > namespace.num_locked:  # locked nodes are freed on unlock
+            self.pending_free.append(namespace.root)
+
+    # -- epochs -------------------------------------------------------------------------------
+
+    def begin_epoch(self, epoch: int) -> None:
+        """The weights have changed: look-ups find the K/V of `epoch` alone from now on, which is
+        that of an earlier call with the same number. Nodes of other epochs keep their places in the
+        order of eviction. O(open watches), and with an event log O(nodes of both epochs)."""
+        if self.events is not None:
+            for namespace in self.namespaces.values():
                 self.events.add(Reset(namespace.text))
+        if self.namespaces:
+            self._other_epochs[self.epoch] = self.namespaces
+        self.epoch, self.namespaces = epoch, self._other_epochs.pop(epoch, {})
+        if self.events is not None:
+            for stored in self.stored_nodes():
+                self.events.add(stored)
+        for place in list(self._watched):
+            self.watch_registry.notify(place)
+
+    def all_namespaces(self) -> Iterator[NamespaceTree]:
+        """Yields the live namespaces of all epochs."""
+        for spaces in (self.namespaces, *self._other_epochs.values()):
+            yield from spaces.values()
+
+    def is_current(self, namespace: NamespaceTree) -> bool:
+        """Whether look-ups find the namespace, and consumers of events follow it."""
+        return not namespace.is_dead and namespace.epoch == self.epoch
 
     # -- events -------------------------------------------------------------------------------
 

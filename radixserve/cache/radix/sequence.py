@@ -29,6 +29,7 @@ class RadixSequence(CacheSequence):
 
     __slots__ = (
         "_has_published",
+        "_is_detached",
         "_last_node",
         "_priority",
         "_published",
@@ -68,6 +69,7 @@ class RadixSequence(CacheSequence):
         self._session = session
         self._priority = priority
         self._has_published = False  # tokens that the tree did not hold
+        self._is_detached = False
         self._source: CacheSequence | None = None  # locks the pages that are still to be copied
 
     def _read_tokens(self, num_spare: int) -> None:
@@ -105,8 +107,23 @@ class RadixSequence(CacheSequence):
         """The node at which the published tokens end. This sequence has locked it."""
         return self._last_node
 
+    @property
+    def is_stale(self) -> bool:
+        return self._is_detached or self._namespace.is_dead
+
+    @property
+    def is_detached(self) -> bool:
+        return self._is_detached
+
+    def detach(self) -> bool:
+        if type(self) is not RadixSequence or self._source is not None or self.cow_copies:
+            return False  # layers beside K/V look at what is published
+        self._is_detached = True
+        return True
+
     def fork(self) -> RadixSequence:
         self._check_open()
+        assert not self._is_detached, "what it computes belongs to no tree"
         assert self._source is None, "a copy is still to be made"
         tree, size = self._tree, self._tree.page_size
         whole, extra = divmod(self.committed_len, size)
@@ -139,7 +156,7 @@ class RadixSequence(CacheSequence):
         """Publish [0, committed_len) in the tree, starting from `_last_node`: a private leaf grows
         in place; else the tree is followed and gets a new leaf, see `_walk`."""
         start, end, leaf, tree = self._published, self.committed_len, self._last_node, self._tree
-        if end <= start:
+        if end <= start or self._is_detached:
             return
         size = tree.page_size
         owns_tail = self._num_shared * size > start
@@ -335,7 +352,7 @@ class RadixSequence(CacheSequence):
 
     def shrink_lock(self) -> None:
         """Unlock the part of `_last_node` after this sequence's tokens, when pages are short."""
-        if self._owns_tail() or self._source is not None:
+        if self._owns_tail() or self._source is not None or self._is_detached:
             return  # our own leaf: no tokens after ours; or the pages after it are not filled yet
         tree, keep = self._tree, self._published
         size = tree.page_size
@@ -390,6 +407,7 @@ def append_to_leaves(
             or sequence.length == start
             or sequence.cow_copies
             or not sequence._is_open
+            or sequence._is_detached
             or (in_page and sequence._num_shared * size <= start)
             or (
                 (leaf.retention is not None or sequence._session is not None)

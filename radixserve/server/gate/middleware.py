@@ -43,7 +43,10 @@ _INVOKED = {  # by a field that its bodies have: the route that answers a reques
 }
 _CHARSETS = ("", "utf-8", "utf8", "us-ascii")
 # POST routes that take no body, and so no content type. A page of another origin sends its origin.
-_BODILESS = re.compile(r"/flush_cache|/reset_prefix_cache|/v1/responses/[^/]+/cancel")
+_BODILESS = re.compile(
+    r"/flush_cache|/reset_prefix_cache|/pause|/resume|/pause_generation|/continue_generation"
+    r"|/v1/responses/[^/]+/cancel"
+)
 _MAX_BODIES = 8  # memory for all bodies that are being read or parsed, in units of max_body
 
 

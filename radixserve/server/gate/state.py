@@ -10,6 +10,7 @@ from starlette.requests import Request
 from radixserve.api.runtime import Runtime
 from radixserve.cache.namespace import as_namespace
 from radixserve.checks import shown
+from radixserve.epochs.messages import KVAfterUpdate
 from radixserve.reports import EngineStatus
 from radixserve.server.answer.parser_configs import OutputParserConfigs
 from radixserve.server.config import ServerConfig
@@ -43,6 +44,7 @@ class AppState:
         self.grammar_threads = GrammarThreads()
         self.started_at = int(time.time())
         self.is_draining = False
+        self.kv_after_update: KVAfterUpdate = "recompute"  # unless an update says otherwise
         self.in_flight: set[InFlight] = set()
         self.conversations = TenantConversations(config.max_conversations)
         self.chat_clocks = ChatClocks(config.max_conversations)

@@ -28,6 +28,7 @@ from radixserve.server.wire.schema import GenerateRequest, NativeSampling, Sampl
 from radixserve.server.wire.usage import Group, loaded_field
 
 router = APIRouter(route_class=JsonRoute)
+_TOP_LEVEL = {"priority", "logprob_start_len"}  # stand beside sampling_params
 _RENAMED = {  # names of SamplingParams by SGLang's names in sampling_params
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
@@ -85,8 +86,9 @@ def _params(
     own: dict[str, Any] = {}
     renamed: dict[str, str] = {}
     if is_native:
-        beside = [name for name in Sampling.model_fields if getattr(body, name) is not None]
-        if beside and beside != ["priority"]:
+        names = Sampling.model_fields.keys() - _TOP_LEVEL
+        beside = [name for name in names if getattr(body, name) is not None]
+        if beside:
             message = f"with text or input_ids {beside[0]} goes into sampling_params"
             raise ApiError(400, message, param=beside[0])
         sampling = body.sampling_params or NativeSampling()
@@ -101,7 +103,19 @@ def _params(
     if body.return_logprob:
         own["logprobs"] = body.top_logprobs_num or 0
         renamed["logprobs"] = "top_logprobs_num"
+    own |= _prompt_logprobs(body)
     return read_sampling(server.runtime, body, namespace, server.config, renamed=renamed, **own)
+
+
+def _prompt_logprobs(body: GenerateRequest) -> dict[str, int | None]:
+    """The fields of SamplingParams for log-probabilities of the prompt. SGLang has them for the
+    tokens after logprob_start_len, as many best ones as for the answer's; -1: for none."""
+    start = body.logprob_start_len
+    if start is None or start == -1:
+        return {"logprob_start_len": None}
+    if not body.return_logprob:
+        raise ApiError(400, "logprob_start_len needs return_logprob", param="logprob_start_len")
+    return {"logprob_start_len": start, "prompt_logprobs": body.top_logprobs_num or 0}
 
 
 class _GenerateBuilder(AnswerBuilder):
@@ -160,6 +174,8 @@ class _GenerateBuilder(AnswerBuilder):
         }
         if completion.logprobs is not None and self._request.return_logprob:
             meta |= _logprobs(completion.token_ids, completion.logprobs, completion.top_logprobs)
+            if self._request.logprob_start_len is not None:
+                meta |= _input_logprobs(prompt, completion, self._request.logprob_start_len)
         return {"text": completion.text, "output_ids": completion.token_ids, "meta_info": meta}
 
     async def events(self) -> AsyncIterator[str]:
@@ -200,5 +216,23 @@ def _logprobs(
     if tops is not None:
         fields["output_top_logprobs"] = [
             [[value, token_id, None] for token_id, value in top.items()] for top in tops
+        ]
+    return fields
+
+
+def _input_logprobs(prompt: IntArray, completion: Completion, start: int) -> dict[str, Any]:
+    """Those of the prompt's tokens from position `start` on; the first one has none."""
+    if completion.prompt_logprobs is None or start < 0:
+        return {}
+    own, ids = completion.prompt_logprobs[start:], prompt[start:].tolist()
+    fields: dict[str, Any] = {
+        "input_token_logprobs": [
+            [value, token_id, None] for value, token_id in zip(own, ids, strict=True)
+        ]
+    }
+    if completion.prompt_top_logprobs is not None:
+        fields["input_top_logprobs"] = [
+            None if top is None else [[value, token_id, None] for token_id, value in top.items()]
+            for top in completion.prompt_top_logprobs[start:]
         ]
     return fields

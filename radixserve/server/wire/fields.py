@@ -212,7 +212,6 @@ FIELD_RULES: tuple[FieldRule, ...] = (
     *_rules("generate", "image_data audio_data video_data", _REFUSE, "there is text only", "x"),
     *_rules("generate", "return_hidden_states", _REFUSE, "not implemented", True, False),
     *_rules("generate", "return_text_in_logprobs", _REFUSE, "not implemented", True, False),
-    *_rules("generate", "logprob_start_len", _REFUSE, "not implemented", 0, -1),
     *_rules("generate", "token_ids_logprob session_params input_embeds", _REFUSE, "not implemented",
             [1]),
 )  # fmt: skip

@@ -106,6 +106,7 @@ class Sampling(SingleSampling):
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: int | None = None
+    logprob_start_len: int | None = None
 
 
 class OtherNames(Body):

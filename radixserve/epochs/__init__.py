@@ -1,0 +1,1 @@
+"""Weight epochs: other weights while the engine runs. See docs/rl.md."""

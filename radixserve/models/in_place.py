@@ -1,0 +1,44 @@
+"""Weights that are replaced in the memory that they have: CUDA graphs read them there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from radixserve.errors import InvalidRequest
+
+Pair = tuple[Tensor, Tensor]
+
+
+def copy_tensors(old: object, new: object) -> None:
+    """Copy all tensors of one object into those of another one, which is built alike. Raises
+    InvalidRequest, and copies none, where one has another shape or dtype."""
+    pairs = list(tensor_pairs(old, new))
+    for mine, other in pairs:
+        if mine.shape != other.shape or mine.dtype != other.dtype:
+            raise InvalidRequest(
+                f"a weight is {list(other.shape)} in {other.dtype}, not {list(mine.shape)} in "
+                f"{mine.dtype}: start the model anew for it"
+            )
+    for mine, other in pairs:
+        mine.copy_(other)
+
+
+def tensor_pairs(old: object, new: object) -> Iterator[Pair]:
+    """Yields the tensors at the same places of two objects of our classes, tuples or lists."""
+    if isinstance(old, Tensor):
+        assert isinstance(new, Tensor)
+        yield old, new
+    elif isinstance(old, tuple | list):
+        assert isinstance(new, tuple | list)
+        for mine, other in zip(old, new, strict=True):
+            yield from tensor_pairs(mine, other)
+    elif type(old).__module__.startswith("radixserve"):
+        for name in _fields(old):
+            yield from tensor_pairs(getattr(old, name), getattr(new, name))
+
+
+def _fields(instance: object) -> list[str]:
+    slots = [name for kind in type(instance).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [*getattr(instance, "__dict__", ()), *slots]
