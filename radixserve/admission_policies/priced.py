@@ -50,6 +50,7 @@ class HeldOrder(QueueOrder):
         self._held_in_last_pass = False  # whether the last pass held a request
         self._held_in_this_pass = 0  # requests that this pass has held
         self.oldest: RequestState | None = None  # given for the age of its session, in this scan
+        self.is_short = False  # whether the waiting requests do not all fit, in this scan
 
     def add(self, state: RequestState) -> None:
         self._order.add(state)
@@ -69,7 +70,7 @@ class HeldOrder(QueueOrder):
             self._by_work.update(state)
 
     def scan(self, *, is_short: bool) -> Iterator[RequestState]:
-        self.oldest = None
+        self.oldest, self.is_short = None, is_short
         while self._held_in_last_pass and self.oldest is None and self._by_age:
             self.oldest = oldest = self._by_age.peekitem(0)[1]
             yield oldest  # `note_admitted` clears it
@@ -189,19 +190,29 @@ class PricedAdmission(AdmissionPolicy):
 
     def may_start(self, state: RequestState, order: QueueOrder) -> bool:
         """O(victims), and once a pass O(running requests)."""
-        is_oldest = isinstance(order, HeldOrder) and order.oldest is state
-        is_worth = self.is_worth(state, is_oldest=is_oldest)
+        is_oldest = is_short = False
+        if isinstance(order, HeldOrder):
+            is_oldest, is_short = order.oldest is state, order.is_short
+        is_worth = self.is_worth(state, is_oldest=is_oldest, is_short=is_short)
         self.num_held += not is_worth
         return is_worth
 
-    def is_worth(self, state: RequestState, *, is_oldest: bool = False) -> bool:
+    def is_worth(
+        self, state: RequestState, *, is_oldest: bool = False, is_short: bool = False
+    ) -> bool:
         """Whether the gain exceeds the price. `is_oldest`: the request is that of the oldest
-        waiting session."""
+        waiting session. `is_short`: the waiting requests do not all fit."""
         size, cached_len = self._cache.page_size, state.prefix_watch.cached_len
-        num_tokens = state.tokens.size - cached_len + self.returns.expected_output(state)
+        num_output = self.returns.expected_output(state)
+        num_tokens = state.tokens.size - cached_len + num_output
         wanted = -(-num_tokens // size)
         reserved = self._reserved_pages(wanted)
-        if self._cache.num_free >= reserved + wanted:
+        has_room = self._cache.num_free >= reserved + wanted
+        if has_room and not is_short:
+            return True
+        if not self._should_share_steps(num_tokens, num_output):
+            return False
+        if has_room:
             return True
         victims = self._find_victims(wanted, reserved)
         own_len = cached_len
@@ -215,6 +226,15 @@ class PricedAdmission(AdmissionPolicy):
         share = self.costs.prefill_share
         margin = _MARGIN if is_oldest else 1.0 / _MARGIN
         return self._price(victims) * share <= margin * self._gain(victims) * (1.0 - share)
+
+    def _should_share_steps(self, num_tokens: int, num_output: int) -> bool:
+        """Whether all that run and wait end sooner on average if a request that computes so many
+        tokens runs beside the others, and not after one of them."""
+        num_running = len(self._running)
+        num_open = num_running + self._num_waiting()
+        saved_s = num_open * num_output * self.costs.shared_step_s
+        delay_s = num_tokens * self.costs.prefill_token_s
+        return num_running * (num_running + 1) * delay_s <= saved_s
 
     def _reserved_pages(self, wanted: int) -> float:
         """Room for what runs, and for what the sessions that are kept will still add, when a
@@ -232,7 +252,7 @@ class PricedAdmission(AdmissionPolicy):
         for num_pages, expected in self._read_victims():
             if pages_found >= needed:
                 break
-            if expected is None or expected.late_at <= self._now:
+            if expected is None or not expected.is_likely or expected.late_at <= self._now:
                 pages_found += num_pages * (1.0 + growth)  # it does not grow
                 continue
             # The part of it that is taken for this request, not for those that run.

@@ -109,7 +109,8 @@ class ReturnTimes:
             for is_first in (True, False)
         }
         self._mean_output = 32.0
-        self._turn_growth, self._mean_length = _Mean(), _Mean()  # tokens: by turn, of sessions
+        # Of ended requests: tokens, further turns of their sessions; tokens that a turn adds.
+        self._mean_length, self._turns_left, self._turn_growth = _Mean(), _Mean(), _Mean()
 
     def __len__(self) -> int:
         return len(self._idle)
@@ -127,6 +128,8 @@ class ReturnTimes:
         if conversation.num_turns:
             self._note_think(conversation, now - conversation.ended_at)
             self._note_fate(conversation, is_continued=True)
+            added = max(0, state.tokens.size - conversation.length)
+            self._turn_growth.note(added + self.expected_output(state))
         self._active[state.arrival] = conversation, False
 
     def note_end(
@@ -139,13 +142,10 @@ class ReturnTimes:
         conversation.num_turns += 1
         conversation.ended_at = now
         self._mean_output += 0.05 * (state.num_output - self._mean_output)
-        length = state.tokens.size
-        if conversation.length:
-            grown = max(0, length - conversation.length)
-            self._turn_growth.note(grown)
-        conversation.length = length
-        self._mean_length.note(length)
+        conversation.length = state.tokens.size
+        self._mean_length.note(conversation.length)
         self._expire(now)
+        self._turns_left.note(self._expected_turns(conversation))
         expected = self._expect(conversation, now)
         conversation.late_at = None if expected is None else expected.late_at
         conversation.is_idle = True
@@ -176,13 +176,22 @@ class ReturnTimes:
         Before the first growth is seen it is assumed of sessions that are named, so that the first
         wave leaves them room.
         """
-        continued, known = self._return_odds[self._has_names, self._turn_growth.value == 0.0]
         if not self._turn_growth.value:
+            continued, known = self._return_odds[True, True]
             return _UNKNOWN_GROWTH * continued / known if self._has_names else 0.0
-        turns = min(_MAX_TURNS, continued / max(known - continued, 1e-9))
-        return 0.5 * turns * self._turn_growth.value / max(self._mean_length.value, 1.0)
+        growth = self._turns_left.value * self._turn_growth.value
+        return growth / max(self._mean_length.value, 1.0)
 
     # -- inside -------------------------------------------------------------------------------
+
+    def _expected_turns(self, conversation: _Conversation) -> float:
+        """Further turns of a session, one of whose requests has just ended."""
+        continued, known = self._return_odds[conversation.is_named, False]
+        later = min(_MAX_TURNS, continued / max(known - continued, 1e-9))
+        if conversation.num_turns > 1:
+            return max(0.5 * later, later + 1.0 - conversation.num_turns)
+        continued, known = self._return_odds[conversation.fate_key]
+        return min(_MAX_TURNS, (1.0 + later) * continued / known)
 
     def _continued(self, state: RequestState) -> _Conversation | None:
         name = state.request.session

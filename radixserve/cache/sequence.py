@@ -46,6 +46,11 @@ class ReturnEstimate(NamedTuple):
     probability: float  # that it is continued at all
     is_regular: bool  # `return_at` is reliable: such sequences come back in that order
 
+    @property
+    def is_likely(self) -> bool:
+        """Whether it is more probable that the sequence is continued than that it is not."""
+        return self.probability >= 0.5
+
     def seconds_left(self, now: float) -> float:
         """Returns the expected seconds until the sequence is continued. An irregular one is
         expected to wait for `wait_s` more, or as long again as it has waited, if that is longer."""

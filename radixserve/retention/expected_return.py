@@ -42,9 +42,12 @@ class _Recency(LRU):
 
 
 class ExpectedReturn(EvictionOrder):
-    """LRU, except that paths of sessions with regular think times are ordered by their next use.
-    The scheduler estimates when a released path is used again. Two queues, evicted in this order:
+    """LRU, except that paths that are probably used no more go first, and paths of sessions with
+    regular think times are ordered by their next use. The scheduler estimates when a released path
+    is used again. Three queues, evicted in this order:
 
+        unlikely  least recently used first: paths that are used again with a probability below
+                  one half, except prefixes that were reused before
         recency   least recently used first: paths without an expected return, and those whose
                   think times vary so much that recency tells more; also paths whose regular return
                   is overdue, as if used when they became so
@@ -52,8 +55,8 @@ class ExpectedReturn(EvictionOrder):
                   each other out, as they do under LRU
 
     A node's `policy_key` is its `ReturnEstimate`, None if unknown. It joins those of all nodes
-    below: their earliest `return_at` and their latest `late_at`. So no node is evicted before one
-    below it. A node with an expected return costs O(log nodes), when the order is next read.
+    below, see `join_returns`. So no node is evicted before one below it. A node of a regular
+    session costs O(log nodes), when the order is next read.
     """
 
     initial_key: ReturnEstimate | None = None
@@ -62,7 +65,7 @@ class ExpectedReturn(EvictionOrder):
     def __init__(self, num_pages: int) -> None:
         super().__init__(num_pages)
         self.clock: Callable[[], float] = time.monotonic  # that of the returns
-        self._recency = _Recency(num_pages)
+        self._unlikely, self._recency = _Recency(num_pages), _Recency(num_pages)
         self._regular: SortedDict = SortedDict()  # (-return time, tick) -> node
         self._by_late_at: SortedDict = SortedDict()  # (late time, tick) -> node, the same nodes
         self._keys: dict[Node, tuple[float, float, int]] = {}  # return time, late time, tick
@@ -72,19 +75,21 @@ class ExpectedReturn(EvictionOrder):
     def add(self, node: Node) -> None:
         expected = node.policy_key
         if expected is None or not expected.is_regular:
-            self._recency.add(node)
+            is_unlikely = expected is not None and not expected.is_likely
+            (self._unlikely if is_unlikely else self._recency).add(node)
             return
         self._tick = tick = self._tick + 1
         self._keys[node] = (expected.return_at, expected.late_at, tick)
         self._unsorted[node] = None  # most are used again before an order is asked for
 
     def discard(self, node: Node) -> None:
+        self._unlikely.discard(node)
         self._recency.discard(node)
         if node in self._keys:
             self._drop_key(node)
 
     def victim(self) -> Node | None:
-        victim = self._recency.victim()
+        victim = self._unlikely.victim() or self._recency.victim()
         if victim is not None:
             return victim
         self._move_late()
@@ -96,18 +101,20 @@ class ExpectedReturn(EvictionOrder):
 
     def pop(self, num_pages: int) -> Node | None:
         if not self._keys:
-            return self._recency.pop(num_pages)
+            return self._unlikely.pop(num_pages) or self._recency.pop(num_pages)
         return super().pop(num_pages)
 
     def preview(self) -> Iterator[tuple[Node, str]]:
         self._move_late()
+        for node, _ in self._unlikely.preview():
+            yield node, "probably not used again"
         yield from self._recency.preview()
         for node in self._regular.values():
             yield node, "expected back after all others"
 
     def queues(self) -> list[Iterable[Node]]:
         self._move_late()
-        return [*self._recency.queues(), self._regular.values()]
+        return [*self._unlikely.queues(), *self._recency.queues(), self._regular.values()]
 
     def check(self) -> None:
         self._sort()
@@ -120,12 +127,15 @@ class ExpectedReturn(EvictionOrder):
         expected: ReturnEstimate | None = node.policy_key
         return expected
 
-    def note_release(self, node: Node, expected: ReturnEstimate | None) -> None:
+    def note_release(self, node: Node, expected: ReturnEstimate | None, reused: int) -> None:
         """Set the estimates of the locked path to `node`, which is about to be released.
-        `expected`: when it is used again; None: unknown. O(depth)."""
+        `expected`: when it is used again; None: unknown. `reused`: its first tokens that were
+        cached before, which others may use again. O(depth)."""
         below, child = expected, None
         for ancestor in path(node):
             num_others = len(ancestor.children) - (child is not None)
+            if below is not None and not below.is_likely and ancestor.end <= reused:
+                below = None
             if num_others or ancestor.lock_ref > 1:
                 below = join_returns(ancestor.policy_key, below)
             ancestor.policy_key = below
@@ -135,7 +145,9 @@ class ExpectedReturn(EvictionOrder):
         """Join `expected` into the estimates of the path to `node`. It changes the order of a
         locked node once that is released. O(depth)."""
         for ancestor in path(node):
-            is_here = ancestor in self._keys or ancestor in self._recency
+            is_here = (
+                ancestor in self._keys or ancestor in self._recency or ancestor in self._unlikely
+            )
             if is_here:
                 self.discard(ancestor)
             ancestor.policy_key = join_returns(ancestor.policy_key, expected)
@@ -180,9 +192,11 @@ class ExpectedReturn(EvictionOrder):
 def join_returns(
     first: ReturnEstimate | None, second: ReturnEstimate | None
 ) -> ReturnEstimate | None:
-    """Returns the estimate of a node that sequences with both estimates use."""
+    """Returns the estimate of a node that sequences with both estimates use: the earliest
+    `return_at` and the latest `late_at`. An unknown one counts for more than an unlikely one."""
     if first is None or second is None:
-        return first or second
+        known = first or second
+        return known if known is not None and known.is_likely else None
     return ReturnEstimate(
         min(first.return_at, second.return_at),
         min(first.wait_s, second.wait_s),

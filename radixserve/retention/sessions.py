@@ -273,8 +273,8 @@ class SessionRetention(RetentionPolicy):
     def on_path_used(self, node: Node, use: PathUse) -> None:
         self._policy.on_path_used(node, use)
 
-    def note_release(self, node: Node, expected: ReturnEstimate | None) -> None:
-        self._policy.note_release(node, expected)
+    def note_release(self, node: Node, expected: ReturnEstimate | None, reused: int) -> None:
+        self._policy.note_release(node, expected, reused)
 
     def expect(self, node: Node, expected: ReturnEstimate) -> None:
         self._policy.expect(node, expected)

@@ -19,12 +19,19 @@ class StepCosts:
         self.clock = clock
         self._updated_at = 0.0
         self.decode_step_s = 0.0
+        self._decode_rows = 0.0  # of such a step
         self._prefill_s = self._prefill_tokens = 0.0
         self._recent_s = self._recent_prefill_s = 0.0  # of steps in about the last minute
 
     @property
     def prefill_token_s(self) -> float:
         return self._prefill_s / self._prefill_tokens if self._prefill_tokens else 0.0
+
+    @property
+    def shared_step_s(self) -> float:
+        """Seconds of a decode step that all its rows share: each row is taken to cost as much as a
+        prefilled token besides."""
+        return max(0.0, self.decode_step_s - self._decode_rows * self.prefill_token_s)
 
     @property
     def prefill_share(self) -> float:
@@ -41,7 +48,9 @@ class StepCosts:
         self._recent_prefill_s *= decay
         tokens = schedule.num_prefill_tokens
         if tokens < _MIN_PREFILL:
-            self.decode_step_s += 0.1 * (seconds - self.decode_step_s)
+            rows, weight = schedule.num_decode_tokens, 0.1 if self.decode_step_s else 1.0
+            self.decode_step_s += weight * (seconds - self.decode_step_s)
+            self._decode_rows += weight * (rows - self._decode_rows)
         else:
             prefill_s = max(0.0, seconds - self.decode_step_s)
             self._recent_prefill_s += prefill_s

@@ -263,8 +263,13 @@ def test_an_eviction_looks_at_as_few_nodes_in_a_large_tree_as_in_a_small_one(
     assert calls[100] == calls[5_000]
 
 
-def expected(at: float, *, late_at: float = 1e9, is_regular: bool = True) -> ReturnEstimate:
-    return ReturnEstimate(at, at, late_at, 0.9, is_regular)
+def expected(
+    at: float, *, late_at: float = 1e9, is_regular: bool = True, probability: float = 0.9
+) -> ReturnEstimate:
+    return ReturnEstimate(at, at, late_at, probability, is_regular)
+
+
+UNLIKELY = expected(9.0, is_regular=False, probability=0.1)
 
 
 class TestExpectedReturn:
@@ -302,6 +307,30 @@ class TestExpectedReturn:
         cache = self.filled(returns, [0.0])  # type: ignore[arg-type]
         cache.evict(10)
         assert survivors(cache, (1, 2, 3)) == [2, 3]
+
+    def test_what_probably_does_not_come_back_goes_first(self) -> None:
+        irregular = expected(9.0, is_regular=False)
+        returns = {1: irregular, 2: None, 3: UNLIKELY, 4: expected(9.0), 5: UNLIKELY}
+        cache = self.filled(returns, [0.0])  # type: ignore[arg-type]
+        order = []
+        while left := survivors(cache, (1, 2, 3, 4, 5)):
+            cache.evict(10)
+            order += [name for name in left if name not in survivors(cache, (1, 2, 3, 4, 5))]
+        assert order == [3, 5, 1, 2, 4]
+
+    def test_a_prefix_that_was_reused_stays_whoever_used_it(self) -> None:
+        """Prompts that are sent once share it: each of them goes, but not what they share."""
+        cache = self.filled({1: expected(9.0, is_regular=False)}, [0.0])
+        for number in range(3):
+            tokens = [*block(7), *block(10 + number)]
+            with cache.acquire(tokens) as seq:
+                seq.extend(tokens[seq.length :])
+                seq.commit(20)
+                seq.expected_return = UNLIKELY
+            if number:
+                cache.evict(10)  # its own part
+        cache.evict(10)
+        assert survivors(cache, (1, 7)) == [1, 7]
 
     def test_what_a_waiting_request_will_reuse_goes_last(self) -> None:
         cache = self.filled({1: expected(30.0), 2: expected(10.0)}, [0.0])
@@ -354,9 +383,9 @@ class TestExpectedReturn:
             elif live:
                 seq, wait_s = live.pop(rng.randrange(len(live))), rng.choice([0.5, 3.0, 20.0])
                 estimate = expected(now[0] + wait_s, late_at=now[0] + 2 * wait_s)
-                seq.expected_return = rng.choice(
-                    [None, estimate, estimate._replace(is_regular=False)]
-                )
+                irregular = estimate._replace(is_regular=False)
+                unlikely = irregular._replace(probability=0.2)
+                seq.expected_return = rng.choice([None, estimate, irregular, unlikely])
                 seq.release()
             if rng.random() < 0.02:
                 cache.adopt_returns(expected(now[0] + 2.0, late_at=now[0] + 5.0))

@@ -43,6 +43,7 @@ class FixedCosts(StepCosts):
     def __init__(self, prefill_share: float, prefill_token_s: float) -> None:
         super().__init__(lambda: 0.0)
         self.prefill_share, self.prefill_token_s = prefill_share, prefill_token_s
+        self.decode_step_s = 10.0  # so that running together pays
 
 
 class HotSessions:
@@ -235,13 +236,14 @@ def test_the_share_of_prefill_is_that_of_the_last_minute() -> None:
     for num_prefill, seconds in [(0, 0.01)] * 100 + [(512, 1.01)] * 5:
         begun_at = now
         now += seconds
-        schedule = SimpleNamespace(num_prefill_tokens=num_prefill)
+        schedule = SimpleNamespace(num_prefill_tokens=num_prefill, num_decode_tokens=1)
         costs.note_step(schedule, begun_at)  # type: ignore[arg-type]
     assert costs.prefill_share == pytest.approx(5 / 6.05, rel=0.05)
     for _ in range(2_000):
         begun_at = now
         now += 0.1
-        costs.note_step(SimpleNamespace(num_prefill_tokens=0), begun_at)  # type: ignore[arg-type]
+        schedule = SimpleNamespace(num_prefill_tokens=0, num_decode_tokens=1)
+        costs.note_step(schedule, begun_at)  # type: ignore[arg-type]
     assert costs.prefill_share < 0.02
 
 

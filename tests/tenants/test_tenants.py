@@ -158,6 +158,7 @@ def test_costs_are_measured_from_steps() -> None:
 
 class ScheduleOf(NamedTuple):
     num_prefill_tokens: int
+    num_decode_tokens: int = 1
 
 
 def test_a_request_that_does_not_fit_is_passed_a_bounded_number_of_times() -> None:

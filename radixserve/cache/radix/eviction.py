@@ -116,9 +116,11 @@ class EvictionOrder(ABC):
     def on_path_used(self, node: Node, use: PathUse) -> None:  # noqa: B027  (only some policies care)
         """Called before the path ending in `node` is unlocked by a sequence."""
 
-    def note_release(self, node: Node, expected: ReturnEstimate | None) -> None:  # noqa: B027
+    def note_release(  # noqa: B027
+        self, node: Node, expected: ReturnEstimate | None, reused: int
+    ) -> None:
         """With `tracks_returns`: the locked path to `node` is about to be released. `expected`:
-        when it is used again; None: unknown."""
+        when it is used again; None: unknown. `reused`: its first tokens that were cached before."""
 
     def expect(self, node: Node, expected: ReturnEstimate) -> None:  # noqa: B027
         """Note when the path to `node` is used again."""

@@ -334,7 +334,7 @@ class RadixSequence(CacheSequence):
             reused = self._reused - self._reused % tree.page_size
             tree.order.on_path_used(node, PathUse(reused, self._has_published, self._priority))
         if tree.order.tracks_returns and not node.namespace.is_dead:
-            tree.order.note_release(node, self.expected_return)
+            tree.order.note_release(node, self.expected_return, self._reused)
         if retention is not None:
             retention.on_released(node, self._session)
         tree.unlock(node)
