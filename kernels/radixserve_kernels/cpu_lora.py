@@ -15,7 +15,7 @@ from radixserve_kernels.cpu_weights import Arena, PackedWeight, WeightRecord
 
 Weights = TypeVar("Weights")  # an adapter, ready to compute: `PackedLora`
 PRODUCTS = ("qkv", "o", "gate_up", "down")  # of a layer that an adapter may add to
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 32 << 20
 
 
 class LoraProduct(NamedTuple):

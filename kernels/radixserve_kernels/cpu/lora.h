@@ -90,6 +90,7 @@ template <class T, class A> class LoraRows {
     }
 
   private:
+    static constexpr int64_t BLOCK_ROWS = 64;
     static constexpr int64_t FEW_ROWS = 8;  // up to so many, threads share the panels of b and all compute a x
 
     const LoraGroup<T> *groups = nullptr;
@@ -157,16 +158,29 @@ template <class T, class A> class LoraRows {
         A *low_rank = low_scratch.get<A>(count * size);
         memset((void *)low_rank, 0, count * size * sizeof(A));
         with_dense_level<A, T>([&](auto level) {
-            dense_panels<T>(level, from, stride, count, of.a, 0, of.a.num_panels(),
-                            OutputTile{(char *)low_rank, size * int64_t(sizeof(A)), PANEL * int64_t(sizeof(A))},
-                            [&](int64_t row, int64_t column, vec low, vec high) {
-                                store(low_rank + row * size + column, low), store(low_rank + row * size + column + LANES, high);
-                            });
-            dense_panels<T>(level, low_rank, size, count, of.b, first, last,
-                            OutputTile{(char *)(out + rows[0] * out_stride), out_stride * 4, PANEL * 4},
-                            [&](int64_t row, int64_t column, vec low, vec high) {
-                                write(out + rows[row] * out_stride, column, of.b.columns, low, high);
-                            });
+            const int64_t most = round_up(BLOCK_ROWS, level.ROW_UNIT);  // whose rows of out stay in the cache
+            if (count <= FEW_ROWS) fetch(of.a, 0, of.a.num_panels()), fetch(of.b, first, last);
+            for (int64_t top = 0; top < count; top += most) {
+                const int64_t some = min(count - top, most);
+                A *t = low_rank + top * size;
+                dense_panels<T>(level, from + top * stride, stride, some, of.a, 0, of.a.num_panels(),
+                                OutputTile{(char *)t, size * int64_t(sizeof(A)), PANEL * int64_t(sizeof(A))},
+                                [&](int64_t row, int64_t column, vec low, vec high) {
+                                    store(t + row * size + column, low), store(t + row * size + column + LANES, high);
+                                });
+                dense_panels<T>(level, t, size, some, of.b, first, last,
+                                OutputTile{(char *)(out + rows[top] * out_stride), out_stride * 4, PANEL * 4},
+                                [&](int64_t row, int64_t column, vec low, vec high) {
+                                    write(out + rows[top + row] * out_stride, column, of.b.columns, low, high);
+                                });
+            }
         });
+    }
+
+    // Prefetches panels: few rows multiply them faster than they come one by one.
+    static void fetch(const Weight<T> &w, int64_t first, int64_t last) {
+        const Panels<T> panels = w.template slice<T>(int(first), int(last));
+        const char *from = (const char *)panels.first, *end = from + (last - first) * panels.size * int64_t(sizeof(T));
+        for (; from < end; from += 64) __builtin_prefetch(from, 0, 2);
     }
 };
