@@ -1,6 +1,7 @@
 """Settings of the whole test run. Imports nothing heavy: the cache is tested without torch."""
 
 import os
+import platform
 import sys
 
 import pytest
@@ -13,7 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Triton's interpreter multiplies with numpy. On some processors (Zen 5) OpenBLAS has products in
 # which a row's bits depend on the rows beside it; those for AVX have not.
-os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
+if platform.machine() == "x86_64":
+    os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
 # Hundreds of processes import the package: each would compile it again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -7,8 +7,9 @@ Without a compiler, callers use PyTorch's operations.
 
 RADIXSERVE_CACHE      the folder; by default ~/.cache/radixserve ($XDG_CACHE_HOME is followed)
 CXX                   the compiler, flags may follow; by default the first of c++, g++, clang++
-RADIXSERVE_CPU_LEVEL  avx2, avx512, avx512vnni, avx512bf16, amx: instructions up to there, of those
-                      that the processor has; by default all of them that are fast on it
+RADIXSERVE_CPU_LEVEL  avx2, avx512, avx512vnni, avx512bf16, amx, on arm64 neon, dotprod, i8mm, bf16:
+                      instructions up to there, of those that the processor has; by default all of
+                      them that are fast on it
 RADIXSERVE_AMX        0: bfloat16 products without AMX, even if the processor has it
 """
 
@@ -18,7 +19,6 @@ import ctypes
 import functools
 import hashlib
 import os
-import platform
 import threading
 import weakref
 from collections.abc import Callable
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from radixserve_kernels import processor
 from radixserve_kernels.cpu_compiler import (
     CompilerError,
     compile_once,
@@ -43,19 +44,6 @@ FLAGS = (
     "-fvisibility=hidden",  # else libraries of two levels in a process share tables of functions
     *("-fno-math-errno", "-fno-strict-aliasing", "-w"),  # keys are packed as words of 32 bits
 )
-LEVELS = {  # the processor's flags, lowest level first, and the compiler's
-    "avx2": (("avx2", "fma", "f16c"), ("-march=x86-64-v3",)),
-    "avx512": (
-        ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
-        ("-march=x86-64-v4",),
-    ),
-    "avx512vnni": (("avx512_vnni",), ("-march=x86-64-v4", "-mavx512vnni")),
-    "avx512bf16": (("avx512_bf16",), ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16")),
-    "amx": (
-        ("amx_tile", "amx_bf16"),
-        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
-    ),
-}
 WIDEN_BF16 = "-DRADIXSERVE_WIDEN_BF16"  # bfloat16 products in float32 despite instructions for them
 DTYPE_FLAGS = {  # the type's name in C++
     torch.float32: ("-DRADIXSERVE_NUMBER=float",),
@@ -161,29 +149,19 @@ def cache_folder() -> Path:
         ) from error
 
 
-def levels() -> tuple[str, ...]:
-    """The instruction levels of this processor, lowest first; () if its flags are unknown."""
-    flags = set(processor().split())
-    names = []
-    for name, (wanted, _) in LEVELS.items():
-        if not flags.issuperset(wanted):
-            break
-        names.append(name)
-    return tuple(names)
-
-
 def compiler_flags() -> tuple[str, ...]:
     """The compiler's flags, for the level that is asked for. Raises CpuLibraryError."""
-    asked, offered = os.environ.get("RADIXSERVE_CPU_LEVEL", ""), levels()
+    asked, offered = os.environ.get("RADIXSERVE_CPU_LEVEL", ""), processor.levels()
     if asked and asked not in offered:
         allowed = ", ".join(offered) or "none, its instructions are not known"
         raise CpuLibraryError(f"RADIXSERVE_CPU_LEVEL={asked}: this processor has {allowed}")
-    if asked in offered[:-1]:
-        return (*FLAGS, *LEVELS[asked][1])
+    # A level of arm64 that is asked for takes no NATIVE_FLAG, which a cross compiler does not know.
+    if asked in offered[:-1] or (asked and processor.IS_ARM):
+        return (*FLAGS, *processor.LEVELS[asked][1])
     # Intel's cores with AVX512-FP16 take four times as long for a dot product of pairs as for an
     # FMA: measured on Emerald Rapids. A level that is asked for uses all of its instructions.
     is_slow = not asked and offered[-1:] == ("avx512bf16",) and _is_intel_fp16()
-    return (*FLAGS, *((WIDEN_BF16,) if is_slow else ()), "-march=native")
+    return (*FLAGS, *((WIDEN_BF16,) if is_slow else ()), processor.NATIVE_FLAG)
 
 
 def code_fingerprint() -> str:
@@ -192,13 +170,13 @@ def code_fingerprint() -> str:
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
-    flags = (*levels()[-1:], *compiler_flags(), os.environ.get("RADIXSERVE_AMX", ""))
+    flags = (*processor.levels()[-1:], *compiler_flags(), os.environ.get("RADIXSERVE_AMX", ""))
     digest.update(" ".join(flags).encode())
     return digest.hexdigest()[:16]
 
 
 def _is_intel_fp16() -> bool:
-    description = processor()
+    description = processor.description()
     return "Intel" in description and "avx512_fp16" in description.split()
 
 
@@ -208,20 +186,8 @@ def _fingerprint(compiler: list[str], flags: tuple[str, ...]) -> str:
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
     digest.update(compiler_version(*compiler))
-    digest.update(" ".join((*compiler, *flags)).encode() + processor().encode())
+    digest.update(" ".join((*compiler, *flags)).encode() + processor.description().encode())
     return digest.hexdigest()[:16]
-
-
-def processor() -> str:
-    """What the code is compiled for: the machine's name and the processor's instructions."""
-    try:
-        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
-            described = [
-                line for line in lines if line.startswith(("model name", "flags", "Features"))
-            ]
-    except OSError:
-        described = [platform.processor()]
-    return f"{platform.machine()} {''.join(sorted(set(described)))}"
 
 
 def _compile(compiler: list[str], sources: tuple[str, ...], folder: Path, name: str) -> Path:

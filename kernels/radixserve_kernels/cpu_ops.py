@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from radixserve_kernels import processor
 from radixserve_kernels.cpu_library import (
     DTYPE_FLAGS,
     CpuLibraryError,
@@ -22,6 +23,8 @@ from radixserve_kernels.cpu_library import (
 
 _SAMPLE_BLOCK = 256  # as in cpu/sample.h
 _VECTORS = {512: "AVX-512", 256: "AVX2"}  # their bits
+if processor.IS_ARM:
+    _VECTORS[128] = "NEON"
 
 
 def unsupported_reason(dtype: torch.dtype) -> str:
@@ -40,8 +43,10 @@ def describe() -> str:
     library = cpu_library()
     bits = 32 * library.radixserve_lanes()
     vectors = _VECTORS.get(bits, f"vectors of {bits} bits")
-    bf16 = (f"{vectors} widened to float32", "AVX-512 BF16", "AMX")[library.radixserve_bf16()]
-    integers = (vectors, vectors, "VNNI")[library.radixserve_integer_dot()]
+    bf16 = (f"{vectors} widened to float32", "AVX-512 BF16", "AMX", "BFMMLA")[
+        library.radixserve_bf16()
+    ]
+    integers = (vectors, vectors, "VNNI", "SDOT", "SMMLA")[library.radixserve_integer_dot()]
     read = "".join(f", read {reading}" for reading in readings)
     return f"vectors of {bits} bits, bfloat16: {bf16}, 8 and 4 bits: {integers}{read}"
 

@@ -9,7 +9,6 @@ import json
 import os
 import platform
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from radixserve._version import __version__
@@ -25,6 +24,7 @@ from radixserve.commands.flags import (
 from radixserve.commands.terminal import make_console
 from radixserve.config import format_bytes
 from radixserve.sampling_defaults import SamplingDefault, describe_sampling
+from radixserve_kernels import processor
 
 if TYPE_CHECKING:
     from radixserve.models.base import ModelInfo
@@ -97,7 +97,7 @@ def _machine() -> dict[str, Any]:
     cuda = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpu": _cpu_name(),
+        "cpu": processor.name(),
         "cores": os.cpu_count(),
         "cores_usable": _usable_cores(),
         "torch_threads": torch.get_num_threads(),
@@ -105,15 +105,6 @@ def _machine() -> dict[str, Any]:
         "memory_free_bytes": free_memory(),
         "cuda_devices": [torch.cuda.get_device_name(index) for index in cuda],
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown"
 
 
 def _usable_cores() -> int | None:

@@ -16,8 +16,8 @@ import torch
 from radixserve import Runtime, SamplingParams
 from radixserve.cli import main
 from radixserve.models import hf
-from radixserve_kernels.cpu_library import LEVELS
 from radixserve_kernels.cpu_ops import unsupported_reason
+from radixserve_kernels.processor import LEVELS
 from tests.checkpoints import (
     GGUF_OVERRIDES,
     NATIVE,

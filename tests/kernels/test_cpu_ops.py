@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from radixserve_kernels import cpu_ops
+from radixserve_kernels import cpu_ops, processor
 from radixserve_kernels.attention_metadata import AttentionMetadata
 from radixserve_kernels.cpu_attention import CpuAttentionPlan
 from radixserve_kernels.cpu_library import cpu_library
@@ -266,16 +266,19 @@ def test_what_the_kernels_say_of_themselves(monkeypatch: pytest.MonkeyPatch) -> 
             self.radixserve_lanes, self.radixserve_bf16 = lambda: lanes, lambda: bf16
             self.radixserve_integer_dot = lambda: integers
 
+    narrow = "NEON" if processor.IS_ARM else "vectors of 128 bits"
     for lanes, bf16, integers, told in (
-        (4, 0, 0, "128 bits, bfloat16: vectors of 128 bits widened to float32, 8 and 4 bits: "),
+        (4, 0, 0, f"128 bits, bfloat16: {narrow} widened to float32, 8 and 4 bits: {narrow}"),
+        (4, 0, 3, f"128 bits, bfloat16: {narrow} widened to float32, 8 and 4 bits: SDOT"),
+        (4, 3, 4, "128 bits, bfloat16: BFMMLA, 8 and 4 bits: SMMLA"),
         (8, 0, 1, "256 bits, bfloat16: AVX2 widened to float32, 8 and 4 bits: AVX2"),
         (8, 0, 2, "256 bits, bfloat16: AVX2 widened to float32, 8 and 4 bits: VNNI"),
         (16, 0, 1, "512 bits, bfloat16: AVX-512 widened to float32, 8 and 4 bits: AVX-512"),
         (16, 1, 2, "512 bits, bfloat16: AVX-512 BF16, 8 and 4 bits: VNNI"),
         (16, 2, 2, "512 bits, bfloat16: AMX, 8 and 4 bits: VNNI"),
     ):
-        processor = Processor(lanes, bf16, integers)
-        monkeypatch.setattr(cpu_ops, "cpu_library", lambda _=None, it=processor: it)
+        library = Processor(lanes, bf16, integers)
+        monkeypatch.setattr(cpu_ops, "cpu_library", lambda _=None, it=library: it)
         assert cpu_ops.describe().startswith(f"vectors of {told}")
         assert unsupported_reason(torch.bfloat16) == ""
 

@@ -51,7 +51,8 @@ def reference(x: Tensor, weight: QuantizedTensor, bits: int) -> tuple[NDArray, N
     far = np.abs(blocks).argmax(-1, keepdims=True)
     largest = -np.take_along_axis(blocks, far, -1)  # becomes -limit
     is_signed_pairs = weight.minimums is None and cpu_library().radixserve_integer_dot() == 1
-    highest = 2 ** (bits - 1) - 1
+    is_split = cpu_library().radixserve_integer_dot() >= 3  # into two parts of 8 bits
+    highest = 127 if bits == 8 else 32639 if is_split else 32767
     limit = np.float32(highest if bits == 16 or is_signed_pairs else 128)
     inverse = np.zeros_like(largest)
     np.divide(limit, largest, where=np.abs(largest) > 1e-30, out=inverse)

@@ -30,6 +30,16 @@ template <class Scale> struct FormInt4 {
         return to_f32(scales[n]) * float(number) + to_f32(scales[PANEL + n]);
     }
 
+#if defined(RADIXSERVE_BYTE_PRODUCTS)
+    template <int M>
+    static void add_block(const uint8_t *block, const int8_t *x, int64_t stride, ivec (&sums)[M][2]) {
+        auto weights = [&](int i) {
+            const uint8x16_t both = vld1q_u8(block + i % 8 * 16);
+            return (int8x16_t)(i < 8 ? vandq_u8(both, vdupq_n_u8(15)) : vshrq_n_u8(both, 4));
+        };
+        add_byte_products<M>(weights, x, stride, sums);
+    }
+#else
     template <int M>
     static void add_block(const uint8_t *block, const int8_t *x, int64_t stride, ivec (&sums)[M][2]) {
         const ivec low = broadcast_int(0x0f0f0f0f);
@@ -80,6 +90,8 @@ template <class Scale> struct FormInt4 {
             }
         }
     }
+
+#endif
 
     struct Scales {
         vec scales, minimums;

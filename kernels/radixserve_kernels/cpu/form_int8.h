@@ -18,6 +18,13 @@ struct FormInt8 {
         return to_f32(((const half *)block)[n]) * float(int8_t(block[SCALE_BYTES + lane_offset(k, n)]));
     }
 
+#if defined(RADIXSERVE_BYTE_PRODUCTS)
+    template <int M>
+    static void add_block(const uint8_t *block, const int8_t *x, int64_t stride, ivec (&sums)[M][2]) {
+        const int8_t *numbers = (const int8_t *)block + SCALE_BYTES;
+        add_byte_products<M>([&](int i) { return vld1q_s8(numbers + 16 * i); }, x, stride, sums);
+    }
+#else
     template <int M>
     static void add_block(const uint8_t *block, const int8_t *x, int64_t stride, ivec (&sums)[M][2]) {
         block += SCALE_BYTES;
@@ -57,6 +64,8 @@ struct FormInt8 {
             }
         }
     }
+
+#endif
 
     static vec scales(const uint8_t *block, int n) { return load((const half *)block + n); }
     static ivec start(const RowBlock &x) { return IntegerDot::OFFSET ? broadcast_int(x.offset) : ivec{}; }

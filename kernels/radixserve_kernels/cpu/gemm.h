@@ -5,6 +5,7 @@
 #pragma once
 
 #include "gemm_amx.h"
+#include "gemm_bf16_arm.h"
 #include "gemm_f32.h"
 
 // Calls call(level) with an object of the level that multiplies numbers of type T.
@@ -16,6 +17,9 @@ template <class T, class Call> inline void with_level(Call &&call) {
 #endif
         return call(VectorBf16());
     } else
+#elif defined(RADIXSERVE_BF16_WEIGHTS)
+    if constexpr (sizeof(T) == 2) return call(MatrixBf16());
+    else
 #endif
         call(VectorF32<T>());
 }

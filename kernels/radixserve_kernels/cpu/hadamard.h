@@ -14,6 +14,9 @@ inline vec swap_lanes(vec x, int distance) {
 #elif defined(__AVX2__)
     const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     return (vec)_mm256_permutevar8x32_ps((__m256)x, _mm256_xor_si256(lanes, _mm256_set1_epi32(distance)));
+#elif defined(__aarch64__)
+    const float32x4_t lanes = (float32x4_t)x;
+    return (vec)(distance == 1 ? vrev64q_f32(lanes) : vextq_f32(lanes, lanes, 2));
 #else
     vec swapped;
     for (int i = 0; i < LANES; i++) swapped[i] = x[i ^ distance];

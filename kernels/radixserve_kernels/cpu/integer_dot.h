@@ -30,10 +30,23 @@ inline ivec add_words(ivec sum, words w, ivec x) {
     return (ivec)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
 #elif defined(__AVX2__)
     return sum + (ivec)_mm256_madd_epi16((__m256i)w, (__m256i)x);
+#elif defined(__aarch64__)
+    const int16x8_t a = (int16x8_t)w, b = (int16x8_t)x;
+    return sum + (ivec)vpaddq_s32(vmull_s16(vget_low_s16(a), vget_low_s16(b)), vmull_high_s16(a, b));
 #else
     return sum + ((ivec)w << 16 >> 16) * (x << 16 >> 16) + ((ivec)w >> 16) * (x >> 16);
 #endif
 }
+
+// arm64's products of bytes, see byte_products.h: numbers of 16 bits are stored in two parts of 8, high and low.
+#if defined(__ARM_FEATURE_DOTPROD)
+#define RADIXSERVE_BYTE_PRODUCTS
+#endif
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr bool HAS_MATRIX_PRODUCTS = true;
+#else
+constexpr bool HAS_MATRIX_PRODUCTS = false;
+#endif
 
 // The four bytes of each lane of `w`, times those of x, which are -LIMIT to 127.
 //
@@ -94,6 +107,23 @@ struct IntegerDot {
         return (ivec)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
     }
     static ivec finish_nibbles(ivec sum) { return (ivec)pairs((__m256i)sum); }
+};
+#elif defined(RADIXSERVE_BYTE_PRODUCTS)
+struct IntegerDot {
+    static constexpr int LEVEL = HAS_MATRIX_PRODUCTS ? 4 : 3, LIMIT = 128, OFFSET = 0;
+};
+#elif defined(__aarch64__)
+struct IntegerDot {
+    static constexpr int LEVEL = 1, LIMIT = 127, OFFSET = 0;  // two products of -128 and -128 exceed 16 bits
+    typedef ivec Operand;
+    static Operand prepare(ivec w) { return w; }
+    static ivec add(ivec sum, Operand w, ivec x) {
+        const int8x16_t a = (int8x16_t)w, b = (int8x16_t)x;
+        const int16x8_t low = vmull_s8(vget_low_s8(a), vget_low_s8(b)), high = vmull_high_s8(a, b);
+        return (ivec)vpadalq_s16((int32x4_t)sum, vpaddq_s16(low, high));
+    }
+    static ivec add_nibbles(ivec sum, ivec w, ivec x) { return add(sum, w, x); }
+    static ivec finish_nibbles(ivec sum) { return sum; }
 };
 #else
 struct IntegerDot {

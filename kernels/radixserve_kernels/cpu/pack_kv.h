@@ -28,6 +28,13 @@ inline void transpose_words(const uint32_t *const *keys, int64_t at, uvec (&word
     const __m256d c = (__m256d)_mm256_unpacklo_ps(rows[2], rows[3]), d = (__m256d)_mm256_unpackhi_ps(rows[2], rows[3]);
     words[0] = (uvec)_mm256_unpacklo_pd(a, c), words[1] = (uvec)_mm256_unpackhi_pd(a, c);
     words[2] = (uvec)_mm256_unpacklo_pd(b, d), words[3] = (uvec)_mm256_unpackhi_pd(b, d);
+#elif defined(__aarch64__)
+    uint32x4_t rows[4];
+    for (int i = 0; i < 4; i++) rows[i] = vreinterpretq_u32_u8(vld1q_u8((const uint8_t *)(keys[i] + at)));
+    const uint64x2_t a = (uint64x2_t)vzip1q_u32(rows[0], rows[1]), b = (uint64x2_t)vzip2q_u32(rows[0], rows[1]);
+    const uint64x2_t c = (uint64x2_t)vzip1q_u32(rows[2], rows[3]), d = (uint64x2_t)vzip2q_u32(rows[2], rows[3]);
+    words[0] = (uvec)vzip1q_u64(a, c), words[1] = (uvec)vzip2q_u64(a, c);
+    words[2] = (uvec)vzip1q_u64(b, d), words[3] = (uvec)vzip2q_u64(b, d);
 #else
     for (int i = 0; i < 4; i++)
         for (int j = 0; j < LANES; j++) words[i][j] = keys[j][at + i];

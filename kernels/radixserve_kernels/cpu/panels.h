@@ -13,7 +13,11 @@
 #include "threads.h"
 
 constexpr int PANEL = 2 * LANES;            // columns of a panel
-constexpr int ROWS = LANES == 16 ? 12 : 6;  // rows of x in one pass over a panel: bounded by registers
+#if defined(__aarch64__)
+constexpr int ROWS = 8;  // rows of x in one pass over a panel
+#else
+constexpr int ROWS = LANES == 16 ? 12 : 6;  // the same: bounded by registers
+#endif
 constexpr int DEPTH = 32;                   // K of a bf16 panel is padded to a multiple of it
 
 template <class T> inline int64_t padded_depth(int64_t k);

@@ -6,7 +6,7 @@
 //   the numbers of a form and their scales, see form_int8.h and form_int4.h
 #pragma once
 
-#include "integer_dot.h"
+#include "byte_products.h"
 #include "panels.h"
 
 constexpr int BLOCK = 32;
@@ -32,12 +32,33 @@ struct QuantizedRows {
 
 // The numbers of a block in 8 bits.
 inline void store_numbers(const ivec *numbers, int8_t *out) {
+#if defined(__aarch64__)
+    for (int i = 0; i < BLOCK / LANES; i += 4, out += 4 * LANES) {
+        const int32x4_t *four = (const int32x4_t *)(numbers + i);
+        const int16x8_t low = vuzp1q_s16((int16x8_t)four[0], (int16x8_t)four[1]);
+        const int16x8_t high = vuzp1q_s16((int16x8_t)four[2], (int16x8_t)four[3]);
+        vst1q_s8(out, vuzp1q_s8((int8x16_t)low, (int8x16_t)high));
+    }
+#else
     typedef int8_t narrow __attribute__((vector_size(LANES)));
     for (int i = 0; i < BLOCK / LANES; i++) {
         const narrow some = __builtin_convertvector(numbers[i], narrow);
         memcpy(out + i * LANES, &some, LANES);
     }
+#endif
 }
+
+#if defined(RADIXSERVE_BYTE_PRODUCTS)
+constexpr int MOST_WORD = 32639;  // 127 * 256 + 127
+
+// In two parts of 8 bits, number = 256 * high + low: all high ones, then the low ones.
+inline void store_numbers(const ivec *numbers, int16_t *out) {
+    ivec high[BLOCK / LANES], low[BLOCK / LANES];
+    for (int i = 0; i < BLOCK / LANES; i++) high[i] = (numbers[i] + 128) >> 8, low[i] = numbers[i] - (high[i] << 8);
+    store_numbers(high, (int8_t *)out), store_numbers(low, (int8_t *)out + BLOCK);
+}
+#else
+constexpr int MOST_WORD = 32767;
 
 // In 16 bits, of each four in the order 0 2 1 3: the order of pairs that IntegerDot::add_words multiplies.
 inline void store_numbers(const ivec *numbers, int16_t *out) {
@@ -48,14 +69,15 @@ inline void store_numbers(const ivec *numbers, int16_t *out) {
         memcpy(out + 4 * i, &four, 8);
     }
 }
+#endif
 
 // One row to `numbers`, zeros after the last column. In 8 bits the largest number of a block becomes -limit, 127 or 128,
-// and the others, to 127, what lies nearest; in 16 bits the largest becomes -32767.
+// and the others, to 127, what lies nearest; in 16 bits the largest becomes -MOST_WORD.
 // A block with a number that is not finite gets such a scale, so that it is seen in the result.
 template <class Number, class T>
 void quantize_row(const T *x, int64_t depth, int limit, Number *numbers, RowBlock *blocks) {
-    constexpr int VECTORS = BLOCK / LANES, HIGHEST = sizeof(Number) == 1 ? 127 : 32767;
-    const float lowest = sizeof(Number) == 1 ? float(limit) : 32767.0f;
+    constexpr int VECTORS = BLOCK / LANES, HIGHEST = sizeof(Number) == 1 ? 127 : MOST_WORD;
+    const float lowest = sizeof(Number) == 1 ? float(limit) : float(MOST_WORD);
     for (int64_t k = 0; k < depth; k += BLOCK, numbers += BLOCK, blocks++) {
         vec some[VECTORS], most = {}, least = {}, odd = {};
         for (int i = 0; i < VECTORS; i++) {
@@ -110,8 +132,12 @@ struct QuantizedForm {
     void (*multiply)(const QuantizedRows &x, int rows, const uint8_t *panel, float *sums);
 };
 
-// Index of element k of column n among the bytes of a block in which the four of a lane are successive k.
-inline int lane_offset(int k, int n) { return k / 4 * (4 * PANEL) + n * 4 + k % 4; }
+// Index of element k of column n among the bytes of a block in which the four of a lane are successive k; or the eight of
+// half a vector, see byte_products.h.
+inline int lane_offset(int k, int n) {
+    constexpr int SIZE = HAS_MATRIX_PRODUCTS ? 8 : 4;
+    return k / SIZE * (SIZE * PANEL) + n * SIZE + k % SIZE;
+}
 
 inline ivec load_lanes(const uint8_t *from) {
     ivec x;
@@ -130,7 +156,7 @@ extern Reading reading_one_row, reading_rows;  // for one row of x, and for seve
 //   pack(weight, column, block, panel block, n)  packs 32 numbers and their scale
 //   value_at(panel block, n, k)                  one number
 //   start(row block)                             of integer sums
-//   add_block<M>(panel block, x, stride, sums)   integers of M rows, in 8 bits or in 16
+//   add_block<M>(panel block, x, stride, sums)   integers of M rows, in 8 bits or, where they are not split, in 16
 //   add_scaled(scales, sum, row block, total)    total plus the scaled sum
 template <class Form> struct FormFunctions {
     static void pack(const PlainWeight &weight, uint8_t *panels) {
@@ -146,6 +172,20 @@ template <class Form> struct FormFunctions {
             out[k] = Form::value_at(panel + k / BLOCK * Form::BLOCK_BYTES, n, int(k % BLOCK));
     }
 
+#if defined(RADIXSERVE_BYTE_PRODUCTS)
+    template <int M> static void add_numbers(const uint8_t *block, const int8_t *x, int64_t stride, ivec (&sums)[M][2]) {
+        Form::template add_block<M>(block, x, stride, sums);
+    }
+    template <int M> static void add_numbers(const uint8_t *block, const int16_t *x, int64_t stride, ivec (&sums)[M][2]) {
+        ivec high[M][2] = {};
+        Form::template add_block<M>(block, (const int8_t *)x, 2 * stride, high);
+        Form::template add_block<M>(block, (const int8_t *)x + BLOCK, 2 * stride, sums);
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++)
+            for (int n = 0; n < 2; n++) sums[m][n] += high[m][n] << 8;
+    }
+#endif
+
     template <int M, class Number, bool READS_MEMORY>
     static void tile(const QuantizedRows &x, const uint8_t *panel, float *out) {
         const Reading reading = M == 1 ? reading_one_row : reading_rows;
@@ -158,7 +198,11 @@ template <class Form> struct FormFunctions {
             ivec sums[M][2];
 #pragma GCC unroll 12
             for (int m = 0; m < M; m++) sums[m][0] = sums[m][1] = Form::start(x.blocks[m * x.num_blocks + b]);
+#if defined(RADIXSERVE_BYTE_PRODUCTS)
+            add_numbers<M>(panel, numbers + b * BLOCK, stride, sums);
+#else
             Form::template add_block<M>(panel, numbers + b * BLOCK, stride, sums);
+#endif
             for (int n = 0; n < 2; n++) {
                 const auto scales = Form::scales(panel, n * LANES);
 #pragma GCC unroll 12

@@ -37,6 +37,8 @@ inline ivec round_lanes(vec x) {
     return (ivec)_mm512_cvtps_epi32((__m512)x);
 #elif defined(__AVX__)
     return (ivec)_mm256_cvtps_epi32((__m256)x);
+#elif defined(__aarch64__)
+    return (ivec)vcvtnq_s32_f32((float32x4_t)x);
 #else
     ivec rounded;
     for (int i = 0; i < LANES; i++) rounded[i] = int32_t(__builtin_rintf(x[i]));
@@ -49,6 +51,10 @@ inline vec load(const int8_t *from) {
     return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
 #elif defined(__AVX2__)
     return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
+#elif defined(__aarch64__)
+    int32_t four;
+    memcpy(&four, from, 4);
+    return (vec)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four))))));
 #else
     vec x;
     for (int i = 0; i < LANES; i++) x[i] = float(from[i]);

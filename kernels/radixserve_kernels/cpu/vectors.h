@@ -7,6 +7,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -84,6 +86,8 @@ inline vec load(const bf16 *from) {
 inline half_vec to_bf16(vec x) {
 #if defined(__AVX512BF16__)
     return (half_vec)_mm512_cvtneps_pbh((__m512)x);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return (half_vec)vcvt_bf16_f32((float32x4_t)x);
 #else
     uvec bits = (uvec)x;
     uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -135,6 +139,8 @@ inline vec load(const half *from) {
     return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
 #elif defined(__F16C__)
     return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+#elif defined(__aarch64__)
+    return (vec)vcvt_f32_f16(vld1_f16((const float16_t *)from));
 #else
     vec x;
     for (int i = 0; i < LANES; i++) x[i] = to_f32(from[i]);
@@ -186,6 +192,8 @@ inline vec min(vec a, vec b) {
 inline float reduce_add(vec x) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)x);
+#elif defined(__aarch64__)
+    return vaddvq_f32((float32x4_t)x);
 #else
     float sum = 0;
     for (int i = 0; i < LANES; i++) sum += x[i];
@@ -200,6 +208,8 @@ inline float reduce_max(vec x) {
     const __m128 four = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
     const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+#elif defined(__aarch64__)
+    return vmaxvq_f32((float32x4_t)x);
 #else
     float most = x[0];
     for (int i = 1; i < LANES; i++) most = most > x[i] ? most : x[i];
@@ -211,6 +221,9 @@ inline float reduce_max(vec x) {
 inline vec mask_tail(vec x, int64_t count, float others) {
 #if defined(__AVX512F__)
     return (vec)_mm512_mask_mov_ps(_mm512_set1_ps(others), __mmask16((1u << count) - 1), (__m512)x);
+#elif defined(__aarch64__)
+    const ivec lanes = {0, 1, 2, 3};
+    return lanes < int32_t(count) ? x : broadcast(others);
 #else
     for (int64_t i = count; i < LANES; i++) x[i] = others;
     return x;
@@ -223,6 +236,8 @@ inline bool any_above(vec x, float limit) {
     return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(limit), _CMP_NLE_UQ);
 #elif defined(__AVX__)
     return _mm256_movemask_ps(_mm256_cmp_ps((__m256)x, _mm256_set1_ps(limit), _CMP_NLE_UQ));
+#elif defined(__aarch64__)
+    return vminvq_u32(vcleq_f32((float32x4_t)x, vdupq_n_f32(limit))) == 0;
 #else
     return !(reduce_max(x) <= limit);
 #endif
@@ -231,6 +246,8 @@ inline bool any_above(vec x, float limit) {
 inline bool any_equal(vec x, float value) {
 #if defined(__AVX512F__)
     return _mm512_cmpeq_ps_mask((__m512)x, _mm512_set1_ps(value));
+#elif defined(__aarch64__)
+    return vmaxvq_u32(vceqq_f32((float32x4_t)x, vdupq_n_f32(value)));
 #else
     const ivec equal = (ivec)(x == broadcast(value));
     int32_t any = 0;

@@ -1,0 +1,191 @@
+"""Runs tests of the CPU kernels on an emulated arm64 machine, at each level of its instructions.
+
+    python tests/arm64/run.py                    the long run: hours
+    python tests/arm64/run.py --short            some products and one random program, at each level
+    python tests/arm64/run.py --count            instructions that a product executes
+    python tests/arm64/run.py --levels bf16 tests/kernels/test_linear.py -x
+
+It needs root and Debian's packages qemu-user-static, debootstrap and g++-aarch64-linux-gnu; without
+them it prints a line and ends with status 0. The first run downloads a system and wheels for
+arm64, 400 MB, into `--machine`. Each level runs on a processor with the instructions of that level.
+Emulation says nothing about speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "kernels"))
+
+from radixserve_kernels.processor import ARM_LEVELS  # noqa: E402
+
+QEMU, COMPILER = "qemu-aarch64-static", "aarch64-linux-gnu-g++"
+TOOLS = (QEMU, "debootstrap", COMPILER)
+PROCESSORS = {"neon": "cortex-a72", "dotprod": "neoverse-n1", "i8mm": "max", "bf16": "max"}
+PYTHON = "usr/bin/python3.11"  # of Debian 12
+PLATFORMS = ("manylinux_2_28_aarch64", "manylinux2014_aarch64", "manylinux_2_17_aarch64")
+# Later builds of PyTorch for arm64 bring CUDA.
+ALONE = "torch==2.9.1 xxhash msgspec pyzmq gguf".split()
+WITH_DEPENDENCIES = """numpy sortedcontainers typing_extensions sympy mpmath jinja2 networkx
+    filelock fsspec safetensors tokenizers transformers>=5.13,<5.25 rich prompt_toolkit tqdm regex
+    requests pytest pytest-timeout pytest-xdist hypothesis jsonschema""".split()
+
+KERNELS = ["tests/kernels", "--ignore-glob=*/test_gpu_*"]
+FAMILIES = ("llama", "qwen3", "gemma3", "qwen3_moe", "gpt_oss", "qwen3_next")
+LONG = [
+    [*KERNELS, "tests/attention", "tests/exact"],
+    ["tests/api/test_parity.py", "-k", "test_every_family"],
+    ["tests/models/test_gguf.py", "tests/models/test_quantized.py", "tests/store"],
+]
+ONCE = [["tests/cache"]]  # which computes nothing
+SHORT = [["tests/kernels/test_quantized.py", "-k", "sums_are_exact"]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--short", action="store_true", help="a part that takes three minutes")
+    parser.add_argument("--count", action="store_true", help="count the instructions of products")
+    parser.add_argument("--levels", default=",".join(ARM_LEVELS), help="default: %(default)s")
+    parser.add_argument("--machine", type=Path, default=default_machine(), help="its folder")
+    options, tests = parser.parse_known_args()
+    levels = options.levels.split(",")
+    if unknown := sorted(set(levels) - set(ARM_LEVELS)):
+        parser.error(f"--levels {','.join(unknown)}: allowed are {', '.join(ARM_LEVELS)}")
+    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
+        print(f"arm64 is left out: there is no {', '.join(missing)}")
+        return 0
+    if options.count:
+        return count(levels)
+    machine = options.machine.absolute()
+    if not (machine / "ready").exists():
+        make_machine(machine)
+    if tests:
+        plan = [(level, [tests]) for level in levels]
+    else:
+        plan = [(level, SHORT if options.short else LONG) for level in levels]
+        plan += [] if options.short else [(levels[-1], ONCE)]
+    failed = [
+        f"{level}: {shlex.join(parts)}"
+        for level, runs in plan
+        for parts in runs
+        if run_tests(machine, level, parts)
+    ]
+    print("\n".join(["failed:", *failed]) if failed else "arm64: everything passed")
+    return int(bool(failed))
+
+
+def default_machine() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "radixserve-arm64"
+
+
+def make_machine(machine: Path) -> None:
+    """Debian's Python in `machine`/root with wheels for arm64, and bin/python, which starts it."""
+    print(f"making an arm64 machine in {machine}", flush=True)
+    shutil.rmtree(machine, ignore_errors=True)
+    machine.mkdir(parents=True)
+    root, wheels = machine / "root", machine / "wheels"
+    packages = "--include=python3,libgomp1,libstdc++6"
+    debootstrap = ["debootstrap", "--arch=arm64", "--variant=minbase", "--foreign", packages]
+    with (machine / "debootstrap.log").open("w") as log:
+        subprocess.run([*debootstrap, "bookworm", root], check=True, stdout=log, stderr=log)
+    for package in (root / "var/cache/apt/archives").glob("*.deb"):
+        subprocess.run(["dpkg", "-x", package, root], check=True)
+    download = [sys.executable, "-m", "pip", "download", "-q", "--only-binary=:all:"]
+    download += ["--python-version", "3.11", "-d", str(wheels)]
+    download += [f"--platform={platform}" for platform in PLATFORMS]
+    subprocess.run([*download, "--no-deps", *ALONE], check=True)
+    subprocess.run([*download, *WITH_DEPENDENCIES], check=True)
+    for wheel in wheels.glob("*.whl"):
+        zipfile.ZipFile(wheel).extractall(root / "usr/lib/python3/dist-packages")
+    python = machine / "bin/python"
+    python.parent.mkdir()
+    # Processes that tests start are found by sys.executable: this script.
+    start = [QEMU, "-L", str(root), "-0", str(python), str(root / PYTHON)]
+    python.write_text(f'#!/bin/sh\nexec {shlex.join(start)} "$@"\n')
+    for name in ("c++", "g++"):  # which the tests look for
+        (machine / "bin" / name).write_text(f'#!/bin/sh\nexec {COMPILER} "$@"\n')
+    for script in (machine / "bin").iterdir():
+        script.chmod(0o755)
+    (machine / "ready").touch()
+
+
+def run_tests(machine: Path, level: str, arguments: list[str]) -> int:
+    """Runs pytest at a level. Returns its exit status."""
+    command = [str(machine / "bin/python"), "-m", "pytest", "-n", "0", "-p", "no:cacheprovider"]
+    command += ["-o", "timeout=0", "-rfE", *arguments]
+    print(f"+ {level} ({PROCESSORS[level]}): {shlex.join(arguments)}", flush=True)
+    own = {
+        "QEMU_CPU": PROCESSORS[level],
+        "RADIXSERVE_CPU_LEVEL": level,
+        "PATH": f"{machine / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "RADIXSERVE_CPU_READING": "near,near",  # measured, it would take minutes
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+        "XDG_CACHE_HOME": str(machine / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **own}, check=False).returncode
+
+
+# -- instructions executed
+
+COUNTED = {  # WeightForm, bits of activations
+    "bfloat16": (0, 8),
+    "int8": (1, 8),
+    "int8, 16 bits": (1, 16),
+    "int4": (3, 8),
+    "int4, 16 bits": (3, 16),
+}
+NUM_PRODUCTS = 256 * 256  # of a row in products.cpp
+
+
+def count(levels: list[str]) -> int:
+    """Prints the instructions for each multiplication and addition, by level."""
+    print(f"{'instructions a product of two numbers':40}" + "".join(f"{one:>9}" for one in levels))
+    with tempfile.TemporaryDirectory() as folder:
+        programs = {level: compile_products(level, Path(folder)) for level in levels}
+        for rows in (1, 4):
+            for name, (form, bits) in COUNTED.items():
+                counts = [
+                    executed(programs[level], PROCESSORS[level], form, rows, bits) / rows
+                    for level in levels
+                ]
+                figures = "".join(f"{one / NUM_PRODUCTS:9.3f}" for one in counts)
+                print(f"{f'{name}, rows {rows}':40}{figures}", flush=True)
+    return 0
+
+
+def compile_products(level: str, folder: Path) -> Path:
+    sources = ROOT / "kernels/radixserve_kernels/cpu"
+    flags = ["-O3", "-std=c++17", "-static", "-pthread", "-fno-math-errno", "-fno-strict-aliasing"]
+    flags += ["-w", "-DRADIXSERVE_NUMBER=bf16", "-DRADIXSERVE_IS_BF16", f"-I{sources}"]
+    program = folder / level
+    command = [COMPILER, *flags, *ARM_LEVELS[level][1]]
+    source = Path(__file__).with_name("products.cpp")
+    subprocess.run([*command, str(source), "-o", str(program)], check=True)
+    return program
+
+
+def executed(program: Path, processor: str, form: int, rows: int, bits: int) -> int:
+    """Instructions of one product: those of a run with two, less those of a run with one."""
+    counts = []
+    for repeats in (1, 2):
+        log = program.with_suffix(".log")
+        command = [QEMU, "-cpu", processor, "-singlestep", "-d", "exec,nochain", "-D", str(log)]
+        command += [str(program), *map(str, (form, rows, bits, repeats))]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        counts.append(sum(line.startswith(b"Trace") for line in log.open("rb")))
+    return counts[1] - counts[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
