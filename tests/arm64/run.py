@@ -1,7 +1,7 @@
 """Runs tests of the CPU kernels on an emulated arm64 machine, at each level of its instructions.
 
     python tests/arm64/run.py                    the long run: hours
-    python tests/arm64/run.py --short            some products and one random program, at each level
+    python tests/arm64/run.py --short            products with weights of 8 and 4 bits
     python tests/arm64/run.py --count            instructions that a product executes
     python tests/arm64/run.py --levels bf16 tests/kernels/test_linear.py -x
 
@@ -40,7 +40,6 @@ WITH_DEPENDENCIES = """numpy sortedcontainers typing_extensions sympy mpmath jin
     requests pytest pytest-timeout pytest-xdist hypothesis jsonschema""".split()
 
 KERNELS = ["tests/kernels", "--ignore-glob=*/test_gpu_*"]
-FAMILIES = ("llama", "qwen3", "gemma3", "qwen3_moe", "gpt_oss", "qwen3_next")
 LONG = [
     [*KERNELS, "tests/attention", "tests/exact"],
     ["tests/api/test_parity.py", "-k", "test_every_family"],
@@ -51,8 +50,8 @@ SHORT = [["tests/kernels/test_quantized.py", "-k", "sums_are_exact"]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--short", action="store_true", help="a part that takes three minutes")
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--short", action="store_true", help="products of 8 and 4 bits alone")
     parser.add_argument("--count", action="store_true", help="count the instructions of products")
     parser.add_argument("--levels", default=",".join(ARM_LEVELS), help="default: %(default)s")
     parser.add_argument("--machine", type=Path, default=default_machine(), help="its folder")
