@@ -85,7 +85,7 @@ class EngineSettings(TypedDict, total=False):
     max_wait_s: float | None
     tenant_weights: Mapping[str, float] | None
     admission: AdmissionRule
-    max_draft_tokens: int
+    max_draft_tokens: int | None
     attention_backend: AttentionBackendName
     cuda_graphs: bool
     overlap: bool
@@ -327,7 +327,8 @@ class SchedulerSettings(SettingsGroup):
     admission           "greedy" (a request starts if it fits), or "priced": a request waits that
                         would evict K/V of more worth; see docs/scheduling.md
     max_draft_tokens    most guessed tokens of a request that a step verifies beside its last token;
-                        answers stay the same, see docs/drafts.md. 0: none
+                        answers stay the same, see docs/drafts.md. 0: none. Default: 32 on a CPU, 0
+                        on a device and where `resolved_config.inexact` names a reason
     """
 
     chunked_prefill_size: int = 512
@@ -338,7 +339,7 @@ class SchedulerSettings(SettingsGroup):
     max_wait_s: float | None = None
     tenant_weights: Mapping[str, float] | None = field(default=None, hash=False)
     admission: AdmissionRule = "greedy"
-    max_draft_tokens: int = 0
+    max_draft_tokens: int | None = None
 
     def _check(self) -> None:
         self._check_ints(

@@ -7,6 +7,7 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 
+from radixserve.drafts import budget
 from tests.pairwise import mark_long_runs
 
 # The models here are so small that a second thread costs more than it saves.
@@ -20,6 +21,10 @@ if platform.machine() == "x86_64":
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it; commands print as into a pipe
+
+# How much is drafted depends on measured times, and many tests count steps: those that need drafts
+# ask for them.
+budget.DEFAULT_DRAFTS = 0
 
 # The same examples in every run, however slow the machine is; new ones are for long runs.
 settings.register_profile(

@@ -15,7 +15,7 @@ from radixserve.beams.searches import BeamSearches
 from radixserve.cache import HashBlockCache, PrefixCache, RadixCache
 from radixserve.cache_layers import RecurrentLayers, WindowedLayers
 from radixserve.config import EngineConfig, parse_bytes
-from radixserve.drafts.extension import DraftExtension
+from radixserve.drafts.extension import DraftExtension, most_drafts
 from radixserve.engine.engine import Engine
 from radixserve.engine.trace_recorder import TraceRecorder
 from radixserve.epochs.extension import WeightEpochs
@@ -113,7 +113,8 @@ def _extend(engine: Engine, config: EngineConfig) -> None:
         main = open_connector(engine, config)
         engine.extend(main)
     engine.extend(SavedCaches(engine, config, main))
-    engine.extend(DraftExtension(engine, config.max_draft_tokens))
+    most = most_drafts(config.max_draft_tokens, engine.runner)
+    engine.extend(DraftExtension(engine, most))
     engine.extend(WeightEpochs(engine))
     if config.kv_events is not None:
         _publish_events(engine, config, config.kv_events)

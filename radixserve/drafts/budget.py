@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+DEFAULT_DRAFTS = 32  # of a row, at most
 MOST_ROWS = 16  # of a step with drafts
 _SHARE = 0.1  # of a new measurement in an average
 _FIRST_COST = 0.12  # of a further token, in steps of one row, before it was measured

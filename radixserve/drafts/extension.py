@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from radixserve.cache import PrefixCache, RadixCache
+from radixserve.drafts import budget
 from radixserve.drafts.drafter import Drafts
 from radixserve.drafts.source import DraftSource
 from radixserve.engine.engine import Engine
 from radixserve.engine.extension import EngineExtension
 from radixserve.engine.messages import EngineMessage
+
+if TYPE_CHECKING:
+    from radixserve.runner.base import ModelRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,14 @@ class DraftExtension(EngineExtension):
 
     def stats(self) -> dict[str, Any]:
         return self._drafts.stats()
+
+
+def most_drafts(given: int | None, runner: ModelRunner) -> int:
+    """Returns `given`; without it `budget.DEFAULT_DRAFTS` where drafts change no answer and keep no
+    step from being scheduled ahead, as on a CPU, else 0."""
+    if given is not None:
+        return given
+    return 0 if runner.overlap_depth or runner.resolved_config.inexact else budget.DEFAULT_DRAFTS
 
 
 def default_sources(cache: PrefixCache) -> list[DraftSource]:

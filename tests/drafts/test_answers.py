@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from radixserve import Completion, InvalidRequest, Runtime, SamplingParams
+from radixserve.drafts import budget
 from radixserve.drafts.source import DraftContext, DraftSource
 from tests.drafts.sources import ForcedSource, Memory
+from tests.runner.on_device import DeviceRuntime
 
 PROMPT = "The json module reads and writes"
 ASKED: dict[str, dict[str, Any]] = {
@@ -83,6 +85,21 @@ def test_they_are_the_same(name: str, plain: Runtime, drafted: Runtime, memory: 
     accepted = drafted.cache_stats()["accepted_draft_tokens"] - before
     assert accepted == 0 if name == "jump" else accepted > 0
     drafted.check()
+
+
+def test_they_are_on_where_they_change_no_answer_and_keep_no_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(budget, "DEFAULT_DRAFTS", 8)
+    with Runtime("demo") as runtime:
+        assert "request" in runtime.cache_stats()["drafts"]
+    with DeviceRuntime("demo", num_pages=500) as runtime:  # its steps are scheduled ahead
+        assert not runtime.cache_stats()["drafts"]
+    with Runtime("demo", attention_backend="torch") as runtime:
+        assert runtime.resolved_config.inexact
+        assert not runtime.cache_stats()["drafts"]
+    with Runtime("demo", attention_backend="torch", max_draft_tokens=4) as runtime:
+        assert runtime.cache_stats()["drafts"]
 
 
 @pytest.mark.parametrize("name", ["plain", "stop", "logprobs and stop"])

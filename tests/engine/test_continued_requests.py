@@ -38,7 +38,7 @@ PARAMS = {
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    config = EngineConfig(num_pages=2000, max_running_requests=8)
+    config = EngineConfig(num_pages=2000, max_running_requests=8, max_draft_tokens=0)
     runner = make_runner(str(DEMO), config)
     yield make_engine(runner, config)
     runner.close()

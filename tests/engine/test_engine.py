@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ class ChainRunner:
     overlap_depth = 1
     num_states = 0
     windows = None
+    resolved_config = SimpleNamespace(inexact="it has no arithmetic")  # so that nothing is drafted
     num_pages = 400
 
     def __init__(self) -> None:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,7 @@ class FakeRunner:
     overlap_depth = 0
     num_states = 0
     windows: WindowLayers | None = None
+    resolved_config = SimpleNamespace(inexact="it has no arithmetic")  # so that nothing is drafted
     num_slots = 1 << 30  # in the page table
 
     def __init__(self, num_pages: int, page_size: int, windows: WindowLayers | None = None) -> None:
