@@ -5,6 +5,7 @@ from __future__ import annotations
 import numbers
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypedDict, get_args
@@ -113,14 +114,14 @@ class EngineSettings(TypedDict, total=False):
     seed: int
 
 
-class SettingsGroup(StrictFields):
+class SettingsGroup(StrictFields, ABC):
     """Settings of one subject, a base of `EngineConfig`."""
 
     __slots__ = ()
 
+    @abstractmethod
     def _check(self) -> None:
         """Raise InvalidRequest for wrong values; numbers become plain ones."""
-        raise NotImplementedError
 
     def _check_shares(self, *names: str, open_low: bool = False) -> None:
         """Make each field a plain float from 0 to 1, with `open_low` above 0."""

@@ -8,6 +8,7 @@ RADIXSERVE_CPU_READING  two of near, far and plain, such as "plain,far": for one
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
@@ -93,10 +94,8 @@ def _kept(file: Path) -> Reading | None:
 
 
 def _keep(file: Path, reading: Reading) -> None:
-    """Write `file` at once, or not at all where its folder takes none."""
-    try:
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
-            new.write(f"{reading}\n")
-        os.replace(new.name, file)
-    except OSError:
-        return
+    """Write `file` at once, or not at all where that fails. Leaves no other file."""
+    with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=file.parent) as work:
+        new = Path(work, file.name)
+        new.write_text(f"{reading}\n")
+        os.replace(new, file)

@@ -58,6 +58,8 @@ def _read_cache(folder: Path) -> dict[str, str]:
 def _write_cache(folder: Path, known: Mapping[str, str]) -> None:
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:  # 0600
-            json.dump(known, file)
-        os.replace(file.name, folder / _CACHE)
+        with tempfile.TemporaryDirectory(dir=folder) as work:  # also removed where that fails
+            file = Path(work, _CACHE)
+            file.touch(0o600)
+            file.write_text(json.dumps(known))
+            os.replace(file, folder / _CACHE)

@@ -57,6 +57,15 @@ def test_the_measured_reading_is_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     assert set(use_reading(library, tmp_path / "missing" / "cpu.reading")) <= set(WAYS)
 
 
+def test_a_reading_that_cannot_be_kept_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    (tmp_path / "cpu.reading").mkdir()  # cannot be replaced by a file
+    assert set(use_reading(forms_library(), tmp_path / "cpu.reading")) <= set(WAYS)
+    assert [path.name for path in tmp_path.iterdir()] == ["cpu.reading"]
+
+
 def test_a_setting_goes_before_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -499,6 +499,15 @@ def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     assert model_fingerprint(None, "x", {}, tmp_path) != model_fingerprint(None, "y", {}, tmp_path)
 
 
+def test_a_fingerprint_that_cannot_be_kept_leaves_no_file(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    kept = tmp_path / "kept"
+    (kept / "fingerprints.json").mkdir(parents=True)  # cannot be replaced by a file
+    assert model_fingerprint(tmp_path / "model", "x", {}, kept)
+    assert [path.name for path in kept.iterdir()] == ["fingerprints.json"]
+
+
 WRITER = """
 import sys
 from pathlib import Path
