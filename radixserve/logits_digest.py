@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+
+from radixserve.request import Request
 
 _BYTES = 16
 
@@ -36,3 +39,14 @@ class LogitsDigest:
         """Returns the hash of the logits of the first `num_tokens` tokens; None if fewer were
         hashed: another process sampled them, or a grammar forced them."""
         return self._after_tokens[num_tokens] if num_tokens < len(self._after_tokens) else None
+
+
+def with_digest(request: Request) -> Request:
+    """Returns the request with its own digest, if its params request one."""
+    params = request.params
+    if not params.digest:
+        return request
+    digest = LogitsDigest()
+    others = [each for each in params.logits_processors if not isinstance(each, LogitsDigest)]
+    params = replace(params, logits_processors=(digest, *others))
+    return replace(request, params=params, digest=digest)

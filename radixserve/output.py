@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from radixserve.cache.lookup import Lookup
-from radixserve.schedule import SampleOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +114,6 @@ class RequestOutput(NamedTuple):
     top_logprobs: tuple[dict[int, float], ...]
     finish: Finish | None
     beams: tuple[Beam, ...] = ()  # the answers of a beam search, best first, when it has ended
-    beam_samples: tuple[SampleOutput, ...] = ()  # for a beam search: one sample per beam
     cached_tokens: int = 0  # `Usage.cached_tokens` so far
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,6 @@ from radixserve.arrays import IntArray
 from radixserve.cache.namespace import Namespace, as_namespace
 from radixserve.checks import StrictFields, check_choice, check_float, check_int, check_text, shown
 from radixserve.errors import InvalidRequest
-from radixserve.logits_digest import LogitsDigest
 from radixserve.sampling_defaults import NEUTRAL, NotGivenFloat, NotGivenInt, check_field
 from radixserve.structured_outputs import Grammar, StructuredOutput, as_structured_output
 
@@ -54,6 +53,9 @@ class AdapterUse(NamedTuple):
 
 # (output ids, logits [V] float32) or (prompt ids, output ids, logits) -> logits
 LogitsProcessor = Callable[..., Any]
+
+# (tokens of prompt and output, [n] int32; the next token) -> whether a stop string ends in it
+StopCheck = Callable[[IntArray, int], bool]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -401,6 +403,12 @@ def num_unmarked(keyed: IntArray) -> int:
     return int(marked.argmax()) if marked.any() else len(keyed)
 
 
+class Digest(Protocol):
+    """The hash of an answer's logits, see `LogitsDigest`."""
+
+    def hexdigest(self, num_tokens: int) -> str | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A checked request on its way into the engine."""
@@ -417,10 +425,11 @@ class Request:
     also_generate: bool = False
     # score `logprob_targets` after the k tokens before the last one, then generate an answer
     beams: BeamParams | None = None  # for a beam search, which has no targets
+    is_stopped: StopCheck | None = None  # of a beam search with stop strings
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     is_prefetch: bool = False  # computed for later requests; no caller's prompt
     grammar: Grammar | None = None  # of params.structured
-    digest: LogitsDigest | None = None  # with params.digest, also the first of logits_processors
+    digest: Digest | None = None  # with params.digest, also the first of logits_processors
     turn_starts: tuple[int, ...] = ()  # ascending positions at which messages of a chat begin, the
     # generation prompt's last; known only where the model has recurrent layers
     prediction: IntArray | None = None  # [n] params.prediction as token ids
@@ -434,19 +443,6 @@ class Request:
     def keyed_tokens(self) -> IntArray:
         """[n] `token_ids` as the cache has them, see `AdapterUse`."""
         return keyed_tokens(self.token_ids, self.adapter)
-
-    def with_digest(self) -> Request:
-        """Returns the request with its own digest, if its params request one."""
-        if not self.params.digest:
-            return self
-        digest = LogitsDigest()
-        others = [
-            processor
-            for processor in self.params.logits_processors
-            if not isinstance(processor, LogitsDigest)
-        ]
-        params = replace(self.params, logits_processors=(digest, *others))
-        return replace(self, params=params, digest=digest)
 
     @property
     def num_prompt(self) -> int:

@@ -10,11 +10,10 @@ from typing import Any
 from radixserve.arrays import IntArray
 from radixserve.checks import shown
 from radixserve.completion import Completion
-from radixserve.engine.beam_group import StopCheck
 from radixserve.engine.output_collector import Event, OutputCollector
 from radixserve.errors import InvalidRequest
 from radixserve.output import Beam, Finish, RequestOutput
-from radixserve.request import BeamParams, Request, SamplingParams
+from radixserve.request import BeamParams, Request, SamplingParams, StopCheck
 from radixserve.text.tokenizer import Tokenizer
 
 _MAX_TOKENS = 64  # of an answer by default

@@ -34,6 +34,7 @@ from radixserve.engine.core_client import EngineCoreClient
 from radixserve.engine.messages import CloseSession, SessionClaim
 from radixserve.engine.output_collector import Event
 from radixserve.errors import BranchBusy, InvalidRequest
+from radixserve.logits_digest import with_digest
 from radixserve.output import Usage, add_usages
 from radixserve.request import Request, SamplingParams
 
@@ -484,7 +485,7 @@ class BranchHandle(RequestHandle[Any]):
         super().__init__(
             client.core,
             client.reader.tokenizer,
-            [request.with_digest()],
+            [with_digest(request)],
             streams=streams,
             notifier=client.notifier,
         )

@@ -20,6 +20,7 @@ from radixserve.engine.messages import LookUpPrompt
 from radixserve.engine.output_collector import Event, OutputCollector
 from radixserve.engine.output_notifier import LoopWaker, OutputNotifier
 from radixserve.errors import InvalidRequest, RequestFailed, request_failed
+from radixserve.logits_digest import with_digest
 from radixserve.request import Request
 from radixserve.text.prompts import PromptReader
 from radixserve.text.tokenizer import Tokenizer
@@ -290,7 +291,7 @@ class EngineClient:
         return RequestHandle(
             self.core,
             self.reader.tokenizer,
-            [request.with_digest() for request in requests],
+            [with_digest(request) for request in requests],
             streams=streams,
             finish=finish,
             prompt_indices=prompt_indices,

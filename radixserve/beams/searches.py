@@ -3,35 +3,25 @@
 Each beam is scheduled, waits and is preempted like any other request. A sampled beam waits until
 all beams of its search have sampled, mostly in the same step. Until then it is parked: it is not
 scheduled and uses no slot; its pages may be reclaimed. Its sampled candidates are kept, so none is
-computed twice. The continuations are chosen above the scheduler.
+computed twice. When all have sampled, `BeamScorer` chooses their continuations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
 from radixserve.arrays import IntBuffer
+from radixserve.beams.scorer import BeamScorer, Continuation
 from radixserve.cache import CacheSequence
-from radixserve.errors import OutOfPages
-from radixserve.output import RequestOutput
+from radixserve.errors import OutOfPages, request_failed
+from radixserve.output import Beam, RequestOutput
 from radixserve.schedule import SampleOutput
 from radixserve.scheduler.admission import wake_waiters
 from radixserve.scheduler.extension import RequestGroup, SchedulerExtension, SchedulerParts
 from radixserve.scheduler.request_state import RequestState
-
-
-class Child(Protocol):
-    """A beam of the next step: one more token after one of this step's beams."""
-
-    @property
-    def parent(self) -> int: ...  # index of that beam
-
-    @property
-    def token_id(self) -> int: ...
 
 
 class BeamSearch(RequestGroup):
@@ -40,33 +30,46 @@ class BeamSearch(RequestGroup):
     def __init__(self, leader: RequestState, searches: BeamSearches) -> None:
         assert leader.request.beams is not None
         self._searches = searches
+        self._scorer = BeamScorer(leader.request)
         self.leader = leader  # carries the times, usage and answers of the search
         self.width = leader.request.beams.width
         self.beams = [leader]  # best first
         self.samples: dict[int, SampleOutput] = {}  # of this step, by the beam's arrival
 
-    def take_sample(self, state: RequestState, sample: SampleOutput) -> list[RequestOutput]:
-        """Returns the samples of all beams once each has one."""
+    def take_sample(self, state: RequestState, sample: SampleOutput) -> None:
         self.leader.num_reused = min(self.leader.num_reused, state.num_reused)
         self.samples[state.arrival] = sample
-        if len(self.samples) < len(self.beams):
-            return []
-        samples = tuple(self.samples[beam.arrival] for beam in self.beams)
-        self.samples = {}
-        return [RequestOutput(self.leader.request_id, (), (), (), None, (), samples)]
 
     def end_step(self) -> None:
-        self._searches.park_sampled(self)
+        if self.leader.first_token_at is None:
+            self.leader.first_token_at = self._searches.clock()
+        if len(self.samples) < len(self.beams):
+            self._searches.park_sampled(self)
 
-    def advance(self, choice: Sequence[Child]) -> None:
-        """Continue with the next beams, best first. The last `update` returned the samples."""
-        self._searches.advance(self, choice)
+    def advance(self) -> RequestOutput | None:
+        """Once each beam has a sample, choose the next beams. Returns the answers when the search
+        has ended."""
+        if len(self.samples) < len(self.beams):
+            return None
+        samples = [self.samples[beam.arrival] for beam in self.beams]
+        self.samples = {}
+        try:
+            children = self._scorer.advance(samples)
+        except Exception as cause:  # in the check for stop strings, which decodes text
+            message = f"the next step of a beam search could not be chosen: {cause!r}"
+            return self.end("error", request_failed(message, cause))
+        if children:
+            self._searches.advance(self, children)
+            return None
+        answers = self._scorer.answers()
+        if not answers:
+            return self.end("error", request_failed("no token can be sampled: none is possible"))
+        return self.end(answers[0].reason)
 
-    def end(
-        self, reason: str, error: BaseException | None, answer_lens: Sequence[int]
-    ) -> RequestOutput:
-        """The usage is that of the first answer; the others count the prompt as cached."""
-        return self._searches.end(self, reason, error, answer_lens)
+    def end(self, reason: str, error: BaseException | None = None) -> RequestOutput:
+        """Returns the answers so far. The usage is that of the first one; the others count the
+        prompt as cached."""
+        return self._searches.end(self, self._scorer.answers(), reason, error)
 
     def unpark(self, state: RequestState) -> None:
         self._searches.unpark(state)
@@ -90,7 +93,7 @@ class BeamSearches(SchedulerExtension):
         self.parked: dict[int, RequestState] = {}  # by arrival, those that have pages
 
     def attach(self, parts: SchedulerParts) -> None:
-        self._parts = parts
+        self._parts, self.clock = parts, parts.clock
         self._requests, self._running, self._waiting = parts.requests, parts.running, parts.waiting
 
     def on_arrival(self, state: RequestState) -> None:
@@ -103,8 +106,6 @@ class BeamSearches(SchedulerExtension):
 
     def park_sampled(self, search: BeamSearch) -> None:
         """Park the beams that wait for the other beams of their search."""
-        if search.leader.first_token_at is None:
-            search.leader.first_token_at = self._parts.clock()
         for state in search.beams:
             if state.arrival in search.samples and state in self._running:
                 self._running.remove(state)
@@ -163,9 +164,9 @@ class BeamSearches(SchedulerExtension):
     def end(
         self,
         search: BeamSearch,
+        answers: tuple[Beam, ...],
         reason: str,
         error: BaseException | None,
-        answer_lens: Sequence[int],
     ) -> RequestOutput:
         """See `BeamSearch.end`."""
         leader, counts = search.leader, self._parts.counts
@@ -176,11 +177,13 @@ class BeamSearches(SchedulerExtension):
                 state.group = None
         finish = self._parts.close(leader, reason, error)
         leader.group = None
-        usage = finish.usage.with_answer(answer_lens[0] if answer_lens else 0)
-        for num_tokens in answer_lens[1:]:
+        lens = [len(answer.token_ids) for answer in answers]
+        usage = finish.usage.with_answer(lens[0] if lens else 0)
+        for num_tokens in lens[1:]:
             counts.count_prompt(usage.of_other_answer(num_tokens), leader.cached_on_arrival)
-        counts.generated_tokens += sum(answer_lens)
-        return RequestOutput(leader.request_id, (), (), (), replace(finish, usage=usage))
+        counts.generated_tokens += sum(lens)
+        finish = replace(finish, usage=usage)
+        return RequestOutput(leader.request_id, (), (), (), finish, answers)
 
     def check(self) -> None:
         for state in self.parked.values():
@@ -189,8 +192,8 @@ class BeamSearches(SchedulerExtension):
 
     # -- from beams to their children ---------------------------------------------------------
 
-    def advance(self, search: BeamSearch, children: Sequence[Child]) -> None:
-        """See `BeamSearch.advance`.
+    def advance(self, search: BeamSearch, children: Sequence[Continuation]) -> None:
+        """Continue a search with the next beams, best first.
 
         A beam's first child keeps its request and its pages, further ones share these by a fork. As
         many children run as beams ran, and more where there is room; the others wait like preempted
@@ -215,7 +218,11 @@ class BeamSearches(SchedulerExtension):
                 del self._requests[state.request.request_id]
 
     def _continue(
-        self, search: BeamSearch, children: Sequence[Child], spare: list[RequestState], room: int
+        self,
+        search: BeamSearch,
+        children: Sequence[Continuation],
+        spare: list[RequestState],
+        room: int,
     ) -> list[RequestState]:
         """The requests of the children; `spare` ones are used up from its end."""
         parents = search.beams

@@ -1,8 +1,8 @@
-"""`Engine`: builds each part once and runs the steps: schedule, launch, collect, update.
+"""`Engine`: runs the steps: schedule, launch, collect, update.
 
 Synchronous, no I/O, one owner. It handles token ids, not text. It decides nothing about the order
 of requests: `Scheduler` does. `InBatchSharing` (scheduler/admission.py) lets a request wait for a
-prefix that a running request is computing. What else plugs in, such as a K/V store, is an
+prefix that a running request is computing. What else an engine can do plugs in as an
 `EngineExtension` (engine/extension.py).
 
 With a runner of overlap depth 1 the host schedules the next step while the device computes the
@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 from radixserve.arrays import IntArray
 from radixserve.cache import EventBatch, EventLog, EventSnapshot, Lookup, PrefixCache, SnapshotView
 from radixserve.cache.stats import hit_rate
-from radixserve.engine.beam_group import BeamGroup, StopCheck
 from radixserve.engine.extension import EngineExtension, Extensions
 from radixserve.errors import EngineDead, InvalidRequest, request_failed
 from radixserve.output import RequestOutput
@@ -58,7 +57,6 @@ class Engine:
         self._cache = cache
         self._scheduler = scheduler
         self.extensions = Extensions()
-        self._searches: dict[str, BeamGroup] = {}  # beam searches by request id
         self._in_flight: list[tuple[SchedulerOutput, Any]] = []  # launched steps, the older first
         self._must_collect = False  # whether `end_step` has a step to collect
         self._failed: list[RequestOutput] = []  # last outputs of requests that extensions ended
@@ -69,12 +67,9 @@ class Engine:
         self._busy_since = 0.0  # nothing before it was counted in the two below
         self._prefill_s = self._decode_s = 0.0
 
-    def add(self, request: Request, is_stopped: StopCheck | None = None) -> None:
+    def add(self, request: Request) -> None:
         """Queue a checked request. It can be scheduled from the next step on, or once an extension
-        releases it. Raises InvalidRequest for one that does not fit into the cache.
-
-        `is_stopped` finds the stop strings of a beam search.
-        """
+        releases it. Raises InvalidRequest for one that does not fit into the cache."""
         self._scheduler.check_fits(request)
         if self.extensions.is_held(request.request_id):
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
@@ -82,8 +77,6 @@ class Engine:
 
         def admit(num_loaded: int = 0) -> None:
             self._scheduler.add(request, queued_at=queued_at, num_loaded=num_loaded)
-            if request.beams is not None:
-                self._searches[request.request_id] = BeamGroup(request, is_stopped)
 
         if not self.extensions.hold(request, queued_at, admit):
             admit()
@@ -102,13 +95,7 @@ class Engine:
         flight still computes a row of it: the result of that row is dropped.
         """
         self.extensions.let_go(request_id)
-        search = self._searches.pop(request_id, None)
-        if search is None:
-            return self._scheduler.finish(request_id, reason, error)
-        answers = search.answers()
-        lens = [len(answer.token_ids) for answer in answers]
-        output = self._scheduler.finish(request_id, reason, error, lens)
-        return None if output is None else output._replace(beams=answers)
+        return self._scheduler.finish(request_id, reason, error)
 
     def fail(self, request_id: str, error: BaseException) -> None:
         """End a request with `error`, for an extension. The next step returns its last output."""
@@ -119,7 +106,7 @@ class Engine:
     def fail_all(self, error: BaseException) -> list[RequestOutput]:
         """End all requests with `error`. Returns their outputs. Waits for the steps in flight."""
         self.extensions.let_go()
-        outputs = self._for_callers(self._scheduler.fail_all(error))
+        outputs = self.extensions.on_outputs(self._scheduler.fail_all(error))
         while self._in_flight:
             try:
                 assert not self._collect(), "a request has not ended"
@@ -214,7 +201,7 @@ class Engine:
         self.is_paused = False
 
     def open_session(self, name: str, lease_s: float | None = None) -> None:
-        """Open a session, see `Scheduler.open_session`."""
+        """See `Sessions.open` (scheduler/sessions.py)."""
         self._scheduler.sessions.open(name, lease_s)
 
     def claim(self, name: str, tokens: IntArray, namespace: str = "") -> int:
@@ -381,9 +368,7 @@ class Engine:
         counts = self._scheduler.counts
         prefilled, decoded = counts.prefilled_tokens, counts.decoded_tokens
         outputs = self._scheduler.update(schedule, output)
-        if self._searches:
-            outputs = self._advance_searches(outputs)
-        elif self.extensions.of_on_outputs:
+        if self.extensions.of_on_outputs:
             outputs = self.extensions.on_outputs(outputs)
         now = time.perf_counter()
         self._seconds["commit"] += now - start
@@ -402,44 +387,4 @@ class Engine:
             self._scheduler.fail(schedule, cause)
             raise cause
         error = request_failed(f"the step that computed this request failed: {cause!r}", cause)
-        return self._for_callers(self._scheduler.fail(schedule, error))
-
-    # -- beam searches ------------------------------------------------------------------------
-
-    def _advance_searches(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Choose the next beams of each search from its samples. Returns `outputs` without these
-        samples, and with the answers of searches that have ended."""
-        kept: list[RequestOutput] = []
-        for output in outputs:
-            last = self._advance_search(output) if output.beam_samples else output
-            if last is not None:
-                kept.append(last)
-        return self._for_callers(kept)
-
-    def _advance_search(self, output: RequestOutput) -> RequestOutput | None:
-        """Choose the next beams of a search. Returns its answers when it has ended, else None."""
-        request_id = output.request_id
-        search = self._searches[request_id]
-        try:
-            children = search.advance(output.beam_samples)
-        except Exception as cause:  # in the check for stop strings, which decodes text
-            message = f"the next step of a beam search could not be chosen: {cause!r}"
-            error = request_failed(message, cause)
-            return self.finish(request_id, "error", error)
-        if children:
-            self._scheduler.continue_group(request_id, children)
-            return None
-        answers = search.answers()
-        if not answers:
-            error = request_failed("no token can be sampled: none is possible")
-            return self.finish(request_id, "error", error)
-        return self.finish(request_id, answers[0].reason)
-
-    def _for_callers(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Returns `outputs` without those of the extensions' requests; drops the beam searches that
-        have ended."""
-        outputs = self.extensions.on_outputs(outputs)
-        for output in outputs:
-            if output.finish is not None:
-                self._searches.pop(output.request_id, None)
-        return outputs
+        return self.extensions.on_outputs(self._scheduler.fail(schedule, error))

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -341,8 +341,11 @@ class EngineThread:
         has_others = len(self._collectors) > len(self._arriving)
         for name in names[: _ADDED_AT_ONCE if has_others else None]:
             collector = self._arriving[name]
+            request = collector.request
+            if collector.is_stopped is not None:  # made here: a function cannot be sent to replicas
+                request = replace(request, is_stopped=collector.is_stopped)
             try:
-                self._engine.add(collector.request, collector.is_stopped)
+                self._engine.add(request)
             finally:
                 del self._arriving[name]
                 self._count_unread([collector], -1)

@@ -10,9 +10,8 @@ from functools import partial
 from typing import cast
 
 from radixserve.completion import Chunk, Completion, FinishReason, PromptTokens
-from radixserve.engine.beam_group import StopCheck
 from radixserve.output import Finish, Metrics, RequestOutput, Usage, single_tokens
-from radixserve.request import Request
+from radixserve.request import Request, StopCheck
 from radixserve.text.prediction import count_matched
 from radixserve.text.tokenizer import StopStringMatcher, Tokenizer
 

@@ -115,7 +115,7 @@ def _num_agreed(state: RequestState, producer: RequestState, start: int, limit: 
 
 
 class Admission:
-    """Works on the scheduler's own queues; keeps nothing between steps."""
+    """Works on the scheduler's own queues. Between passes it keeps when it last held a request."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Admission:
         waiting.refresh()
         outstanding = page_budget.num_outstanding()
         spare = self._cache.num_available - outstanding
-        if self.is_blocked(spare):
+        if self._is_blocked(spare):
             return  # no need to scan the queue
         layer_pages = page_budget.num_layer_pages()
         sharing = InBatchSharing(
@@ -233,7 +233,7 @@ class Admission:
         batch.add(state, count, is_decode=False)
         return True
 
-    def is_blocked(self, spare: int) -> bool:
+    def _is_blocked(self, spare: int) -> bool:
         """Whether no queued request fits into `spare` pages. O(preempted requests)."""
         if not self._running or self._waiting.min_page_need <= spare:
             return False

@@ -318,7 +318,7 @@ def plan_ahead(
         else:
             prefills.append(state)
     chunks, token_budget = [], batch.token_budget - tokens_to_keep(batch, prefills)
-    for state in running.in_turn(prefills, token_budget):
+    for state in running.prefill_order(prefills, token_budget):
         assert state.sequence is not None
         length = state.sequence.length
         cost = _token_cost(state, has_decodes=bool(sampled or decodes))

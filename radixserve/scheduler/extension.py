@@ -7,7 +7,7 @@ requests that continue jointly. `tests/scheduler/test_extension.py` has one of e
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from radixserve.arrays import IntArray
@@ -113,22 +113,19 @@ class RequestGroup(ABC):
     """
 
     @abstractmethod
-    def take_sample(self, state: RequestState, sample: SampleOutput) -> list[RequestOutput]:
-        """A member was sampled. Returns the outputs that follow from that now."""
+    def take_sample(self, state: RequestState, sample: SampleOutput) -> None:
+        """A member was sampled."""
 
     @abstractmethod
     def end_step(self) -> None:
         """The samples of the last step in flight were taken, some of this group among them."""
 
-    def advance(self, choice: Sequence[Any]) -> None:
-        """What follows the outputs of `take_sample`, where that is chosen above the scheduler, see
-        `Scheduler.continue_group`."""
-        raise NotImplementedError
+    def advance(self) -> RequestOutput | None:
+        """Continue, after `end_step` of all groups. Returns an output for the caller, if any."""
+        return None
 
     @abstractmethod
-    def end(
-        self, reason: str, error: BaseException | None, answer_lens: Sequence[int]
-    ) -> RequestOutput:
+    def end(self, reason: str, error: BaseException | None = None) -> RequestOutput:
         """End all members: one was to end. Returns the output for the caller."""
 
     @abstractmethod

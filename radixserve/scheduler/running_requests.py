@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from radixserve.cache.audit import page_table
 from radixserve.scheduler.request_state import RequestState
 
 
@@ -38,7 +37,9 @@ class RunningRequests:
     def _sorted(self) -> list[RequestState]:
         return sorted(self._states.values(), key=lambda state: state.priority_key)
 
-    def in_turn(self, prefills: Sequence[RequestState], num_tokens: int) -> Sequence[RequestState]:
+    def prefill_order(
+        self, prefills: Sequence[RequestState], num_tokens: int
+    ) -> Sequence[RequestState]:
         """Returns running requests with tokens left to compute, given by priority, in the order in
         which a step with `num_tokens` for them takes them."""
         del num_tokens
@@ -50,6 +51,8 @@ class RunningRequests:
     def page_tables(self, namespace: str | None = None) -> list[dict[str, Any]]:
         """Their sequences, or those of one namespace, as `PrefixCache.dump` shows them, with
         "request_id"."""
+        from radixserve.cache.audit import page_table  # loaded when it is used
+
         return [
             {"request_id": state.request.request_id, **page_table(state.sequence)}
             for state in self

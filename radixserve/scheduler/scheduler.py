@@ -155,11 +155,10 @@ class Scheduler:
         if request.request_id in self._requests:
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
         self.check_fits(request)
-        session = self.sessions.get(request.session) if request.session else None
+        session = self.sessions.open(request.session) if request.session else None
         self._has_adapters |= request.adapter is not None
-        wanted = request.keyed_tokens()[
-            : request.score_start + 1
-        ]  # see `RequestState.match_tokens`
+        # as `RequestState.match_tokens` returns them
+        wanted = request.keyed_tokens()[: request.score_start + 1]
         prefix_watch = self._cache.watch(wanted, request.namespace)
         queued_at = self._clock() if queued_at is None else queued_at
         state = RequestState(request, self._num_arrived, prefix_watch, queued_at, session)
@@ -179,18 +178,12 @@ class Scheduler:
         self._num_arrived += count
 
     def finish(
-        self,
-        request_id: str,
-        reason: str,
-        error: BaseException | None = None,
-        answer_lens: Sequence[int] = (),
+        self, request_id: str, reason: str, error: BaseException | None = None
     ) -> RequestOutput | None:
-        """End a request from outside, for instance at a stop string; None if it has ended.
-
-        All that it holds is freed. `answer_lens`: for its `RequestGroup`, tokens of each answer.
-        """
+        """End a request from outside, for instance at a stop string; None if it has ended. All that
+        it holds is freed."""
         state = self._requests.get(request_id)
-        return None if state is None else self._end(state, reason, error, answer_lens)
+        return None if state is None else self._end(state, reason, error)
 
     def fail(self, schedule: SchedulerOutput, error: BaseException) -> list[RequestOutput]:
         """The step failed: end its requests with `error`. Committed tokens stay cached.
@@ -441,21 +434,19 @@ class Scheduler:
         groups: dict[RequestGroup, None] = {}
         for state, sample in zip(states, samples, strict=True):
             if (group := state.group) is not None:
-                groups[group] = None
-                outputs += group.take_sample(state, sample)
+                groups.pop(group, None)
+                groups[group] = None  # in the order of their last samples
+                group.take_sample(state, sample)
             elif state.sequence is not None:  # else another row has ended its group
                 outputs.append(self._append(state, sample))
                 self.counts.generated_tokens += 1
         for group in groups:
             assert not self._in_flight, "a group continues while a step is in flight"
             group.end_step()
+        for group in groups:
+            if (output := group.advance()) is not None:
+                outputs.append(output)
         return outputs
-
-    def continue_group(self, request_id: str, choice: Sequence[Any]) -> None:
-        """Continue the group of a request with what was chosen from its samples, see
-        `RequestGroup.advance`. Before the next step."""
-        group: RequestGroup = self._requests[request_id].group
-        group.advance(choice)
 
     def _requeue(self, state: RequestState) -> None:
         state.watch_prefix(self._cache)
@@ -513,7 +504,7 @@ class Scheduler:
         if not prefills:
             return
         num_kept = self._shares.tokens_to_keep(batch, prefills)
-        for state in self._running.in_turn(prefills, batch.token_budget - num_kept):
+        for state in self._running.prefill_order(prefills, batch.token_budget - num_kept):
             if state.sequence is None:  # preempted for a request before it
                 continue
             wanted = min(batch.tokens_left(state, num_kept), len(state.tokens) - state.committed)
@@ -591,15 +582,11 @@ class Scheduler:
     # -- the end ------------------------------------------------------------------------------
 
     def _end(
-        self,
-        state: RequestState,
-        reason: str,
-        error: BaseException | None = None,
-        answer_lens: Sequence[int] = (),
+        self, state: RequestState, reason: str, error: BaseException | None = None
     ) -> RequestOutput:
         group: RequestGroup | None = state.group
         if group is not None:
-            return group.end(reason, error, answer_lens)
+            return group.end(reason, error)
         return state.output(None, self._close(state, reason, error))
 
     def _close(

@@ -38,10 +38,6 @@ class Sessions:
             session = self._open[name] = self._cache.open_session(name, lease_s=lease_s)
         return session
 
-    def get(self, name: str) -> CacheSession:
-        """The session that a request names: the open one, or a new one."""
-        return self._open.get(name) or self.open(name)
-
     def find(self, name: str) -> CacheSession | None:
         """The open session of that name."""
         return self._open.get(name)
@@ -58,7 +54,7 @@ class Sessions:
         cached_len = cache.lookup(tokens, namespace, allow_full=True).cached_len
         whole = cached_len - cached_len % cache.page_size  # no page prefix has to be copied
         if whole:
-            session = self.get(name)
+            session = self.open(name)
             cache.acquire(tokens[:whole], namespace, allow_full=True, session=session).release()
             if cached_len == len(tokens) and not tokens.flags.writeable:
                 self._claimed[name] = tokens

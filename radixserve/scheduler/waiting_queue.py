@@ -164,7 +164,7 @@ class RequestQueue:
 
 
 class WaitingQueue:
-    """Owns the order and the overtake bound; `Scheduler` decides which requests start."""
+    """Owns the order and the overtake bound; `Admission` starts requests."""
 
     def __init__(
         self,

@@ -47,11 +47,13 @@ class TenantRunning(RunningRequests):
         below = order[order.index(state) + 1 :]
         return next((other for other in reversed(below) if not is_spared(other)), None)
 
-    def in_turn(self, prefills: Sequence[RequestState], num_tokens: int) -> Sequence[RequestState]:
-        """The next is that of the tenant that has been served least."""
+    def prefill_order(
+        self, prefills: Sequence[RequestState], num_tokens: int
+    ) -> Sequence[RequestState]:
         if not self.are_shared:
             return prefills
-        return in_turn([state for state in prefills if state.sequence is not None], num_tokens)
+        live = [state for state in prefills if state.sequence is not None]
+        return by_least_served_tenant(live, num_tokens)
 
     def _sorted(self) -> list[RequestState]:
         states = super()._sorted()
@@ -67,8 +69,9 @@ class TenantRunning(RunningRequests):
         return [state for *_, state in sorted(keys, key=lambda key: key[:3])]
 
 
-def in_turn(states: Sequence[RequestState], num_tokens: int) -> list[RequestState]:
-    """See `TenantRunning.in_turn`."""
+def by_least_served_tenant(states: Sequence[RequestState], num_tokens: int) -> list[RequestState]:
+    """Returns them in the order in which a step with `num_tokens` for them takes them: the next one
+    is always of the tenant that has been served least."""
     queues: dict[Tenant, deque[RequestState]] = {}
     for state in states:
         queues.setdefault(state.share, deque()).append(state)

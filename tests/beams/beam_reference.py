@@ -8,8 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from radixserve.engine.beam_group import StopCheck
-from radixserve.request import BeamParams
+from radixserve.request import BeamParams, StopCheck
 
 Table = Callable[[list[int]], np.ndarray]  # tokens so far -> [V] float32 scores of the next one
 _NONE = -1e9  # what no beam and no answer are worth

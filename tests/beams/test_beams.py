@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from radixserve.arrays import IntArray
-from radixserve.engine.beam_group import best_continuations
+from radixserve.beams.scorer import best_continuations
 from radixserve.errors import EngineDead, InvalidRequest
 from radixserve.request import BeamParams
 from radixserve.schedule import Candidates
@@ -255,6 +255,8 @@ class TestEnds:
         driver.step()
         driver.runner.broken_rows = lambda _: False
         assert driver.finished["a"].reason == "error"
+        num_tokens = driver.finished["a"].usage.completion_tokens
+        assert num_tokens == len(driver.beams["a"][0].token_ids) > 0
         driver.run()
         check_search(driver, "b", beams)
         driver.drain()

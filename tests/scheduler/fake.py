@@ -360,10 +360,11 @@ class Driver:
             if logprob_targets is None
             else np.asarray(logprob_targets, np.int32),
             beams=beams,
+            is_stopped=getattr(beams, "is_stopped", None),  # `StoppedBeams` have one
             also_generate=samples,
         )
         self.seeds[name] = seed
-        self.engine.add(request, getattr(beams, "is_stopped", None))  # `StoppedBeams` have one
+        self.engine.add(request)
         self.prompts[name] = tokens
         self.requests[name] = request
         self.runner.tokens[name] = list(tokens)

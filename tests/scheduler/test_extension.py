@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 
@@ -59,9 +57,8 @@ class Couplet(RequestGroup):
         self.members: list[RequestState] = []
         self.tokens: list[int] = []
 
-    def take_sample(self, state: RequestState, sample: SampleOutput) -> list[RequestOutput]:
+    def take_sample(self, state: RequestState, sample: SampleOutput) -> None:
         self.tokens.append(sample.token_id)
-        return []
 
     def end_step(self) -> None:
         if len(self.tokens) == len(self.members):
@@ -69,9 +66,7 @@ class Couplet(RequestGroup):
                 state.tokens.append(self.tokens[0])
             self.tokens = []
 
-    def end(
-        self, reason: str, error: BaseException | None, answer_lens: Sequence[int]
-    ) -> RequestOutput:
+    def end(self, reason: str, error: BaseException | None = None) -> RequestOutput:
         first, *others = self.members
         for state in others:
             self.parts.close(state, reason, error)

@@ -14,7 +14,7 @@ from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.request import BeamParams
 from radixserve.scheduler.step_costs import StepCosts
-from radixserve.tenants.running import in_turn
+from radixserve.tenants.running import by_least_served_tenant
 from radixserve.tenants.virtual_time import VirtualTimes
 from tests.scheduler.fake import Driver, random_prompt
 from tests.scheduler.test_priced_admission import PricedDriver
@@ -265,10 +265,10 @@ def test_chunks_go_to_the_tenant_that_was_served_least() -> None:
     for state in states.values():
         state.tokens.append(1)
         state.share.virtual_time = {"a": 10.0, "b": 12.0}[state.share.name]
-    order = in_turn(list(states.values()), 64)
+    order = by_least_served_tenant(list(states.values()), 64)
     assert [state.request_id for state in order] == ["a1", "a2", "b1"]
     states["a1"].share.virtual_time = 13.0
-    order = in_turn(list(states.values()), 64)
+    order = by_least_served_tenant(list(states.values()), 64)
     assert [state.request_id for state in order] == ["b1", "a1", "a2"]
 
 

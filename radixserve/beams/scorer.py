@@ -1,4 +1,4 @@
-"""`BeamGroup`: a beam search's joint choice of beams, its answers so far and its end.
+"""`BeamScorer`: a beam search's joint choice of beams, its answers so far and its end.
 
 The rules are those of transformers' beam search, one prompt at a time. It knows numbers and tokens;
 `beams/searches.py` keeps the requests that compute the beams.
@@ -7,22 +7,17 @@ The rules are those of transformers' beam search, one prompt at a time. It knows
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from radixserve.arrays import IntArray
 from radixserve.output import Beam
 from radixserve.request import Request
 from radixserve.schedule import Candidates, SampleOutput
 
 FloatArray = NDArray[np.float32]
-
-# Whether a stop string ends in the token given last, after the tokens given first (prompt and
-# output, [n] int32).
-StopCheck = Callable[[IntArray, int], bool]
 
 
 class Continuation(NamedTuple):
@@ -51,18 +46,17 @@ class _Answer(NamedTuple):
     last: _Token
 
 
-class BeamGroup:
+class BeamScorer:
     """One beam search: the running beams with their total scores, and the best finished answers."""
 
-    def __init__(self, request: Request, is_stopped: StopCheck | None = None) -> None:
-        """`is_stopped`: None without stop strings."""
+    def __init__(self, request: Request) -> None:
         assert request.beams is not None
         params = request.params
         self._beams = request.beams
         self._width = request.beams.width
         self._end_ids = request.end_ids
         self._prompt = request.token_ids
-        self._stops = is_stopped
+        self._is_stopped = request.is_stopped
         self._max_output = min(params.max_tokens, request.max_len - len(self._prompt))
         self._num_candidates = request.num_candidates
         self._num_output = 0  # tokens of each running beam
@@ -110,10 +104,10 @@ class BeamGroup:
     def _end_reason(self, continuation: Continuation) -> str | None:
         if continuation.token_id in self._end_ids:
             return "stop"
-        if self._stops is not None:
+        if self._is_stopped is not None:
             before = [token.token_id for token in _path(self._last[continuation.parent])]
             tokens = np.concatenate([self._prompt, np.array(before, np.int32)])
-            if self._stops(tokens, continuation.token_id):
+            if self._is_stopped(tokens, continuation.token_id):
                 return "stop"
         return "length" if self._num_output >= self._max_output else None
 
