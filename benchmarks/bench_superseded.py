@@ -24,9 +24,8 @@ of the trace are one of the replay.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 
@@ -38,6 +37,7 @@ from radixserve.cache import RadixCache
 from radixserve.replay import parse_tokens, read_trace
 from radixserve.replay.trace import HashTokens, PackedTokens, Trace
 from radixserve.retention.partings import Partings
+from radixserve.retention.sessions import SessionRetention
 
 UNIT = 64
 HEAD, SUMMARY = 4_096 // UNIT, 512 // UNIT
@@ -98,20 +98,20 @@ def text(first: int, size: int) -> IntArray:
     return np.arange(first, first + size, dtype=np.int32)
 
 
-@contextmanager
-def nothing_superseded() -> Iterator[None]:
-    before = Partings.is_left_for_good
-    Partings.is_left_for_good = lambda *_: False  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Partings.is_left_for_good = before  # type: ignore[method-assign]
+class NothingSuperseded(Partings):
+    """Sessions may come back to everything."""
+
+    def is_left_for_good(self, prefix: int) -> bool:
+        del prefix
+        return False
 
 
 def replay(turns: list[Turn], num_tokens: int, mode: str) -> tuple[float, int]:
     """The hit rate in percent, and the superseded tokens."""
     now, sessions = 0.0, {}
-    cache = RadixCache(num_tokens // UNIT, clock=lambda: now)
+    partings = Partings() if mode == "superseded" else NothingSuperseded()
+    retention = partial(SessionRetention, partings=partings)
+    cache = RadixCache(num_tokens // UNIT, retention=retention, clock=lambda: now)
     found = asked = 0
     for turn in turns:
         now, session = turn.time, None
@@ -146,13 +146,9 @@ def main() -> None:
             for mode in MODES:
                 if mode == "by hand" and kind != "compactions":
                     continue
-                if mode == "superseded":
-                    rate, num_tokens = replay(turns, parse_tokens(size), mode)
-                    cells.append(f"{mode} {rate:.2f} ({num_tokens:,} tokens)")
-                    continue
-                with nothing_superseded():
-                    rate, _ = replay(turns, parse_tokens(size), mode)
-                cells.append(f"{mode} {rate:.2f}")
+                rate, superseded = replay(turns, parse_tokens(size), mode)
+                cell = f"{mode} {rate:.2f}"
+                cells.append(f"{cell} ({superseded:,} tokens)" if mode == "superseded" else cell)
             print(f"  {size:>4}  " + "  ".join(cells), flush=True)
 
 

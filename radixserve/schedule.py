@@ -88,11 +88,9 @@ class ScheduledRequest(NamedTuple):
     slot: int = 0  # slot in the page table, 0 <= slot < max_running_requests;
     # distinct within a step
 
-    num_drafts: int = (
-        0  # the row's last tokens that are drafts: guesses of what is sampled. A token
-    )
-    # is sampled before the first of them, and after each one that equals the sample before it
-
+    num_drafts: int = 0
+    # number of the row's last tokens that are drafts: guesses of what is sampled. A token is
+    # sampled before the first of them, and after each one that equals the sample before it
     state_id: int = -1  # of a model with recurrent layers: the state before the first token, zeros
     # at start 0
     checkpoints: tuple[tuple[int, int], ...] = ()  # (length, state id): also store the state after
@@ -141,9 +139,8 @@ class ScheduledRows:
         self.slots: list[int] = []
         self.future_indices: list[int] = []  # [] if all tokens are known
         self.targets: dict[int, LogprobTargets] = {}  # by row
-        self.drafts: dict[
-            int, int
-        ] = {}  # by row: `ScheduledRequest.num_drafts`; never beside targets
+        # by row: `ScheduledRequest.num_drafts`; never beside targets
+        self.drafts: dict[int, int] = {}
         self.states: list[RowStates] = []  # [] if the model has no states
         self.adapters: dict[int, AdapterUse] = {}  # by row, of rows that have one
 

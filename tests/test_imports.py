@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tools.count_imports import LIMITS, closure
+from tools.count_imports import (
+    LIMITS,
+    MOST_LINES_WITH_WORDS,
+    PLUG_POINTS,
+    closure,
+    lines_with_words,
+)
 
 ROOT = Path(__file__).parent.parent
 
@@ -20,9 +26,9 @@ FLOORS = [
     ["radixserve._version", "radixserve.errors", "radixserve.arrays"],
     ["radixserve.checks", "radixserve.gguf_file"],
     ["radixserve.cache", "radixserve.sampling_defaults"],
-    ["radixserve.config", "radixserve.structured_outputs", "radixserve.logits_digest"],
+    ["radixserve.config", "radixserve.structured_outputs"],
     ["radixserve.request"],
-    ["radixserve.schedule"],
+    ["radixserve.schedule", "radixserve.logits_digest"],
     ["radixserve.output", "radixserve.reports"],
     ["radixserve.completion", "radixserve.decisions"],
     ["radixserve.cache_layers", "radixserve.retention", "radixserve_kernels"],
@@ -73,6 +79,7 @@ SATELLITES = (
     "admission_policies",
     "beams",
     "cache_layers",
+    "drafts",
     "engine.trace_recorder",
     "epochs",
     "hints",
@@ -166,6 +173,12 @@ def test_the_engine_imports_none_of_its_extensions() -> None:
     satellites = [f"radixserve.{name}" for name in SATELLITES]
     for name in reached:
         assert not any(belongs(name, satellite) for satellite in satellites), name
+
+
+def test_the_core_names_features_only_where_they_plug_in() -> None:
+    found = lines_with_words()
+    assert found.keys() <= PLUG_POINTS.keys(), found
+    assert sum(map(len, found.values())) <= MOST_LINES_WITH_WORDS, found
 
 
 def test_recipes_are_programs_over_the_api() -> None:

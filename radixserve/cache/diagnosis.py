@@ -9,13 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from radixserve.arrays import IntArray
+from radixserve.cache.lookup import LOST_REASONS
 
 _NAMES = (calendar.month_name, calendar.month_abbr, calendar.day_name, calendar.day_abbr)
 _CALENDAR = {name.lower() for names in _NAMES for name in names if name}
 Decode = Callable[[Sequence[int]], str]
 _SHOWN = 16  # tokens of `expected` and `found`
 _CONTEXT = 5  # tokens decoded before the shown ones, so that a word keeps its leading space
-_DROPPED = ("evicted", "namespace", "no_checkpoint", "window_evicted")  # of Lookup.reason
 
 
 class Diagnosis(NamedTuple):
@@ -24,8 +24,8 @@ class Diagnosis(NamedTuple):
     reason is one of
       hit         no token is lost
       diverged    the prompt differs from the earlier request at `position`
-      evicted, namespace, no_checkpoint, window_evicted, never_seen   as in Lookup: the tokens
-                  agree up to `shared_tokens`, but from `position` on they were not in the cache
+      one of `LOST_REASONS`, never_seen   as in Lookup: the tokens agree up to `shared_tokens`, but
+                  from `position` on they were not in the cache
       partial_page  the tokens agree, and all whole pages of them were found
 
     expected and found are the next 16 tokens of both as text where they differ; None elsewhere and
@@ -64,7 +64,7 @@ def diagnose(
     counts = (lost, num_found, shared, num_reusable)
     if not lost:
         return Diagnosis("hit", num_found, *counts)
-    if num_found < shared and miss_reason in _DROPPED:
+    if num_found < shared and miss_reason in LOST_REASONS:
         return Diagnosis(miss_reason, num_found, *counts)
     if shared < target:
         if decode is None:

@@ -1,4 +1,4 @@
-"""Events: numbered stores and evictions of a cache, for routers and mirrors elsewhere.
+"""Events: numbered insertions and evictions of a cache, for routers and mirrors elsewhere.
 
     log = cache.open_events()
     log.snapshot()        all stored nodes, and the number of the next event
@@ -161,7 +161,7 @@ class EventLog:
 
 
 class EventSource(Protocol):
-    """What stores and evicts: it adds its events to `events`, if there is a log."""
+    """What caches and evicts: it adds its events to `events`, if there is a log."""
 
     events: EventLog | None
 

@@ -26,7 +26,7 @@ from radixserve.cache.sequence import (
     append_next,
 )
 from radixserve.cache.snapshot import SnapshotView
-from radixserve.cache.stats import hit_rate
+from radixserve.cache.stats import hit_rate, no_retention
 from radixserve.cache.tokens import TokenIds
 from radixserve.cache.watch import PrefixWatch, WatchRegistry
 from radixserve.checks import check_int
@@ -35,7 +35,7 @@ from radixserve.errors import InvalidRequest
 
 class CacheSession(Protocol):
     """Groups related sequences that are expected to be continued until it is closed: a chat, a
-    branch, a tenant."""
+    branch, a user."""
 
     @property
     def name(self) -> str: ...
@@ -222,7 +222,7 @@ class PrefixCache(ABC):
         order, if nothing else happened. None: no return is known or expected. Changes nothing."""
         return iter(())
 
-    # -- hints: without effect in a cache that keeps no sessions -----------------------------------
+    # -- retention: without effect in a cache that keeps no sessions -------------------------------
 
     @property
     def keeps_sessions(self) -> bool:
@@ -333,7 +333,7 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def open_events(self, epoch: int | None = None) -> EventLog:
-        """Open a log of all stores and evictions from now on. `epoch`: see `EventLog`. Raises
+        """Open a log of all insertions and evictions from now on. `epoch`: see `EventLog`. Raises
         InvalidRequest while another log is open."""
 
     def stats(self) -> dict[str, Any]:
@@ -349,16 +349,10 @@ class PrefixCache(ABC):
         last_minute         gains of the counters in the last 60 seconds, exact to a second:
                             "matched_tokens" and "matched_tokens_per_s", and so on; "hit_rate";
                             "seconds", fewer than 60 soon after the start
-        leases              current leases by deadline: {"session", "tokens", "seconds_left"}, with
-                            the tokens from the root to the lease's end node. Leases whose time is
-                            over end when statistics are read
-        pages_retained      by hints: evicted after all others
-        pages_pinned        by hints: locked; pinned pages are retained, too
-        retained_evicted_pages  since the start: evicted while they were retained
-        superseded_tokens   since the start: left behind by sessions that went on without them
+        pages_pinned        locked by `pin`; pinned pages are retained, too
 
-        O(1) but for three: pages_shared and pages_pinned cost O(nodes or blocks that live sequences
-        lock), leases O(leases).
+        and what sessions keep, see `no_retention`. O(1) but for that, and for pages_shared and
+        pages_pinned, which cost O(nodes or blocks that live sequences lock).
         """
         allocator = self._allocator
         counts, recent = asdict(allocator.stats), allocator.recent.gains(allocator.note_time())
@@ -373,13 +367,8 @@ class PrefixCache(ABC):
             "watches": len(self._watch_registry),
             "splits": 0,
             **counts,
-            "leases": [],
-            "pages_leased": 0,
-            "pages_closed": 0,
-            "pages_retained": 0,
+            **no_retention(),
             "pages_pinned": 0,
-            "retained_evicted_pages": 0,
-            "superseded_tokens": 0,
         }
 
     def gauges(self) -> dict[str, int]:
@@ -406,7 +395,7 @@ class PrefixCache(ABC):
     def eviction_preview(self, count: int = 10) -> list[dict[str, Any]]:
         """Returns the next `count` nodes or blocks that eviction would take, in order, if nothing
         else happened. Changes nothing. O(count); O(unlocked nodes) with policy "arc". Exact except
-        among leased nodes: evicting one ends its lease, so its ancestors are evicted earlier.
+        among nodes that sessions keep: evicting one may end what keeps its ancestors.
 
         {"namespace", "start", "tokens", "num_tokens", "num_pages", "idle_s", "reason"} each; idle_s
         is the time since its last use ended, as in `dump`.
@@ -428,8 +417,8 @@ class PrefixCache(ABC):
 
         node        {"start", "tokens", "num_tokens", "pages", "lock_ref", "sequences", "state",
                     "last_use", "children"}. state: "shared" (two or more sequences use it),
-                    "referenced" (one does), "pinned" (only pins lock it), "cached", and for
-                    sessions "leased", "retained", "closed" and "superseded".
+                    "referenced" (one does), "pinned" (only pins lock it), "cached", and those
+                    of `RetentionPolicy.state`.
                     last_use: when its last sequence was released, in seconds of the cache's
                     clock, None while one uses it; read when that sequence last committed or was
                     acquired

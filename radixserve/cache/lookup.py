@@ -16,6 +16,10 @@ MissReason = Literal[
 ]
 
 
+# Tokens that were cached, for this namespace or another one, and cannot be used now.
+LOST_REASONS = ("evicted", "namespace", "no_checkpoint", "window_evicted")
+
+
 class StoredLookup(NamedTuple):
     """How much of a prompt is in the kv_store, and what loading it costs. Seconds are estimates by
     the rates measured since the start."""

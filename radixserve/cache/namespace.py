@@ -18,9 +18,9 @@ class Namespace(NamedTuple):
     salt     separates requests of a tenant; None: it does not
 
     As text: "TENANT" or "TENANT/SALT", after "\\0ADAPTER\\0" if there is an adapter. Callers,
-    reports, events, traces and stores have the text. `as_namespace` and `str` alone convert it:
-    every text is that of one namespace. A further field, such as an epoch of the weights, needs a
-    default and a mark in the text.
+    reports and files have the text. `as_namespace` and `str` alone convert it: every text is that
+    of one namespace. A further field, such as an epoch of the weights, needs a default and a mark
+    in the text.
     """
 
     tenant: str = ""

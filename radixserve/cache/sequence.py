@@ -33,6 +33,7 @@ from radixserve.errors import InvalidRequest, OutOfPages
 PageCopy = tuple[int, int, int]  # (source page, destination page, tokens to copy)
 
 _PLACEHOLDER = np.array([-1], np.int32).tobytes()
+NO_PAGES = array("i")  # stays empty
 _UNUSED = array("i", (0,))  # an entry of `_pages` after those in use
 FEW_PAGES = 8  # up to so many at a time come from a reserved run: the sequence grows step by step
 
@@ -204,9 +205,9 @@ class CacheSequence(ABC):
     A subclass implements publishing, cuts and release of the cache's pages, and calls
     `_pages_change` before it replaces pages.
 
-    `_pages` has room for more than the `_num_pages` page ids in use, and is never resized in place:
-    views of it stay valid. `_pages` and `_tokens` are shorter than the sequence, and have no room,
-    as long as they are still to be read from the cache, see `_read_pages` and `_read_tokens`.
+    `_pages` may have room for more than the `_num_pages` page ids in use. `_table` is a view of it,
+    and the array is not resized from then on. `_pages` and `_tokens` are shorter than the sequence,
+    which ends with a whole page, as long as they are still to be read from the cache, see `_read`.
     """
 
     __slots__ = (
@@ -234,20 +235,18 @@ class CacheSequence(ABC):
         allocator: PageAllocator,
         namespace: NamespaceEntry,
         length: int,
-        tokens: bytearray,
-        pages: array[int],
+        held: tuple[bytearray, array[int]] | None,
         copy: PageCopy | None,
     ) -> None:
         """`length` tokens are committed. All whole pages of them belong to the cache, and `copy`
         fills one more.
 
-        `tokens` (int32 bytes), `pages`: these tokens and whole pages, or empty to be read later.
-        The sequence owns the arrays from now on.
+        `held`: these tokens (int32 bytes) and whole pages, in arrays that the sequence owns from
+        now on; None: to be read later.
         """
         self._allocator = allocator
         self._namespace = namespace
-        self._tokens = tokens
-        self._pages = pages
+        self._tokens, self._pages = (bytearray(), NO_PAGES) if held is None else held
         self._num_shared = length // allocator.page_size  # leading pages that belong to the cache
         self._num_pages = self._num_shared
         # These change by the calls below alone. They are read for every row of every step.
@@ -283,7 +282,8 @@ class CacheSequence(ABC):
     def tokens(self) -> IntArray:
         """[length] int32 token ids, -1 for placeholders; a read-only view."""
         if len(self._tokens) < self.length * TOKEN_BYTES:
-            self._read_tokens(0)
+            self._check_open()  # else the tokens may be gone
+            self._tokens = self._read_tokens()
         return np.frombuffer(as_view(self._tokens).toreadonly(), np.int32)
 
     @property
@@ -342,7 +342,8 @@ class CacheSequence(ABC):
         """[>= num_pages] the page ids in use, then room; a read-only view."""
         if self._table is None:
             if len(self._pages) < self._num_pages:
-                self._read_pages(0)
+                self._check_open()
+                self._pages = self._read_pages()
             self._table = np.frombuffer(as_view(self._pages).toreadonly(), np.int32)
         return self._table
 
@@ -372,21 +373,20 @@ class CacheSequence(ABC):
         allocator, count = self._allocator, self._num_pages
         length = self.length + len(data) // TOKEN_BYTES
         wanted = -(-length // allocator.page_size) - count
-        if wanted > 0:
-            if not count:
-                self._set_pages(allocator.allocate(wanted))
-                self._num_pages = wanted
-            elif wanted > FEW_PAGES:
-                self._add_pages(allocator.allocate(wanted))
-            else:
-                self._reserve(count + wanted)
-                more = allocator.allocate_after(self._pages[count - 1], wanted)
-                self._owns_reserved_run = True
-                self._add_pages(array("i", more))
-        try:
-            self._tokens += data
-        except BufferError:
-            self._tokens = self._tokens + data
+        if wanted > FEW_PAGES or (wanted > 0 and not count):
+            self._add_pages(allocator.allocate(wanted))
+        elif wanted > 0:
+            self._read()
+            more = allocator.allocate_after(self._pages[count - 1], wanted)
+            self._owns_reserved_run = True
+            self._add_pages(array("i", more))
+        if len(self._tokens) < self.length * TOKEN_BYTES:
+            self._tokens = self._read_tokens(data)
+        else:
+            try:
+                self._tokens += data
+            except BufferError:
+                self._tokens = self._tokens + data
         self.length = length
 
     def append_placeholders(self, num_tokens: int) -> None:
@@ -546,36 +546,33 @@ class CacheSequence(ABC):
     def _release_shared(self) -> None:
         """Unlock the pages of the cache; private ones are free already."""
 
-    def _read_tokens(self, num_spare: int) -> None:
-        """Set `_tokens` to the cached ones, with room for `num_spare` more. Called before anything
-        changes, by a sequence that was made without them; likewise `_read_pages`."""
-        raise NotImplementedError
+    @abstractmethod
+    def _read_tokens(self, more: bytes = b"") -> bytearray:
+        """Returns its tokens, which are all cached, and `more`. Not once it is released."""
 
-    def _read_pages(self, num_spare: int) -> None:
-        """Set `_pages` to the cached ones, with room for `num_spare` more."""
-        raise NotImplementedError
+    @abstractmethod
+    def _read_pages(self, more: array[int] = NO_PAGES) -> array[int]:
+        """Returns its pages, which are all of the cache, and `more`. Not once it is released."""
 
-    def _read(self, num_spare: int = 0) -> None:
-        """Read tokens and pages, with room for `num_spare` more pages, unless that was done."""
+    def _read(self) -> None:
+        """Read the tokens and pages that it was made without."""
         if len(self._tokens) < self.length * TOKEN_BYTES:
-            self._read_tokens(num_spare * self._allocator.page_size)
+            self._tokens = self._read_tokens()
         if len(self._pages) < self._num_pages:
-            self._read_pages(num_spare)
-
-    def _reserve(self, num_pages: int) -> None:
-        """Read what is unread, and make room for `num_pages` pages in all and for some more."""
-        if num_pages <= len(self._pages):
-            return
-        room = num_pages + num_pages // 8 + FEW_PAGES
-        self._read(room - self._num_pages)
-        if len(self._pages) < room:
-            self._set_pages(self._pages + _UNUSED * (room - len(self._pages)))
+            self._pages = self._read_pages()
 
     def _add_pages(self, pages: array[int]) -> None:
-        """Append page ids."""
-        first, count = self._num_pages, self._num_pages + len(pages)
-        self._reserve(count)
-        self._pages[first:count] = pages
+        """Append page ids, with room for more to a sequence that steps have read, or that grows
+        step by step."""
+        held, first = self._pages, self._num_pages
+        count = first + len(pages)
+        if count <= len(held):
+            held[first:count] = pages
+        else:
+            if self._table is not None or len(pages) <= FEW_PAGES:
+                pages = pages + _UNUSED * (count // 8 + FEW_PAGES)
+            self._pages = held[:first] + pages if len(held) >= first else self._read_pages(pages)
+            self._table = None
         self._num_pages = count
 
     def _set_pages(self, pages: array[int]) -> None:

@@ -19,7 +19,7 @@ from radixserve.cache.sequence import CacheSequence
 from radixserve.cache.tokens import TOKEN_BYTES
 
 OWNERS = {"free": "f", "tree": "t", "leased": "s", "locked": "k", "private": "p", "other": "o"}
-FREE, TREE, LEASED, LOCKED, PRIVATE, OTHER = range(len(OWNERS))
+FREE, TREE, KEPT, LOCKED, PRIVATE, OTHER = range(len(OWNERS))
 HEAD_TOKENS = 48  # of an edge that are shown; of a longer one its end, too
 TAIL_TOKENS = 12
 MAX_RUNS = 64  # of consecutive pages that are listed of a node or a request

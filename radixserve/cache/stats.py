@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 RECENT_S = 60.0
-_STEP_S = 1.0  # between two readings, and how much of the window may be missed
+_STEP_S = 1.0  # between two readings, and how much of the minute may be missed
 
 
 @dataclass(slots=True)
@@ -64,10 +65,32 @@ class RecentCounts:
         return gained
 
     def _forget(self, now: float) -> None:
-        """Drop readings from before the window. Counters did not change between the end of a
+        """Drop readings from before the last minute. Counters did not change between the end of a
         reading's second and the next reading."""
         while self._readings and self._readings[0][0] < now - RECENT_S:
             self._readings.popleft()
+
+
+def no_retention() -> dict[str, Any]:
+    """Returns what `RetentionPolicy.stats` reports, for a cache without such a policy:
+
+    leases              current leases by deadline: {"session", "tokens", "seconds_left"}, with the
+                        tokens from the root to the lease's end node. Leases whose time is over end
+                        when statistics are read. O(leases)
+    pages_leased        evicted after all others but the retained ones
+    pages_retained      evicted after all others
+    pages_closed        reached by closed sessions only: evicted first
+    retained_evicted_pages  since the start: evicted while they were retained
+    superseded_tokens   since the start: left behind by sessions that went on without them
+    """
+    return {
+        "leases": [],
+        "pages_leased": 0,
+        "pages_retained": 0,
+        "pages_closed": 0,
+        "retained_evicted_pages": 0,
+        "superseded_tokens": 0,
+    }
 
 
 def hit_rate(matched: float, asked: float) -> float:

@@ -22,6 +22,7 @@ with, see `on_prompt`: the session no longer reaches them, and what nobody else 
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
@@ -35,6 +36,7 @@ from radixserve.cache.radix.node import Match, NamespaceTree, Node, path
 from radixserve.cache.radix.retention import RetentionPolicy
 from radixserve.cache.sequence import ReturnEstimate
 from radixserve.cache.tokens import TOKEN_BYTES
+from radixserve.checks import check_float, check_str
 from radixserve.errors import InvalidRequest
 from radixserve.retention.hinted_nodes import demotable, nodes_above, num_demoted
 from radixserve.retention.partings import NUM_COMPARED, Partings, SessionPartings, checksum
@@ -179,7 +181,14 @@ class SessionRetention(RetentionPolicy):
     """Wraps an eviction policy so that sessions take precedence over it. Owns every `SessionRefs`;
     a cache without sessions has none."""
 
-    def __init__(self, policy: EvictionOrder, max_leased: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        policy: EvictionOrder,
+        max_leased: int,
+        clock: Callable[[], float],
+        partings: Partings | None = None,
+    ) -> None:
+        """`max_leased`: pages. `partings`: tells what sessions leave for good; None: a new one."""
         self._policy = policy
         self.initial_key = policy.initial_key
         self.tracks_use = policy.tracks_use
@@ -194,7 +203,7 @@ class SessionRetention(RetentionPolicy):
         self._num_leases = 0  # ever given
         self.open_sessions: set[RadixSession] = set()
         self.num_releases = 0  # of sequences of sessions
-        self.partings = Partings()
+        self.partings = Partings() if partings is None else partings
         self.num_superseded = 0  # tokens, since the start
         self.num_retained_evicted = 0  # pages evicted while retained
 
@@ -304,7 +313,10 @@ class SessionRetention(RetentionPolicy):
         return self._retained.num_pages
 
     def open(self, name: str, lease_s: float | None, retain_until: float | None) -> RadixSession:
-        lease = LEASE_S if lease_s is None else lease_s
+        check_str("name", name)
+        lease = LEASE_S if lease_s is None else check_float("lease_s", lease_s, 0.0, math.inf)
+        if retain_until is not None:
+            retain_until = check_float("retain_until", retain_until, 0.0, math.inf)
         if self.tracks_returns:
             lease = 0.0  # what is expected of its sequences says more than a fixed time
         session = RadixSession(self, name, lease, retain_until)

@@ -252,7 +252,7 @@ class HashBlockCache(PrefixCache):
         stats.acquired_tokens += num_tokens
         stats.matched_tokens += length
         known = bytearray(chain.data[: length * TOKEN_BYTES])
-        return HashSequence(allocator, self._pool, space, known, blocks, pages)
+        return HashSequence(allocator, self._pool, space, length, blocks, (known, pages))
 
     def _check_use(self, session: object, priority: int) -> None:
         """Check the arguments of `acquire` that have no effect here. Raises InvalidRequest."""

@@ -13,7 +13,7 @@ from array import array
 
 from radixserve.cache.hash.block import Block, BlockNamespace
 from radixserve.cache.hash.block_pool import BlockPool
-from radixserve.cache.sequence import CacheSequence, PageAllocator
+from radixserve.cache.sequence import NO_PAGES, CacheSequence, PageAllocator
 from radixserve.cache.tokens import TOKEN_BYTES
 
 
@@ -31,21 +31,20 @@ class HashSequence(CacheSequence):
         allocator: PageAllocator,
         pool: BlockPool,
         namespace: BlockNamespace,
-        tokens: bytearray,
+        length: int,
         blocks: list[Block],
-        pages: array[int],
+        held: tuple[bytearray, array[int]] | None,
         source: Block | None = None,
         page: int = -1,
     ) -> None:
-        """All of `tokens` (int32 bytes) are committed. `blocks`, on `pages`, have the whole blocks
-        of them; the tokens after these are to be copied from `source` to the private `page`. The
-        blocks and `source` are locked for this sequence, which owns the arrays from now on."""
-        extra = len(tokens) % pool.width // TOKEN_BYTES
-        copy = None if source is None else (source.page, page, extra)
-        length = len(tokens) // TOKEN_BYTES
-        super().__init__(allocator, namespace, length, tokens, pages, copy)
+        """`length` tokens are committed. `blocks` have the whole blocks of them; the tokens after
+        these are to be copied from `source` to the private `page`. The blocks and `source` are
+        locked for this sequence. `held`: see `CacheSequence`; not None where there is a `source`.
+        """
         self._pool = pool
         self._blocks = blocks
+        copy = None if source is None else (source.page, page, length % pool.block_size)
+        super().__init__(allocator, namespace, length, held, copy)
         self._partial: Block | None = None  # of the page after `_blocks`, where that is shared
         self._source = source  # locked until the copy, at most one, has been made from it
         namespace.num_sequences += 1
@@ -85,17 +84,23 @@ class HashSequence(CacheSequence):
         O(blocks).
         """
         self._check_open()
-        pool, tokens = self._pool, self._tokens[: self.committed_len * TOKEN_BYTES]
-        source, page = None, -1
-        if len(tokens) % pool.width:
+        pool, length, blocks = self._pool, self.committed_len, [*self._blocks]
+        held, source, page = None, None, -1
+        if length % pool.block_size:
             page = self._allocator.allocate(1)[0]
             source = self._copy_source()
             pool.lock((source,))
-        pool.lock(self._blocks)
-        blocks, pages = [*self._blocks], self._pages[: len(self._blocks)]
+            held = self._tokens[: length * TOKEN_BYTES], self._pages[: len(blocks)]
+        pool.lock(blocks)
         return HashSequence(
-            self._allocator, pool, self._namespace, tokens, blocks, pages, source, page
+            self._allocator, pool, self._namespace, length, blocks, held, source, page
         )
+
+    def _read_tokens(self, more: bytes = b"") -> bytearray:
+        return bytearray().join([*[block.tokens for block in self._blocks], more])
+
+    def _read_pages(self, more: array[int] = NO_PAGES) -> array[int]:
+        return array("i", [block.page for block in self._blocks]) + more
 
     def _copy_source(self) -> Block:
         """Returns the block to copy the partial page from: its own, or the source of its pending

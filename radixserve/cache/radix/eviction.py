@@ -107,7 +107,7 @@ class EvictionOrder(ABC):
     @abstractmethod
     def preview(self) -> Iterator[tuple[Node, str]]:
         """Yields all nodes in the order in which `victim` would return them if nothing else
-        happened, each with the reason. Ends leases whose time is over; changes nothing else."""
+        happened, each with the reason. May end what has run out of time; changes nothing else."""
 
     @abstractmethod
     def queues(self) -> list[Iterable[Node]]:

@@ -10,14 +10,14 @@ import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.cache.namespace import Namespace
-from radixserve.cache.sequence import NamespaceEntry
+from radixserve.cache.sequence import NO_PAGES, NamespaceEntry
 from radixserve.cache.tokens import TOKEN_BYTES, as_view
 
 if TYPE_CHECKING:
     from sortedcontainers import SortedList
 
 
-_ZERO = array("i", (0,))
+_UNSET = array("i", (0,))
 NO_CHILDREN: dict[bytes, Node] = {}  # shared by all leaves; stays empty
 
 
@@ -114,16 +114,16 @@ def path(node: Node) -> Iterator[Node]:
         ancestor = ancestor.parent
 
 
-def path_pages(node: Node, count: int, num_spare: int = 0) -> array[int]:
-    """Returns the first `count` page ids on the path from the root to `node`, and zeros in the
-    place of `num_spare` more. O(count)."""
+def path_pages(node: Node, count: int, more: array[int] = NO_PAGES) -> array[int]:
+    """Returns the first `count` page ids on the path from the root to `node`, and `more`.
+    O(count)."""
     parent = node.parent
-    if parent is not None and parent.parent is None:  # one node, as of most paths
-        pages = node.pages[:count]
-        if num_spare:
-            pages += _ZERO * num_spare
-        return pages
-    pages = _ZERO * (count + num_spare)
+    if parent is None or parent.parent is None:  # one node, as of most paths
+        pages = node.pages
+        if len(pages) > count or not more:
+            pages = pages[:count]
+        return pages + more if more else pages
+    pages = _UNSET * count + more
     begin, room = 0, as_view(pages)
     for piece in reversed([part.pages for part in path(node)]):
         end = min(begin + len(piece), count)
@@ -132,17 +132,17 @@ def path_pages(node: Node, count: int, num_spare: int = 0) -> array[int]:
     return pages
 
 
-def path_tokens(node: Node, length: int, num_spare: int = 0) -> bytearray:
-    """Returns the first `length` tokens (int32 bytes) on the path from the root to `node`; of
-    several nodes, in an array with room for `num_spare` more. O(length)."""
-    parent = node.parent
-    if parent is not None and parent.parent is None:
-        return node.tokens[: length * TOKEN_BYTES]
-    last = as_view(node.tokens)[: max(0, length - node.start) * TOKEN_BYTES]
-    above = [part.tokens for part in path(node)][:0:-1]
-    tokens = bytearray().join((*above, last, bytes(num_spare * TOKEN_BYTES)))
-    del tokens[length * TOKEN_BYTES :]
-    return tokens
+def path_tokens(node: Node, length: int, more: bytes = b"") -> bytearray:
+    """Returns the first `length` tokens (int32 bytes) on the path from the root to `node`, and
+    `more`. O(length)."""
+    tokens, count, parent = node.tokens, length * TOKEN_BYTES, node.parent
+    if parent is None or parent.parent is None:
+        if len(tokens) > count or not more:
+            tokens = tokens[:count]
+        return tokens + more if more else tokens
+    nodes = [part for part in path(node) if part.start < length]  # it may begin after them
+    last = as_view(nodes[0].tokens)[: count - nodes[0].start * TOKEN_BYTES] if nodes else b""
+    return bytearray().join((*[part.tokens for part in nodes[:0:-1]], last, more))
 
 
 def prefix_of(node: Node) -> tuple[str, IntArray]:

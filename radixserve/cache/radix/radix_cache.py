@@ -13,7 +13,6 @@ request is still computing, see `InBatchSharing` in scheduler/admission.py.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -59,7 +58,7 @@ from radixserve.cache.sequence import (
 from radixserve.cache.snapshot import SnapshotView
 from radixserve.cache.tokens import TokenIds, as_token_ids, token_view
 from radixserve.cache.watch import PrefixWatch
-from radixserve.checks import check_choice, check_float, check_int, check_str
+from radixserve.checks import check_choice, check_float, check_int
 from radixserve.errors import OutOfPages
 
 LEAST_BATCH = 3  # fewer sequences are committed faster one by one than in one loop
@@ -78,12 +77,11 @@ class RadixCache(PrefixCache):
     eviction             the eviction policy, one of `eviction.POLICIES`. Sessions take
                          precedence over it, see `open_session`
     reuse                False: sequences share and keep nothing, except that forks share pages
-    layers               layers beside K/V, of this cache alone: `RecurrentLayers` or
-                         `WindowedLayers` of `radixserve.cache_layers`
+    layers               layers beside K/V, of this cache alone; see `radixserve.cache_layers`
     retention            makes the `RetentionPolicy` around the eviction policy when a session is
                          first opened; None: sessions, of `radixserve.retention`
-    max_lease_share      share of the pool that leases of sessions may fill
-    clock                returns seconds; leases end by it
+    max_lease_share      share of the pool that sessions may keep longer than the policy would
+    clock                returns seconds
     freeze_garbage       keep the nodes of a large tree out of Python's full garbage collections,
                          which stop the process for half a second with a million nodes. Freezes all
                          objects of the process until `close`, see garbage.py
@@ -122,7 +120,7 @@ class RadixCache(PrefixCache):
         super().__init__(allocator, tree, tree.watch_registry, freeze_garbage=freeze_garbage)
         self.layers: RadixLayers | None = layers
         self._make_retention = retention
-        self._max_leased = int(num_pages * share)
+        self._max_kept = int(num_pages * share)
         self._clock = clock
         self._reuse = reuse
 
@@ -148,7 +146,7 @@ class RadixCache(PrefixCache):
         limit = len(ids)
         if limit and not allow_full:
             limit -= 1
-        key = as_namespace(namespace)
+        key = namespace if type(namespace) is Namespace else as_namespace(namespace)
         space = tree.namespaces.get(key) or NamespaceTree(key, is_dead=True)
         size = tree.page_size
         first_page = ids[: size if size < limit else limit].tobytes()
@@ -226,7 +224,7 @@ class RadixCache(PrefixCache):
             session = self._check_session(session)
         if priority != 0:
             priority = check_int("priority", priority, -(2**31), 2**31 - 1)
-        key = as_namespace(namespace)
+        key = namespace if type(namespace) is Namespace else as_namespace(namespace)
         space = tree.namespaces.get(key) or self._open_namespace(key)
         limit = count - 1 if count and not allow_full else count
         match = match_prefix(space, data, limit, tree.page_size)
@@ -375,27 +373,15 @@ class RadixCache(PrefixCache):
     def open_session(
         self, name: str, *, lease_s: float | None = None, retain_until: float | None = None
     ) -> CacheSession:
-        """Open a session; close it when it will not be continued: a chat, a branch, a tenant.
-
-        Pages that only closed sessions reached are evicted first. The path to each place where a
-        sequence of an open session ended is evicted last, for `lease_s` seconds from then on
-        (default: 300; 0: no lease). `retain_until`, on the cache's clock, replaces the lease: until
-        then the path is evicted after everything else, leased pages included. Names need not be
-        unique; `stats` shows them. A session that is never closed stays open as long as the cache
-        exists.
-        """
-        check_str("name", name)
-        if lease_s is not None:
-            lease_s = check_float("lease_s", lease_s, 0.0, math.inf)
-        if retain_until is not None:
-            retain_until = check_float("retain_until", retain_until, 0.0, math.inf)
+        """Open a session; close it when it will not be continued: a chat, a branch, a user. See
+        `RetentionPolicy.open`."""
         return self._retention().open(name, lease_s, retain_until)
 
     def _retention(self) -> RetentionPolicy:
         tree = self._tree
         if tree.retention is None:
             make = self._make_retention or default_retention()
-            tree.set_retention(make(tree.order, self._max_leased, self._clock))
+            tree.set_retention(make(tree.order, self._max_kept, self._clock))
         assert tree.retention is not None
         return tree.retention
 
@@ -427,7 +413,7 @@ class RadixCache(PrefixCache):
             if not node.namespace.is_dead:
                 yield len(node.pages), order.expected_return(node)
 
-    # -- hints --------------------------------------------------------------------------------
+    # -- retention ----------------------------------------------------------------------------
 
     @property
     def num_retained(self) -> int:
@@ -470,11 +456,11 @@ class RadixCache(PrefixCache):
         """See `PrefixCache.open_events`."""
         return open_log(self._tree, self._tree.stored_nodes, epoch)
 
-    # -- inspection ---------------------------------------------------------------------------
+    # -- inspection: its modules are loaded when they are used ---------------------------------
 
     def stats(self) -> dict[str, Any]:
         """See `PrefixCache.stats`."""
-        from radixserve.cache.radix.audit import tree_stats  # loaded when it is used
+        from radixserve.cache.radix.audit import tree_stats
 
         stats = {**super().stats(), **tree_stats(self._allocator, self._tree)}
         return stats if self.layers is None else stats | self.layers.stats()
@@ -509,6 +495,6 @@ class RadixCache(PrefixCache):
         return dump_tree(self._allocator, self._tree, max_nodes, only)
 
     def _snapshot(self, view: SnapshotView) -> dict[str, Any]:
-        from radixserve.cache.radix.snapshot import snapshot_tree  # loaded when it is used
+        from radixserve.cache.radix.snapshot import snapshot_tree
 
         return snapshot_tree(self._allocator, self._tree, view)

@@ -25,7 +25,14 @@ class RetentionPolicy(EvictionOrder):
 
     @abstractmethod
     def open(self, name: str, lease_s: float | None, retain_until: float | None) -> CacheSession:
-        """Returns a new session; see `RadixCache.open_session`."""
+        """Returns a new session. Raises InvalidRequest for wrong arguments.
+
+        Pages that only closed sessions reached are evicted first. The path to each place where a
+        sequence of an open session ended is evicted last, for `lease_s` seconds from then on
+        (default: 300; 0: no lease). `retain_until`, on the cache's clock, replaces the lease: until
+        then the path is evicted after everything else. Names need not be unique; `stats` shows
+        them. A session that is never closed stays open as long as the cache exists.
+        """
 
     @abstractmethod
     def check_session(self, session: object) -> CacheSession:
@@ -120,7 +127,7 @@ class RetentionPolicy(EvictionOrder):
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
-        """Returns its figures of `RadixCache.stats`."""
+        """Returns its figures of `RadixCache.stats`, see `no_retention`."""
 
     @abstractmethod
     def check_nodes(self, nodes: list[Node]) -> None:
@@ -128,7 +135,7 @@ class RetentionPolicy(EvictionOrder):
 
 
 MakeRetention = Callable[[EvictionOrder, int, Callable[[], float]], RetentionPolicy]
-"""(order, most leased pages, clock) -> policy"""
+"""(order, most pages that sessions keep, clock) -> policy"""
 
 
 def default_retention() -> MakeRetention:

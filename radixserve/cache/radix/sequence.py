@@ -20,7 +20,7 @@ from radixserve.cache.radix.lookup import common_tokens
 from radixserve.cache.radix.node import Node, path_pages, path_tokens
 from radixserve.cache.radix.radix_tree import RadixTree
 from radixserve.cache.radix.retention import RetentionPolicy
-from radixserve.cache.sequence import FEW_PAGES, CacheSequence, PageAllocator, PageCopy
+from radixserve.cache.sequence import NO_PAGES, CacheSequence, PageAllocator, PageCopy
 from radixserve.cache.tokens import TOKEN_BYTES
 
 
@@ -52,18 +52,13 @@ class RadixSequence(CacheSequence):
         priority: int,
     ) -> None:
         """`node` covers the `length` tokens and is locked for this sequence. `held`: these tokens
-        (int32 bytes) and their whole pages; None: they are read from the path when needed, at once
-        if there is a `copy`. `reused`: tokens that count as a use of what was cached before."""
-        if held is not None:
-            tokens, pages = held
-        elif copy is not None:
-            tokens = path_tokens(node, length)
-            pages = path_pages(node, length // tree.page_size, FEW_PAGES)
-        else:
-            tokens, pages = bytearray(), array("i")
-        CacheSequence.__init__(self, allocator, node.namespace, length, tokens, pages, copy)
+        (int32 bytes) and their whole pages; None: they are read from the path when needed.
+        `reused`: tokens that count as a use of what was cached before."""
         self._tree = tree
         self._last_node = node
+        CacheSequence.__init__(self, allocator, node.namespace, length, held, copy)
+        if copy is not None:
+            self._read()  # now: once the copy is made, the lock may end before it
         self._published = self.committed_len
         self._reused = reused
         self._session = session
@@ -72,13 +67,11 @@ class RadixSequence(CacheSequence):
         self._is_detached = False
         self._source: CacheSequence | None = None  # locks the pages that are still to be copied
 
-    def _read_tokens(self, num_spare: int) -> None:
-        self._check_open()  # else the path may be gone
-        self._tokens = path_tokens(self._last_node, self.length, num_spare)
+    def _read_tokens(self, more: bytes = b"") -> bytearray:
+        return path_tokens(self._last_node, self.length, more)
 
-    def _read_pages(self, num_spare: int) -> None:
-        self._check_open()
-        self._set_pages(path_pages(self._last_node, self._num_pages, num_spare))
+    def _read_pages(self, more: array[int] = NO_PAGES) -> array[int]:
+        return path_pages(self._last_node, self._num_pages, more)
 
     def copy_from(self, source: CacheSequence) -> int:
         size, start, end = self._tree.page_size, self.committed_len, source.length

@@ -17,7 +17,7 @@ from radixserve.cache.radix.sequence import RadixSequence
 from radixserve.cache.sequence import PageAllocator
 from radixserve.cache.snapshot import (
     FREE,
-    LEASED,
+    KEPT,
     LOCKED,
     TREE,
     PageMap,
@@ -34,7 +34,7 @@ _CHILDREN = 24  # of these, shown
 _ROOT_CHILDREN = 100
 _MORE_CHILDREN = 200  # of a node that was opened
 _MAX_NAMESPACES = 64
-_MAX_MARKED = 2048  # leased nodes whose pages are marked, and as many of dead namespaces
+_MAX_MARKED = 2048  # nodes whose pages are marked as kept, and as many of dead namespaces
 _MAX_SESSIONS = 4  # named of a node
 
 
@@ -199,7 +199,7 @@ class _TreeSnapshot:
         if retention is not None:
             shown = (n for n in retention.kept_nodes() if self._view.shows(n.namespace.key))
             for node in islice(shown, _MAX_MARKED):
-                pages.mark(node.pages, LEASED)
+                pages.mark(node.pages, KEPT)
         for node in self._locked:
             pages.mark(node.pages, LOCKED)
         for sequence in self._sequences:
