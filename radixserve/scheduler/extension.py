@@ -7,7 +7,7 @@ requests that continue jointly. `tests/scheduler/test_extension.py` has one of e
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from radixserve.arrays import IntArray
