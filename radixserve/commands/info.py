@@ -12,6 +12,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from radixserve._version import __version__
+from radixserve.checks import check_int
 from radixserve.commands.flags import (
     EXPORTS,
     add_command,
@@ -22,12 +23,17 @@ from radixserve.commands.flags import (
     given_model,
 )
 from radixserve.commands.terminal import make_console
-from radixserve.config import format_bytes
+from radixserve.config import EngineConfig, format_bytes, parse_bytes
+from radixserve.errors import InvalidRequest
+from radixserve.models.names import RANDOM
 from radixserve.sampling_defaults import SamplingDefault, describe_sampling
 from radixserve_kernels import processor
 
 if TYPE_CHECKING:
+    import torch
+
     from radixserve.models.base import ModelInfo
+    from radixserve.models.source import ModelSource
 
 _PACKAGES = "torch transformers tokenizers safetensors numpy sortedcontainers rich".split()
 _MODEL_FIELDS = (
@@ -40,6 +46,7 @@ examples:
   radixserve info
   radixserve info ./my-checkpoint --dtype bfloat16 --kv-cache-memory 2GB
   radixserve info --config llama-3-8b
+  radixserve info --config llama-3-70b --device-memory 80GB --kv-dtype fp8_e4m3
   radixserve info --no-model --json
 """
 
@@ -53,7 +60,14 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         _EXAMPLES,
     )
     add_model_flags(parser)
-    flags = {"--no-model": "load no model", "--json": "print one JSON document instead"}
+    flags = {
+        "--no-model": "load no model",
+        "--device-memory SIZE": "load no model: show what CUDA devices with this memory each would "
+        "hold of it, such as 80GB: K/V, sessions; with 1, 2, 4 and 8 devices, or "
+        "--tensor-parallel-size of them",
+        "--session-tokens NUMBERS": "with --device-memory: lengths of sessions, such as 8k,32k",
+        "--json": "print one JSON document instead",
+    }
     add_flags(parser, flags)
     add_engine_flags(parser, without=EXPORTS)
     return parser
@@ -61,13 +75,17 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     settings = given_engine(args)
+    if args.session_tokens is not None and args.device_memory is None:
+        raise InvalidRequest("--session-tokens needs --device-memory")
     facts = {
         "versions": _versions(),
         "machine": _machine(),
         "attention_backends": _attention_backends(),
     }
-    if args.config is not None and not args.random_weights and not args.no_model:
-        facts["model"] = _shapes(args.config, settings)
+    if args.device_memory is not None:
+        facts["model"] = _what_if(args, settings)
+    elif args.config is not None and not args.random_weights and not args.no_model:
+        facts["model"] = _shapes(RANDOM + args.config, args.config, settings)
     elif not args.no_model:
         facts["model"] = _model(given_model(args), settings)
     if args.json:
@@ -169,29 +187,80 @@ def _model(name: str, settings: dict[str, Any]) -> dict[str, Any]:
         }
 
 
-def _shapes(name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The facts of a known model's shapes, without making its weights."""
-    import torch
-
+def _shapes(model: str, name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The facts of a model's shapes, without its weights. `name`: shown for it."""
     from radixserve.models.decoder_tensors import describe
-    from radixserve.models.names import RANDOM
-    from radixserve.models.source import find_model
-    from radixserve.models.weights import choose_dtype
-    from radixserve_kernels.stored_kv import KV_DTYPES, dtype_name
+    from radixserve_kernels.stored_kv import dtype_name
 
-    source = find_model(RANDOM + name)
-    dtype = choose_dtype(settings.get("dtype", "auto"), source.config, torch.device("cuda"))
-    kv_dtype = settings.get("kv_dtype", "auto")
-    info = dataclasses.replace(
-        describe(source, dtype), kv_dtype=None if kv_dtype == "auto" else KV_DTYPES[kv_dtype]
-    )
+    source, dtype, kv_dtype = _located(model, settings)
+    info = dataclasses.replace(describe(source, dtype), kv_dtype=kv_dtype)
     return {
         **_facts_of(name, info),
-        "has_tokenizer": False,
+        "has_tokenizer": source.path is not None,
         "weight_bytes": info.weight_bytes,
         "kv_bytes_per_token": info.kv_bytes_per_token,
         "kv_dtype": dtype_name(info.stored_kv_dtype),
     }
+
+
+def _located(
+    model: str, settings: dict[str, Any]
+) -> tuple[ModelSource, torch.dtype, torch.dtype | None]:
+    """A model that is not loaded, and its dtypes on CUDA: of weights, and of K/V if another."""
+    import torch
+
+    from radixserve.models.source import find_model
+    from radixserve.models.weights import choose_dtype
+    from radixserve_kernels.stored_kv import KV_DTYPES
+
+    source = find_model(model)
+    dtype = choose_dtype(settings.get("dtype", "auto"), source.config, torch.device("cuda"))
+    kv_dtype = settings.get("kv_dtype", "auto")
+    return source, dtype, None if kv_dtype == "auto" else KV_DTYPES[kv_dtype]
+
+
+_DEVICES = (1, 2, 4, 8)
+_SESSION_TOKENS = (2048, 8192, 32_768, 131_072)
+
+
+def _what_if(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
+    """The facts of a model's shapes, and "plans": what devices would hold of it."""
+    from radixserve.api.runtime import DEMO
+    from radixserve.runner.memory_plan import plan_memory
+
+    name = args.model or args.config
+    model = RANDOM + name if args.model is None else str(DEMO) if name == "demo" else name
+    facts = _shapes(model, name, settings)
+    memory = parse_bytes(args.device_memory, "--device-memory")
+    lengths = _lengths(args.session_tokens, facts["max_positions"])
+    source, dtype, kv_dtype = _located(model, settings)
+    number = settings.get("tensor_parallel_size")
+    plans = []
+    for num_devices in _DEVICES if number is None else (number,):
+        config = EngineConfig(**{**settings, "tensor_parallel_size": num_devices})
+        plan: dict[str, Any] = {"devices": num_devices}
+        try:
+            made = plan_memory(source, dtype, kv_dtype, config, memory)
+        except InvalidRequest as error:
+            if number is not None:
+                raise
+            plan["reason"] = str(error)
+        else:
+            sessions = [{"tokens": size, "number": made.num_sessions(size)} for size in lengths]
+            plan |= {**dataclasses.asdict(made), "sessions": sessions}
+        plans.append(plan)
+    return {**facts, "device_memory_bytes": memory, "plans": plans}
+
+
+def _lengths(text: str | None, longest: int) -> list[int]:
+    """The lengths of sessions in --session-tokens, or the usual ones that the model allows."""
+    from radixserve.replay.caches import parse_tokens
+
+    if text is None:
+        return [size for size in _SESSION_TOKENS if size <= longest] or [longest]
+    return [
+        check_int("--session-tokens", parse_tokens(size), 1, longest) for size in text.split(",")
+    ]
 
 
 def _facts_of(name: str, model: ModelInfo) -> dict[str, Any]:
@@ -276,7 +345,8 @@ def _model_lines(model: dict[str, Any]) -> dict[str, str]:
         "weights": format_bytes(model["weight_bytes"]),
     }
     if not is_loaded:
-        return {**lines, "KV": f"{format_bytes(each)} a token in {model['kv_dtype']}"}
+        lines["KV"] = f"{format_bytes(each)} a token in {model['kv_dtype']}"
+        return lines | _plan_lines(model.get("plans", []), model)
     pool = f"{format_bytes(model['pool_bytes'])}: {model['pool_tokens']:,} tokens of "
     pool += f"{format_bytes(each)} in {model['kv_dtype']}"
     if windows := model["window_tokens"]:
@@ -291,6 +361,29 @@ def _model_lines(model: dict[str, Any]) -> dict[str, str]:
         "runs on": _runs_on(model),
         "sampling": describe_sampling(_sampling_defaults(model)),
     }
+
+
+def _plan_lines(plans: list[dict[str, Any]], model: dict[str, Any]) -> dict[str, str]:
+    """What devices would hold, a line for each number of them."""
+    lines = {}
+    for plan in plans:
+        number = plan["devices"]
+        name = f"{number} device{'s' if number > 1 else ''}"
+        if "reason" in plan:
+            lines[name] = f"not possible: {plan['reason']}"
+            continue
+        windows = plan["window_tokens"]
+        sessions = (f"{one['number']:,} of {one['tokens']:,}" for one in plan["sessions"])
+        lines[name] = (
+            f"{format_bytes(plan['weight_bytes'])} weights and about "
+            f"{format_bytes(plan['working_bytes'])} for steps of "
+            f"{format_bytes(model['device_memory_bytes'])} each; "
+            f"{format_bytes(plan['pool_bytes'])} K/V: {plan['pool_tokens']:,} tokens of "
+            f"{format_bytes(plan['kv_bytes_per_token'])}"
+            + (f", {windows:,} in layers with windows" if windows else "")
+            + f"; sessions that fit: {', '.join(sessions)} tokens"
+        )
+    return lines
 
 
 def _sampling_defaults(model: dict[str, Any]) -> dict[str, SamplingDefault]:

@@ -29,13 +29,17 @@ _EPILOG = """\
 A trace is a file of JSON lines, plain or gzip. A line has "tokens": [ids] or "prompt": text, and
 where known "output_tokens", "output" or "output_length", "time" (seconds) or "timestamp"
 (milliseconds), "session" and "namespace". Runtime(trace="requests.jsonl") records one. Traces of
-block hashes ("hash_ids", "input_length", "output_length") are read, too.
+block hashes ("hash_ids", "input_length", "output_length") are read, too. workload:NAME stands for
+a made one: chat, multi-turn, rag, code, summaries, agents, random, or all; workload:rag:7 has
+another seed.
 
 Requests are replayed one after another; with --order they overlap, in the real scheduler, and the
 time of a step is modelled.
 
 examples:
   radixserve replay requests.jsonl
+  radixserve replay requests.jsonl --advise --model-config ./my-checkpoint
+  radixserve replay workload:all --baseline
   radixserve replay requests.jsonl --cache-tokens 1M,4M,16M --policy lru,arc --sessions
   radixserve replay requests.jsonl --index radix,hash --page-size 1,16 --json
   radixserve replay requests.jsonl --order lpm,fcfs --cache-tokens 500k --plot hits.png
@@ -57,7 +61,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         _EPILOG,
     )
     parser.add_argument(
-        "traces", nargs="+", metavar="TRACE", help="file of JSON lines; - is standard input"
+        "traces",
+        nargs="+",
+        metavar="TRACE",
+        help="file of JSON lines; - is standard input; workload:NAME is a made one",
     )
     trace = parser.add_argument_group("trace")
     caches = parser.add_argument_group("caches, each combination is replayed; lists with commas")
@@ -88,6 +95,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 DEFAULT_INTERVAL = 512  # tokens between kept recurrent states, with --state-tokens
 _COMMON = (
     "--json",
+    "--advise",
+    "--baseline",
     "--plot",
     "--limit",
     "--cache-tokens",
@@ -103,9 +112,13 @@ _COMMON = (
 )
 _OUTPUTS = {
     "--json": "print one JSON document instead",
+    "--advise": "instead of the other replays: the cache size that this traffic needs, what more "
+    "memory or another cache is worth; sizes in --cache-tokens are replayed and compared",
+    "--baseline": "instead of the other replays: hit rate and time to first token with a cache and "
+    "with none, a row for each trace",
     "--plot FILE": "draw plots into FILE (needs matplotlib)",
 }
-_TRACE = {"--limit N": "only the first N requests"}
+_TRACE = {"--limit N": "only the first N requests; of a made trace so many (default: 400)"}
 _CACHES = {
     "--cache-tokens SIZES": "cache sizes in tokens, such as 250k,1M "
     "(default: five that suit the trace)",
@@ -128,6 +141,14 @@ _CACHES = {
     "--kv-dtype NAME": 'with --model-config, the dtype of K/V: "auto" (that of the config), '
     '"bfloat16", "int8" or "fp8_e4m3"',
 }
+_MODES = ("--advise", "--baseline", "--closed-loop")  # kinds of replays, of which one is given
+_OF_ADVICE = (  # of the caches' and the scheduler's options
+    "--cache-tokens SIZES",
+    "--bytes-per-token SIZE",
+    "--model-config PATH",
+    "--kv-dtype NAME",
+    "--chunked-prefill-size N",
+)
 _CLUSTER = {
     "--replicas NUMBERS": "numbers of replicas, such as 4,16,64; each is compared with one cache "
     "of the size of all replicas together",
@@ -141,7 +162,7 @@ _CLUSTER = {
 _LISTS = {  # by usage: help, default
     "--policy NAMES": (f"eviction policies: {','.join(EVICTION_POLICIES)}", "lru"),
     "--page-size SIZES": ("tokens a page; for the hash index a block", "1"),
-    "--index NAMES": ("radix, or hash: whole blocks found by their hash", "radix"),
+    "--index NAMES": ("radix, hash (whole blocks found by their hash), or off", "radix"),
 }
 _SERVING: dict[str, tuple[str, float | None, float]] = {  # by usage: help, default, least
     "--chunked-prefill-size N": ("prefill tokens a step", 2048, 1),
@@ -172,7 +193,7 @@ _STEP = {  # by usage: help, default, units a second, field of StepModel
 
 
 def run(args: argparse.Namespace) -> int:
-    from radixserve.replay import read_trace, study_document, study_trace
+    from radixserve.replay import study_document, study_trace
     from radixserve.replay.plots import check_plot_path, draw
     from radixserve.replay.report import print_study
 
@@ -189,9 +210,12 @@ def run(args: argparse.Namespace) -> int:
         return _run_replicas(args)
     if args.closed_loop:
         return _run_closed_loops(args)
+    if args.advise:
+        return _run_advice(args)
+    if args.baseline:
+        return _run_baseline(args)
     studies, documents = [], []
-    for path in args.traces:
-        trace = read_trace(as_path(path), limit=limit, stitch=args.stitch)
+    for trace in _traces(args):
         caches = partial(specs, trace)
         studies.append(study_trace(trace, caches, servings, lease_s=lease, watch=_bar))
         documents.append(study_document(studies[-1], size))
@@ -211,22 +235,33 @@ def _check_combination(args: argparse.Namespace) -> None:
     """Raise InvalidRequest for an option that has no effect with the others."""
     lists = {usage: default for usage, (_, default) in _LISTS.items()}
     scheduling = {usage: flag[1] for usage, flag in {**_SERVING, **_STEP}.items()}
+    mode = _mode(args)
+    if mode is not None:
+        others: dict[str, Any] = dict.fromkeys(("--plot FILE", "--replicas NUMBERS"))
+        others |= {flag: False for flag in _MODES if flag != mode}
+        _refuse(args, others, f"does not go with {mode}")
     if not args.closed_loop:
-        _refuse(args, dict.fromkeys(list(_LOOP)[1:]), "needs --closed-loop")
-    else:
-        _refuse(
-            args, dict.fromkeys(("--plot FILE", "--replicas NUMBERS")), "is not for closed loops"
-        )
-    if args.order is None and not args.closed_loop:
-        _refuse(args, scheduling, "needs --order")
+        _refuse(args, {"--admission NAMES": None}, "needs --closed-loop")
+    if args.order is None and mode is None:
+        _refuse(args, dict.fromkeys(list(_LOOP)[2:]) | scheduling, "needs --order")
+    if args.advise:
+        unused: dict[str, Any] = dict.fromkeys(("--order NAMES", *_CACHES))
+        unused |= {"--sessions": False} | {usage: flag[1] for usage, flag in _SERVING.items()}
+        unused = {usage: value for usage, value in unused.items() if usage not in _OF_ADVICE}
+        _refuse(args, unused, "does not go with --advise")
     if args.windows is None:
         _refuse(args, {"--swa-full-tokens-ratio X": None}, "needs --windows")
     if args.replicas is None:
         _refuse(args, dict.fromkeys(_CLUSTER), "needs --replicas")
         return
-    others = dict.fromkeys(("--plot FILE", "--order NAMES", *_CACHES)) | {"--sessions": False}
-    del others["--cache-tokens SIZES"]
-    _refuse(args, others | lists, "does not go with --replicas")
+    unlike = dict.fromkeys(("--plot FILE", "--order NAMES", *_CACHES)) | {"--sessions": False}
+    del unlike["--cache-tokens SIZES"]
+    _refuse(args, unlike | lists, "does not go with --replicas")
+
+
+def _mode(args: argparse.Namespace) -> str | None:
+    """The flag among _MODES that is given."""
+    return next((flag for flag in _MODES if _given(args, flag)[2]), None)
 
 
 def _refuse(args: argparse.Namespace, defaults: Mapping[str, Any], reason: str) -> None:
@@ -238,7 +273,7 @@ def _refuse(args: argparse.Namespace, defaults: Mapping[str, Any], reason: str) 
 
 
 def _run_replicas(args: argparse.Namespace) -> int:
-    from radixserve.replay import parse_tokens, read_trace
+    from radixserve.replay import parse_tokens
     from radixserve.replay.caches import CacheSpec
     from radixserve.replay.report import (
         changes_finding,
@@ -252,8 +287,7 @@ def _run_replicas(args: argparse.Namespace) -> int:
     clusters = _clusters(args)
     specs = [CacheSpec(size) for size in sizes]
     documents = []
-    for path in args.traces:
-        trace = read_trace(as_path(path), limit=args.limit, stitch=args.stitch)
+    for trace in _traces(args):
         rows = replay_clusters(trace, specs, clusters, watch=_bar)
         documents.append({"trace": trace.name, "requests": len(trace), "replicas": rows})
         if not args.json:
@@ -267,12 +301,11 @@ def _run_replicas(args: argparse.Namespace) -> int:
 
 
 def _run_closed_loops(args: argparse.Namespace) -> int:
-    from radixserve.replay import build_paths, read_trace
+    from radixserve.replay import build_paths
     from radixserve.replay.report import loop_finding, replay_closed_loops
 
     specs, servings, documents = _specs(args), _servings(args), []
-    for path in args.traces:
-        trace = read_trace(as_path(path), limit=args.limit, stitch=args.stitch)
+    for trace in _traces(args):
         paths = build_paths(trace)
         rows = replay_closed_loops(
             trace, paths, specs(trace, paths), servings, lease_s=args.lease_s, watch=_bar
@@ -282,6 +315,77 @@ def _run_closed_loops(args: argparse.Namespace) -> int:
             loop_finding(documents[-1]).print(make_console())
     if args.json:
         print(json.dumps({"radixserve": __version__, "traces": documents}, indent=2))
+    return 0
+
+
+def _traces(args: argparse.Namespace) -> Iterator[Trace]:
+    """The traces that the command line names, one after another."""
+    from radixserve.replay import read_trace
+    from radixserve.replay.workloads import PREFIX, expand_names, read_workload
+
+    for name in expand_names(args.traces):
+        if name.startswith(PREFIX):
+            yield read_workload(name, args.limit)
+        else:
+            yield read_trace(as_path(name), limit=args.limit, stitch=args.stitch)
+
+
+def _run_advice(args: argparse.Namespace) -> int:
+    from radixserve.replay import parse_tokens
+    from radixserve.replay.sizing import Pricing, advice_document, advice_findings, advise
+
+    serving = _servings(args)[0]
+    pricing = Pricing(
+        bytes_per_token=_bytes_per_token(args),
+        step=serving.step,
+        chunk=serving.chunked_prefill_size,
+    )
+    sizes = []
+    if args.cache_tokens is not None:
+        sizes = [parse_tokens(text) for text in _items("--cache-tokens", args.cache_tokens)]
+    documents = []
+    for trace in _traces(args):
+        kinds = _other_kinds(args, has_sessions=trace.num_sessions > 0)
+        advice = advise(trace, pricing, sizes=sizes, kinds=kinds, watch=_bar)
+        documents.append(advice_document(advice))
+        if not args.json:
+            for finding in advice_findings(documents[-1]):
+                finding.print(make_console())
+    if args.json:
+        print(json.dumps({"radixserve": __version__, "traces": documents}, indent=2))
+    return 0
+
+
+def _other_kinds(
+    args: argparse.Namespace, *, has_sessions: bool
+) -> list[tuple[str, str, int, bool]]:
+    """The caches that an advice compares with LRU and pages of one token: those of --policy,
+    --page-size and --index, each in one respect; the usual ones if none of the three is given."""
+    if all(_given(args, usage)[2] == default for usage, (_, default) in _LISTS.items()):
+        policies, pages, indexes = ["arc", "slru"], [16], ["hash", "off"]
+    else:
+        policies = [name for name in _items("--policy", args.policy) if name != "lru"]
+        pages = [_page_size(text) for text in _items("--page-size", args.page_size)]
+        indexes = [name for name in _items("--index", args.index) if name != "radix"]
+    kinds = [("radix", policy, 1, False) for policy in policies]
+    kinds += [("radix", "lru", page, False) for page in pages if page != 1]
+    kinds += [("radix", "lru", 1, True)] if has_sessions else []
+    block = max([16, *pages])
+    return kinds + [(index, "lru", block if index == "hash" else 1, False) for index in indexes]
+
+
+def _run_baseline(args: argparse.Namespace) -> int:
+    from radixserve.replay.baseline import baseline_finding, compare_off
+
+    specs, serving = _specs(args), _servings(args)[0]
+    documents = [
+        compare_off(trace, partial(specs, trace), serving, lease_s=args.lease_s, watch=_bar)
+        for trace in _traces(args)
+    ]
+    if args.json:
+        print(json.dumps({"radixserve": __version__, "traces": documents}, indent=2))
+    else:
+        baseline_finding(documents).print(make_console())
     return 0
 
 
@@ -371,7 +475,7 @@ def _windows(args: argparse.Namespace) -> WindowSpec:
 def _servings(args: argparse.Namespace) -> list[Serving]:
     from radixserve.replay.scheduled import ORDERS, Serving, StepModel
 
-    if args.order is None and not args.closed_loop:
+    if args.order is None and not (args.closed_loop or args.advise or args.baseline):
         return []
     orders = _items("--order", args.order or "lpm")
     admissions = _items("--admission", args.admission or "greedy")

@@ -454,7 +454,7 @@ def load_decoder(
         pack = partial(pack_layer, linear=partial(Linear, is_exact=is_exact, compiles=compiles))
         tensors = read_decoder(source, dtype, device, pack)
     else:
-        tensors = _read_part(source, dtype, device, group)
+        tensors = _read_part(source, dtype, device, group.rank, group.size)
     tensors = _with_positions(tensors, num_positions)
     longest = tensors.info.max_positions
     num_rows = min(num_positions or longest, longest)
@@ -462,26 +462,36 @@ def load_decoder(
     return Decoder(tensors, tables, group, is_exact=is_exact, compiles=compiles)
 
 
+def describe_part(source: ModelSource, dtype: torch.dtype, num_ranks: int) -> ModelInfo:
+    """The info of the first rank's part of a model, as `describe` has that of the whole.
+
+    Raises ModelNotSupported for other families, InvalidRequest where the model cannot be split over
+    so many ranks.
+    """
+    shapes = replace(source, path=None, gguf=None)
+    return _read_part(shapes, dtype, torch.device("meta"), 0, num_ranks).info
+
+
 def _read_part(
-    source: ModelSource, dtype: torch.dtype, device: torch.device, group: TPGroup
+    source: ModelSource, dtype: torch.dtype, device: torch.device, rank: int, size: int
 ) -> DecoderTensors:
     """A rank's part of every tensor, and the info of that part."""
     whole = decoder_shape(source.config)
-    check_split(whole, group.size)
+    check_split(whole, size)
     num_parameters = 0
 
     def make_layer(layer: LayerTensors) -> DeviceLayer:
         nonlocal num_parameters
-        part = shard_layer(layer, whole, group.rank, group.size)
+        part = shard_layer(layer, whole, rank, size)
         held = [tensor for both in part.projections for tensor in both if tensor is not None]
         norms = [norm for norm in part.norms.values() if norm is not None]
         num_parameters += sum(x.shape.numel() for x in (*norms, *held))
         return pack_layer(part)
 
     read = read_decoder(source, dtype, device, make_layer)
-    lm_head = shard_head(dense(read.lm_head), group.rank, group.size)
+    lm_head = shard_head(dense(read.lm_head), rank, size)
     num_parameters += sum(x.shape.numel() for x in (read.embedding, read.norm, lm_head))
-    shape = shard_shape(whole, group.size)
+    shape = shard_shape(whole, size)
     info = replace(
         read.info,
         num_heads=shape.num_heads,

@@ -32,6 +32,28 @@ _LLAMA_8B = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }
+_LLAMA_70B = {
+    **_LLAMA_8B,
+    "hidden_size": 8192,
+    "intermediate_size": 28_672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+_LLAMA_3_ROPE: dict[str, Any] = {
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+}
+_LLAMA_31_ROPE: dict[str, Any] = {
+    "max_position_embeddings": 131_072,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
 _QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
     "architectures": ["Qwen3ForCausalLM"],
@@ -92,23 +114,10 @@ _TINY: dict[str, Any] = {  # weights so wide that logits differ and greedy answe
 }
 
 SIZES: dict[str, dict[str, Any]] = {
-    "llama-3-8b": {
-        **_LLAMA_8B,
-        "max_position_embeddings": 8192,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
-    },
-    "llama-3.1-8b": {
-        **_LLAMA_8B,
-        "max_position_embeddings": 131_072,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 500_000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    },
+    "llama-3-8b": {**_LLAMA_8B, **_LLAMA_3_ROPE},
+    "llama-3.1-8b": {**_LLAMA_8B, **_LLAMA_31_ROPE},
+    "llama-3-70b": {**_LLAMA_70B, **_LLAMA_3_ROPE},
+    "llama-3.1-70b": {**_LLAMA_70B, **_LLAMA_31_ROPE},
     "qwen3-0.6b": {
         **_QWEN3,
         "hidden_size": 1024,
@@ -123,6 +132,14 @@ SIZES: dict[str, dict[str, Any]] = {
         "intermediate_size": 12_288,
         "num_hidden_layers": 36,
         "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-32b": {
+        **_QWEN3,
+        "hidden_size": 5120,
+        "intermediate_size": 25_600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
         "tie_word_embeddings": False,
     },
     "qwen3-30b-a3b": {

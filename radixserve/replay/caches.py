@@ -14,7 +14,7 @@ from radixserve.errors import InvalidRequest
 from radixserve.replay.trace import Bools, Ints
 from radixserve.schedule import WindowLayers
 
-INDEXES = ("radix", "hash")
+INDEXES = ("radix", "hash", "off")
 GIB = 1 << 30
 DEFAULT_KV_BYTES = 131_072  # Llama-3-8B in bfloat16: 2 x 32 layers x 8 heads x 128 x 2 bytes
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
@@ -86,7 +86,7 @@ class CacheSpec:
     cache_tokens  size; with `windows`, in tokens with the K/V of all layers
     policy        eviction policy of a radix cache
     page_size     tokens per page; of a hash cache: per block
-    index         one of INDEXES
+    index         one of INDEXES; "off" reuses nothing
     use_sessions  open a session of the cache for each session of the trace, from its first request
                   to the end of its last one
     states        of a model with recurrent layers
@@ -128,11 +128,12 @@ class CacheSpec:
 
     def make(self, clock: Callable[[], float]) -> PrefixCache:
         """A new, empty cache. `clock`: the time in seconds, by which leases end."""
-        if self.index == "radix":
+        if self.index != "hash":
             return RadixCache(
                 self.num_pages,
                 self.page_size,
                 self.policy,
+                reuse=self.index != "off",
                 layers=self._make_layers(),
                 clock=clock,
             )
@@ -203,8 +204,8 @@ def cross(
 ) -> list[CacheSpec]:
     """All valid combinations, by page size, then by policy, then by size.
 
-    Hash caches have a single policy, LRU, and do not use sessions. A radix cache appears several
-    times:
+    Hash caches have a single policy, LRU, and do not use sessions; nor does "off", which reuses
+    nothing. A radix cache appears several times:
 
     use_sessions         without sessions and with them
     checkpoint_interval  without states and with them; `num_states`, by default SPARE_STATES and two

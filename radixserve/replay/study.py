@@ -219,7 +219,7 @@ def page_losses(study: Study) -> Rows:
     rows = []
     for spec, result in results.items():
         exact = CacheSpec(spec.cache_tokens, spec.policy, use_sessions=spec.use_sessions)
-        if exact in results and exact != spec:
+        if exact in results and exact != spec and spec.index != "off":
             lost = results[exact].hit_tokens - result.hit_tokens
             row = {"label": spec.label, "page_size": spec.page_size}
             row |= {"cache_tokens": spec.cache_tokens, "hit_tokens": lost}
