@@ -127,8 +127,9 @@ def test_every_setting_has_a_flag_with_help() -> None:
         for field in dataclasses.fields(SamplingParams)
         if field.name not in ("n", "best_of", "logits_processors", "keep_special_ids")
     ]
-    names += [field.name for field in dataclasses.fields(EngineConfig) if field.name != "seed"]
-    for name in [*names, "engine_seed"]:
+    named_otherwise = {"seed": "engine_seed", "adapters": "lora_modules"}
+    settings = [field.name for field in dataclasses.fields(EngineConfig)]
+    for name in names + [named_otherwise.get(name, name) for name in settings]:
         flag = name.replace("_", "-")
         assert f"  --{flag} " in words or f"  --{flag}, --no-{flag} " in words, name
     assert "(default: 128)" in words
