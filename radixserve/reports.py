@@ -67,6 +67,25 @@ class StoreStats(TypedDict):
     is_paused: int  # 1 while reads or writes are paused or late
 
 
+class AdapterStats(TypedDict):
+    """LoRA adapters that requests may name."""
+
+    loaded: int
+    in_memory: int
+    bytes_in_memory: int
+    read_again: int  # from their folders, after they had left memory
+    held_requests: int  # that wait until their adapter is in memory
+
+
+class WeightStats(TypedDict):
+    """Weights that are replaced while the engine runs."""
+
+    epoch: int  # of the weights now; 0: those of the start
+    updates: int
+    update_s: float  # in which no step could run for them
+    is_paused: int  # 1 while no step runs
+
+
 class EngineStats(TypedDict):
     """Counters since the start and gauges; see `PrefixCache.stats`, `SchedulerStats` and
     `Engine.stats`."""
@@ -85,6 +104,7 @@ class EngineStats(TypedDict):
     pages_closed: int
     pages_retained: int
     pages_pinned: int
+    old_epoch_pages: int  # of K/V that other weights computed
     # contents of the cache now
     namespaces: int
     nodes: int
@@ -129,6 +149,12 @@ class EngineStats(TypedDict):
     drafted_tokens: int
     accepted_draft_tokens: int
     drafts: NotRequired[dict[str, dict[str, int]]]  # by source: see docs/drafts.md
+    # scores of tokens
+    kept_scores: int  # since the start, with the tokens in the tree
+    read_scores: int  # that were not computed again
+    # parts that are always there
+    adapters: NotRequired[AdapterStats]
+    weights: NotRequired[WeightStats]
     # hints
     hints: int
     broken_pins: int

@@ -366,6 +366,7 @@ class PrefixCache(ABC):
             "sequences": len(allocator.live_sequences),
             "watches": len(self._watch_registry),
             "splits": 0,
+            "old_epoch_pages": 0,
             **counts,
             **no_retention(),
             "pages_pinned": 0,

@@ -223,8 +223,8 @@ class RequestState:
         return self.tokens.view(0, self.num_reusable + 1)
 
     def watch_prefix(self, cache: PrefixCache) -> None:
-        """Watch the cached part of `match_tokens`, while it waits."""
-        self.prefix_watch.close()
+        """Watch the cached part of `match_tokens`, while it waits. The watch that it had is not
+        closed: members of a group share that of the first."""
         self.prefix_watch = cache.watch(self.match_tokens(), self.request.namespace)
 
     def admit(self, sequence: CacheSequence, lookup: Lookup, now: float) -> None:

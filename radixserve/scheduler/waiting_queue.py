@@ -255,6 +255,7 @@ class WaitingQueue:
         """Watch what a request can reuse now, see `RequestState.match_tokens`. Its place in the
         order stays."""
         del self._by_watch[state.prefix_watch]
+        state.prefix_watch.close()
         state.watch_prefix(self._cache)
         self._by_watch[state.prefix_watch] = state
 

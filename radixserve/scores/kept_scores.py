@@ -56,6 +56,7 @@ class KeptScores(SchedulerExtension):
             return
         state.scores = SharedScores()
         if self._read(self._cache, state, state.scores):
+            state.prefix_watch.close()
             state.watch_prefix(self._cache)
             state.cached_on_arrival = state.prefix_watch.cached_len
 

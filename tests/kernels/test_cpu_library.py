@@ -402,7 +402,7 @@ def test_other_sources_or_compilers_are_other_files(
         patches.setenv("CXX", f"'{COMPILER}' -O1")
         assert num_made() == 2
     with monkeypatch.context() as patches:
-        patches.setattr(library.platform, "machine", lambda: "another one")
+        patches.setattr("platform.machine", lambda: "another one")
         assert num_made() == 3
     copy = tmp_path / "cpu"
     shutil.copytree(library.SOURCES, copy)
