@@ -1,5 +1,6 @@
 """Settings of the whole test run. Imports nothing heavy: the cache is tested without torch."""
 
+import gc
 import os
 import platform
 import sys
@@ -21,6 +22,9 @@ if platform.machine() == "x86_64":
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it; commands print as into a pipe
+
+# Collections of all objects, of which ten thousand tests keep many, are a tenth of the time.
+gc.set_threshold(2000, 20, 50)
 
 # How much is drafted depends on measured times, and many tests count steps: those that need drafts
 # ask for them.

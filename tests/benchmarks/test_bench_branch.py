@@ -12,6 +12,7 @@ import pytest
 from tests.benchmarks.conftest import ROOT, Run
 
 
+@pytest.mark.long
 def test_a_quick_run(tmp_path: Path, run: Run) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- branch-cpu -->\nstale\n<!-- end -->\nafter\n")

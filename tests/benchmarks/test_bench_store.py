@@ -10,6 +10,8 @@ import pytest
 
 from tests.benchmarks.conftest import Run
 
+pytestmark = pytest.mark.long  # one run of everything takes twenty seconds
+
 SESSIONS = [" ".join(f"{topic}{number}" for number in range(60)) for topic in ("sea", "hill")]
 
 
