@@ -6,9 +6,9 @@
     python tests/arm64/run.py --levels bf16 tests/kernels/test_linear.py -x
 
 It needs root and Debian's packages qemu-user-static, debootstrap and g++-aarch64-linux-gnu; without
-them it prints a line and ends with status 0. The first run downloads a system and wheels for
-arm64, 400 MB, into `--machine`. Each level runs on a processor with the instructions of that level.
-Emulation says nothing about speed.
+them it prints a line and ends with status 0, and so does the short run where the machine cannot be
+made. The first run downloads a system and wheels for arm64, 400 MB, into `--machine`. Each level
+runs on a processor with the instructions of that level. Emulation says nothing about speed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,11 @@ def main() -> int:
         return count(levels)
     machine = options.machine.absolute()
     if not (machine / "ready").exists():
-        make_machine(machine)
+        try:
+            make_machine(machine)
+        except subprocess.CalledProcessError as error:
+            print(f"arm64 is left out: no machine could be made: {error}")
+            return int(not options.short)
     if tests:
         plan = [(level, [tests]) for level in levels]
     else:
