@@ -96,7 +96,7 @@ def _read_config(path: Path, raw: bytes) -> dict[str, Any]:
         )
     for name, plain in _PLAIN.items():
         value = config.get(name)
-        if not any(value == one and type(value) is type(one) for one in plain):
+        if not any(value == allowed and type(value) is type(allowed) for allowed in plain):
             raise ModelNotSupported(f"{path}: adapters with {name}={shown(value)} are not built")
     for name in ("rank_pattern", "alpha_pattern"):
         if not isinstance(config.get(name) or {}, dict):
@@ -162,10 +162,9 @@ def _of_pattern(config: Mapping[str, Any], field: str, name: str, otherwise: obj
 
 
 def _number(where: str, field: str, value: object) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < 1e6:  # type: ignore[operator]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
         raise InvalidRequest(f"{where}: {field} must be a number above 0, got {shown(value)}")
-    return float(value)  # type: ignore[arg-type]
+    return float(value)
 
 
 def _invocation(config: Mapping[str, Any]) -> tuple[int, ...]:

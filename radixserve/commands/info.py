@@ -373,7 +373,7 @@ def _plan_lines(plans: list[dict[str, Any]], model: dict[str, Any]) -> dict[str,
             lines[name] = f"not possible: {plan['reason']}"
             continue
         windows = plan["window_tokens"]
-        sessions = (f"{one['number']:,} of {one['tokens']:,}" for one in plan["sessions"])
+        sessions = (f"{fit['number']:,} of {fit['tokens']:,}" for fit in plan["sessions"])
         lines[name] = (
             f"{format_bytes(plan['weight_bytes'])} weights and about "
             f"{format_bytes(plan['working_bytes'])} for steps of "

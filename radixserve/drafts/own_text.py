@@ -70,8 +70,8 @@ class _FollowedText:
         longer = tokens[-LONG_RUN:].tobytes()
         if place < LONG_RUN or tokens[place - LONG_RUN : place].tobytes() == longer:
             return place
-        found = find_last(tokens.tobytes(), longer, place) if size > LONG_RUN else -1
-        return place if found < 0 else found
+        end = find_last(tokens.tobytes(), longer, place) if size > LONG_RUN else -1
+        return place if end < 0 else end
 
     def _index(self, tokens: IntArray) -> None:
         """Add the runs of `tokens` that the table lacks; make it larger for many."""

@@ -32,8 +32,11 @@ def compare_off(
     with watch("reading", len(trace)) as step:
         paths = build_paths(trace, on_request=step)
     first, *others = specs(paths)
-    kin = [one for one in others if (one.label, one.page_size) == (first.label, first.page_size)]
-    spec = max(first, *kin, key=lambda one: one.cache_tokens) if kin else first
+    kind = first.label, first.page_size
+    spec = first
+    for other in others:
+        if (other.label, other.page_size) == kind and other.cache_tokens > spec.cache_tokens:
+            spec = other
     document: dict[str, Any] = {
         "trace": trace.name,
         "requests": len(trace),

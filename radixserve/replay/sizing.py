@@ -157,7 +157,7 @@ def advise(
         recommended,
         in_flight,
         [sizer.row(given, is_replayed=True) for given in sizes],
-        [sizer.row(one, is_replayed=False) for one in table],
+        [sizer.row(num_tokens, is_replayed=False) for num_tokens in table],
         [sizer.kind(size, *kind) for kind in kinds],
     )
 

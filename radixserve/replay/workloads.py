@@ -237,7 +237,7 @@ def expand_names(names: Sequence[str]) -> list[str]:
         kind, _, seed = name.removeprefix(PREFIX).partition(":")
         if name.startswith(PREFIX) and kind == "all":
             ending = f":{seed}" if seed else ""
-            expanded += [f"{PREFIX}{one}{ending}" for one in WORKLOADS]
+            expanded += [f"{PREFIX}{workload}{ending}" for workload in WORKLOADS]
         else:
             expanded.append(name)
     return expanded

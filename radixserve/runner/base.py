@@ -131,8 +131,9 @@ class ModelRunner(ABC):
 
     def put_adapter(self, number: int, weights: Any | None) -> None:
         """From the next step on compute rows of that `AdapterUse.number` with `weights`, what
-        `pack_adapter` made. None: there are no such rows any more."""
-        raise NotImplementedError
+        `pack_adapter` made. None: there are no such rows any more. Raises ModelNotSupported."""
+        del number, weights
+        raise ModelNotSupported("adapters over several ranks are not built")
 
     def update_weights(self, weights: str | Mapping[str, torch.Tensor]) -> str:
         """Compute with other weights of the same model from the next step on: those of a checkpoint

@@ -53,7 +53,9 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
     server.check_model(body.model)
     if body.top_n is not None and body.top_n < 1:
         raise ApiError(400, f"top_n must be at least 1, got {body.top_n}", param="top_n")
-    texts = [one if isinstance(one, str) else one.text for one in body.documents]
+    texts = [
+        document if isinstance(document, str) else document.text for document in body.documents
+    ]
     namespace = caller.namespace(body.cache_salt)
     reranking = await in_thread_if(
         len(texts) > _FEW, partial(_read, server, body.query, texts, namespace)
@@ -69,7 +71,7 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
     with CancelOnDisconnect(server, request) as watched:
         watched.num_requests = num_requests
         ranked = await reranking.arun(num_requests)
-    usage = add_usages([one.usage for one in ranked])
+    usage = add_usages([document.usage for document in ranked])
     counts = usage_body(usage.prompt_tokens, usage.cached_tokens, 0, usage.loaded_tokens)
     watched.note_usage(reranking.num_requests, counts)
     with_texts = body.return_documents is True
@@ -77,7 +79,7 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
         {
             "id": f"rerank-{request_id_of(request)}",
             "model": server.model_name,
-            "results": [_result(one, texts, with_texts) for one in ranked[: body.top_n]],
+            "results": [_result(document, texts, with_texts) for document in ranked[: body.top_n]],
             "usage": counts,
         }
     )

@@ -159,7 +159,7 @@ def _read(request: Request, kind: type[PauseRequest]) -> PauseRequest:
     try:
         return kind.model_validate({} if given is None else given)
     except ValidationError as error:
-        errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+        errors = [{**wrong, "loc": ("body", *wrong["loc"])} for wrong in error.errors()]
         raise RequestValidationError(errors) from None
 
 
