@@ -406,3 +406,12 @@ def greedy_batch(model: Any, prompts: Sequence[list[int]], num_tokens: int) -> l
 def all_logprobs(model: Any, tokens: Iterable[int]) -> torch.Tensor:
     """[n, V] float32: transformers' log-probabilities after each of the tokens."""
     return model(torch.tensor([list(tokens)])).logits[0].float().log_softmax(-1)
+
+
+@torch.inference_mode()
+def all_logprobs_batch(model: Any, texts: Sequence[list[int]]) -> list[torch.Tensor]:
+    """`all_logprobs` of each text, by one forward pass; the model's layers must be causal."""
+    longest = max(map(len, texts))
+    ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
+    tables = model(ids).logits.float().log_softmax(-1)
+    return [table[: len(text)] for table, text in zip(tables, texts, strict=True)]

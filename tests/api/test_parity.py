@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from radixserve import Runtime, SamplingParams
-from tests.checkpoints import all_logprobs, greedy_batch, load_reference, make_checkpoint
+from tests.checkpoints import all_logprobs_batch, greedy_batch, load_reference, make_checkpoint
 
 NUM_REQUESTS = 40
 MAX_PROMPT = 90
@@ -115,16 +115,17 @@ def reference(
         model = load_reference(folder)
         prompts = mixed_prompts(case.seed, count)
         rng = random.Random(case.seed)
-        lengths = [rng.choice([1, 3, 8, 20, 60]) for _ in prompts]
+        counts = [rng.choice([1, 3, 8, 20, 60]) for _ in prompts]
+        answers = greedy_batch(model, prompts, max(counts))
+        answers = [answer[:count] for answer, count in zip(answers, counts, strict=True)]
+        texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+        tables = all_logprobs_batch(model, texts)
         outputs, logprobs = [], []
-        answers = greedy_batch(model, prompts, max(lengths))
-        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            tokens = [*prompt, *answer[: lengths[i]]]
-            table = all_logprobs(model, tokens)[len(prompt) - 1 : -1]
-            lengths[i] = before_tie(table)
-            output = answer[: lengths[i]]
-            outputs.append(output)
-            logprobs.append([float(table[j, token]) for j, token in enumerate(output)])
+        for prompt, answer, table in zip(prompts, answers, tables, strict=True):
+            table = table[len(prompt) - 1 : -1]
+            outputs.append(answer[: before_tie(table)])
+            logprobs.append([float(table[j, token]) for j, token in enumerate(outputs[-1])])
+        lengths = list(map(len, outputs))
         cache[case] = Reference(folder, prompts, lengths, outputs, logprobs)
     return cache[case]
 

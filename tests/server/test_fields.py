@@ -25,7 +25,7 @@ HEADER = "x-radixserve-skipped-fields"
 HI = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {
     "completions": {"prompt": "x", "max_tokens": 1},
-    "chat": {"messages": HI},
+    "chat": {"messages": HI, "max_tokens": 1},
     "responses": {"input": "hi", "max_output_tokens": 1},
     "messages": {"model": "demo", "max_tokens": 1, "messages": HI},
     "generate": {"prompt": "x", "max_tokens": 1},
@@ -52,10 +52,10 @@ def body_of(rule: FieldRule, value: Any) -> dict[str, Any]:
     parent, _, name = rule.name.rpartition(".")
     if not parent:
         body = {**BODIES[rule.protocol]}
-        if rule.protocol == "chat":
-            body["max_tokens"] = 1
         if name in ("max_completion_tokens", "n_predict") and value is not None:
             body = {key: kept for key, kept in body.items() if not key.startswith("max_")}
+        if rule.protocol == "chat" and name == "max_tokens":  # None is the rest of the context
+            body["messages"] = [{"role": "user", "content": "x " * 4_000}]
         return {**body, name: value}
     members: Any = {**PARENTS.get(parent, {}), name: value}
     if parent.endswith("[].content[]"):
@@ -197,7 +197,8 @@ def test_a_limit_of_minus_one_is_the_rest_of_the_context(
         assert "x-radixserve-max-tokens" not in answer.headers
     for protocol, name in (("chat", "max_tokens"), ("responses", "max_output_tokens")):
         field = {"chat": "messages", "responses": "input"}[protocol]
-        long = {field: [{"role": "user", "content": "x " * 2_000}], "ignore_eos": True}
+        content = "x " * (runtime.max_seq_len - 100)
+        long = {field: [{"role": "user", "content": content}], "ignore_eos": True}
         counts = [
             served.post(PROTOCOLS[protocol], {**long, **limit})["usage"]["total_tokens"]
             for limit in ({name: -1}, {})
