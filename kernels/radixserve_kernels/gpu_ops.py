@@ -31,6 +31,7 @@ from radixserve_kernels.gpu.records import (
     MIN_SPLIT_KEYS,
     AttentionOutput,
     KVSplit,
+    LoraRows,
     PagedKeys,
     StateRows,
 )
@@ -211,6 +212,17 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     indptr[1:] = len(x)
     biases = None if bias is None else bias[None]
     return grouped_linear(x, weight[None], biases, order, indptr)
+
+
+def add_lora(x: Tensor, rows: LoraRows, entry: int, out: Tensor) -> Tensor:
+    """`out[t] += b (a x[t])` of each token t that an adapter computes, with that adapter's a and b:
+    x [T, K], out [T, N]. a x is rounded to the dtype of x, as a product of its own would be.
+
+    entry: of the product in the adapters' headers, see `LoraRows`. A row's bits do not depend on
+    the others.
+    """
+    _run(x, "lora", "add_lora", x, rows, entry, out)
+    return out
 
 
 def rope_and_store(

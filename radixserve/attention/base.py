@@ -26,6 +26,7 @@ from radixserve_kernels.attention_metadata import IndexArray as IndexArray
 from radixserve_kernels.cpu_decoder import CompiledStep
 from radixserve_kernels.cpu_lora import AdapterRows as AdapterRows
 from radixserve_kernels.gpu.records import StateRows as StateRows
+from radixserve_kernels.gpu.records import StepLora as StepLora
 from radixserve_kernels.stored_kv import stored_head_dim
 from radixserve_kernels.torch_ops import store_kv
 
@@ -115,6 +116,7 @@ class ForwardBatch:
     recurrent: RecurrentRows | None = None  # of a model with recurrent layers
     window: WindowBatch | None = None  # of layers that have window pages
     adapters: Sequence[AdapterRows[Any]] = ()  # of the rows that have one
+    lora: StepLora | None = None  # the same where the device has it
 
     @property
     def num_tokens(self) -> int:

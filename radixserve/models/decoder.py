@@ -11,29 +11,28 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
-from radixserve.attention.base import AdapterRows, AttentionBackend, ForwardBatch, LayerKV
-from radixserve.errors import ModelNotSupported
+from radixserve.attention.base import AttentionBackend, ForwardBatch, LayerKV
+from radixserve.errors import InvalidRequest, ModelNotSupported
 from radixserve.models.base import LanguageModel, LayeredModel, ModelInfo, StateShape
 from radixserve.models.decoder_shape import check_decoder, compiled_parts, decoder_shape
 from radixserve.models.decoder_tensors import DecoderTensors, LayerTensors, read_decoder
-from radixserve.models.device_layer import DeviceLayer, MakeLinear, pack_layer
-from radixserve.models.in_place import copy_tensors
+from radixserve.models.device_layer import DeviceLayer, pack_layer
+from radixserve.models.device_lora import DeviceLora, entry_of, lora_of
+from radixserve.models.in_place import copy_weights
 from radixserve.models.lora import LoraModule, lora_layers
 from radixserve.models.parallel import TPGroup, check_split, shard_head, shard_layer, shard_shape
 from radixserve.models.source import ModelSource
-from radixserve_kernels.cpu_lora import LoraProduct
 from radixserve_kernels.delta_net import DeltaNet
 from radixserve_kernels.experts import GroupedExperts
+from radixserve_kernels.gpu.records import LoraRows
 from radixserve_kernels.gpu_ops import (
     act_and_mul,
+    add_lora,
     add_rms_norm,
     recurrence,
     rms_norm,
@@ -84,7 +83,7 @@ class Decoder(LayeredModel):
         if self._embedding.device.type == "cpu":
             super().take_weights(other)
         else:
-            copy_tensors(self, other)
+            copy_weights(self, other)
             self.info = other.info
 
     def forward_into(self, out: Tensor, batch: ForwardBatch, backend: AttentionBackend) -> None:
@@ -95,12 +94,14 @@ class Decoder(LayeredModel):
     ) -> Tensor:
         last = len(self._layers) - 1
         x, residual = self.embed(batch.input_ids)
-        adapters = [_on_device(rows, rows.tokens, x.device) for rows in batch.adapters]
+        lora = batch.lora
+        if lora is None and batch.adapters:
+            lora = lora_of(batch.adapters, x.device)
+        tokens, sampled = (None, None) if lora is None else lora
         for number in range(last):
-            mixed = self._mix(number, x, batch, backend, adapters)
-            x = self._finish_layer(number, mixed, x, residual, adapters)
-        mixed = self._mix(last, x, batch, backend, adapters)
-        sampled = [_on_device(rows, rows.sampled, x.device) for rows in batch.adapters]
+            mixed = self._mix(number, x, batch, backend, tokens)
+            x = self._finish_layer(number, mixed, x, residual, tokens)
+        mixed = self._mix(last, x, batch, backend, tokens)
         return self._finish(mixed, x, residual, batch.logits_indices, out, sampled)
 
     def _mix(
@@ -109,18 +110,24 @@ class Decoder(LayeredModel):
         x: Tensor,
         batch: ForwardBatch,
         backend: AttentionBackend,
-        adapters: Sequence[LoraRows],
+        lora: LoraRows | None,
     ) -> Tensor:
         kv_layer = self._kv_layers[number]
         kv = None if kv_layer is None else backend.layer_kv(kv_layer)
-        projected = self._project(number, x, batch.positions, kv, (), adapters)
+        projected = self._project(number, x, batch.positions, kv, (), lora)
         return self.mix(number, projected, batch, backend)
 
-    def pack_adapter(self, modules: Mapping[str, LoraModule]) -> LinearLora:
+    def pack_adapter(self, modules: Mapping[str, LoraModule]) -> DeviceLora:
         if self._group is not None:
             raise ModelNotSupported("adapters over several ranks are not built")
         layers = lora_layers(self._shape, modules)
-        return LinearLora(layers, self.info.dtype, self._embedding.device, self._make_linear)
+        try:
+            return DeviceLora(layers, self.info.dtype, self._embedding.device)
+        except torch.OutOfMemoryError as error:
+            raise InvalidRequest(
+                f"the device has no room for the adapter ({error}). Adapters that are named at the "
+                "start have adapter_memory reserved"
+            ) from None
 
     def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         residual = F.embedding(input_ids, self._embedding)
@@ -157,7 +164,7 @@ class Decoder(LayeredModel):
         kv: LayerKV | None,
         out: Sequence[Tensor] = (),
     ) -> Sequence[Tensor]:
-        return self._project(number, x, positions, kv, out, ())
+        return self._project(number, x, positions, kv, out, None)
 
     def _project(
         self,
@@ -166,12 +173,12 @@ class Decoder(LayeredModel):
         positions: Tensor,
         kv: LayerKV | None,
         out: Sequence[Tensor],
-        adapters: Sequence[LoraRows],
+        lora: LoraRows | None,
     ) -> Sequence[Tensor]:
         layer = self._layers[number]
         if layer.qkv is None:
             return ()
-        columns = _with_adapters(layer.qkv(x), x, number, "qkv", adapters)
+        columns = _with_adapters(layer.qkv(x), x, number, "qkv", lora)
         if not layer.attends:
             return (out[0].copy_(columns),) if out else (columns,)
         assert kv is not None
@@ -247,7 +254,7 @@ class Decoder(LayeredModel):
         return recurrence(layer.recurrence, columns, states.ids, inputs, matrices, self._shape.eps)
 
     def finish_layer(self, number: int, mixed: Tensor, x: Tensor, residual: Tensor) -> Tensor:
-        return self._finish_layer(number, mixed, x, residual, ())
+        return self._finish_layer(number, mixed, x, residual, None)
 
     def _finish_layer(
         self,
@@ -255,32 +262,32 @@ class Decoder(LayeredModel):
         mixed: Tensor,
         x: Tensor,
         residual: Tensor,
-        adapters: Sequence[LoraRows],
+        lora: LoraRows | None,
     ) -> Tensor:
         layer = self._layers[number]
         is_last = number == len(self._layers) - 1
         next_norm = self._norm if is_last else self._layers[number + 1].pre_attention_norm
         if layer.mlp is None:
-            out = self._sum_over_ranks(self._mixed_out(number, mixed, adapters))
+            out = self._sum_over_ranks(self._mixed_out(number, mixed, lora))
             return self._add(out, residual, layer.post_attention_norm, next_norm)
         if self._shape.has_parallel_residual:
             out = self._sum_over_ranks(
-                self._mixed_out(number, mixed, adapters) + self._mlp(number, x, adapters)
+                self._mixed_out(number, mixed, lora) + self._mlp(number, x, lora)
             )
             return self._add(out, residual, layer.post_mlp_norm, next_norm)
         if layer.o is not None:
-            out = self._sum_over_ranks(self._mixed_out(number, mixed, adapters))
+            out = self._sum_over_ranks(self._mixed_out(number, mixed, lora))
             x = self._add(out, residual, layer.post_attention_norm, layer.pre_mlp_norm)
-        out = self._sum_over_ranks(self._mlp(number, x, adapters))
+        out = self._sum_over_ranks(self._mlp(number, x, lora))
         return self._add(out, residual, layer.post_mlp_norm, next_norm)
 
-    def _mixed_out(self, number: int, mixed: Tensor, adapters: Sequence[LoraRows]) -> Tensor:
+    def _mixed_out(self, number: int, mixed: Tensor, lora: LoraRows | None) -> Tensor:
         layer = self._layers[number]
         assert layer.o is not None
         shape, net = self._shape, layer.recurrence
         own = 1.0 if net is None or isinstance(net, DeltaNet) else net.out_scale
         if layer.beside is None:
-            out = _with_adapters(layer.o(mixed), mixed, number, "o", adapters)
+            out = _with_adapters(layer.o(mixed), mixed, number, "o", lora)
             return _scaled(out, shape.attention_out_scale if layer.attends else own)
         size = shape.num_heads * shape.head_dim
         attended = _scaled(layer.o(mixed[:, :size]), shape.attention_out_scale)
@@ -294,7 +301,7 @@ class Decoder(LayeredModel):
         logits_indices: Tensor,
         out: Tensor | None = None,
     ) -> Tensor:
-        return self._finish(mixed, x, residual, logits_indices, out, ())
+        return self._finish(mixed, x, residual, logits_indices, out, None)
 
     def _finish(
         self,
@@ -303,7 +310,7 @@ class Decoder(LayeredModel):
         residual: Tensor,
         logits_indices: Tensor,
         out: Tensor | None,
-        adapters: Sequence[LoraRows],
+        lora: LoraRows | None,
     ) -> Tensor:
         if not len(logits_indices):
             return x.new_empty((0, self._shape.vocab_size), dtype=torch.float32)
@@ -313,7 +320,7 @@ class Decoder(LayeredModel):
             if self._shape.has_parallel_residual or self._layers[-1].o is None:  # it is read
                 x = x.index_select(0, logits_indices)
         last = len(self._layers) - 1
-        return self._logits(self._finish_layer(last, mixed, x, residual, adapters), out)
+        return self._logits(self._finish_layer(last, mixed, x, residual, lora), out)
 
     def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """A norm, or x itself."""
@@ -334,18 +341,18 @@ class Decoder(LayeredModel):
         is_centered = self._shape.norm_type == "layer"
         return add_rms_norm(x, residual, next_norm, self._shape.eps, x, is_centered=is_centered)[0]
 
-    def _mlp(self, number: int, x: Tensor, adapters: Sequence[LoraRows]) -> Tensor:
+    def _mlp(self, number: int, x: Tensor, lora: LoraRows | None) -> Tensor:
         mlp = self._layers[number].mlp
         assert mlp is not None
         if isinstance(mlp, GroupedExperts):
             return mlp(x)
-        shape, inner = self._shape, _with_adapters(mlp.gate_up(x), x, number, "gate_up", adapters)
+        shape, inner = self._shape, _with_adapters(mlp.gate_up(x), x, number, "gate_up", lora)
         if not shape.has_gated_mlp:
             return mlp.down(squared_relu(inner))
         if shape.gate_scale != 1:
             inner[:, : inner.shape[1] // 2].mul_(shape.gate_scale)
         inner = act_and_mul(inner, shape.activation)
-        out = _with_adapters(mlp.down(inner), inner, number, "down", adapters)
+        out = _with_adapters(mlp.down(inner), inner, number, "down", lora)
         return _scaled(out, shape.mlp_out_scale)
 
     def _sum_over_ranks(self, x: Tensor) -> Tensor:
@@ -364,48 +371,11 @@ class Decoder(LayeredModel):
         return logits
 
 
-class LinearLora:
-    """The products of an adapter in each layer, by their names in `PRODUCTS`: a, then b."""
-
-    def __init__(
-        self,
-        layers: Sequence[Mapping[str, LoraProduct]],
-        dtype: torch.dtype,
-        device: torch.device,
-        linear: MakeLinear,
-    ) -> None:
-        on_device = partial(torch.Tensor.to, device=device, dtype=dtype)
-        self.layers = [
-            {name: [linear(on_device(part)) for part in both] for name, both in layer.items()}
-            for layer in layers
-        ]
-        parts = [part for layer in layers for both in layer.values() for part in both]
-        self.num_bytes = sum(map(torch.numel, parts)) * dtype.itemsize
-
-
-class LoraRows(NamedTuple):
-    """The rows of one adapter in a product."""
-
-    weights: LinearLora
-    places: Tensor  # [n] int64, distinct
-
-
-def _on_device(
-    rows: AdapterRows[LinearLora], places: NDArray[np.int64], device: torch.device
-) -> LoraRows:
-    return LoraRows(rows.weights, torch.from_numpy(places).to(device))
-
-
 def _with_adapters(
-    out: Tensor, x: Tensor, number: int, product: str, adapters: Sequence[LoraRows]
+    out: Tensor, x: Tensor, number: int, product: str, lora: LoraRows | None
 ) -> Tensor:
-    """What a layer's weight gives for x [T, K], out [T, N], and in place what adapters add to it.
-    A row's bits do not depend on the others where those of `Linear` do not."""
-    for weights, places in adapters:
-        if both := weights.layers[number].get(product):
-            a, b = both
-            out.index_add_(0, places, b(a(x.index_select(0, places))))
-    return out
+    """What a layer's weight gives for x [T, K], out [T, N], with what adapters add to it."""
+    return out if lora is None else add_lora(x, lora, entry_of(number, product), out)
 
 
 def _scaled(x: Tensor, factor: float) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -56,16 +56,40 @@ class DecodeGraph:
 
         return replay
 
+    def captured_again(
+        self, model: LanguageModel, uploader: BatchUploader, capturer: GraphCapturer | None
+    ) -> DecodeGraph:
+        """See `DecodeGraphs.with_adapters`."""
+        batch, replays = uploader.upload_padding(self.num_rows, has_adapters=True), []
+        for backend in self.backends:
+            backend.plan(batch)
+            run = partial(model.forward_into, self.logits, batch, backend)
+            replays.append(run if capturer is None else capturer.capture(run))
+        return replace(self, replays=tuple(replays))
+
 
 class DecodeGraphs:
     """All graphs of a runner, ascending."""
 
-    def __init__(self, graphs: tuple[DecodeGraph, ...] = ()) -> None:
-        self._graphs = graphs
+    def __init__(
+        self, graphs: tuple[DecodeGraph, ...] = (), capturer: GraphCapturer | None = None
+    ) -> None:
+        self._graphs, self._capturer = graphs, capturer
 
     @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(graph.num_rows for graph in self._graphs)
+
+    @torch.inference_mode()
+    def with_adapters(self, model: LanguageModel, uploader: BatchUploader) -> DecodeGraphs:
+        """The same steps where adapters compute some of the rows, in the same memory."""
+        return DecodeGraphs(
+            tuple(
+                graph.captured_again(model, uploader, self._capturer)
+                for graph in reversed(self._graphs)
+            )[::-1],
+            self._capturer,
+        )
 
     def pick(self, batch: InputBatch) -> DecodeGraph | None:
         """The smallest for these rows; None if they are not a plain decode step or do not fit."""
@@ -119,7 +143,7 @@ def capture_decode_steps(
             ),
         )
         logger.debug("captured a decode step of %d rows", size)
-    return DecodeGraphs(tuple(graphs))
+    return DecodeGraphs(tuple(graphs), capturer)
 
 
 class GraphCapturer:

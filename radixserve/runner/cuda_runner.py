@@ -22,6 +22,7 @@ from radixserve.attention.base import AttentionBackend, ForwardBatch
 from radixserve.attention.choice import BACKENDS, make_backend
 from radixserve.config import EngineConfig
 from radixserve.errors import EngineDead
+from radixserve.models.device_lora import lora_arrays
 from radixserve.models.parallel import TPGroup
 from radixserve.runner.adapter_rows import adapter_rows
 from radixserve.runner.base import SingleDeviceRunner, load_on_device
@@ -36,6 +37,7 @@ from radixserve.runner.piecewise_graph import GRAPH_BYTES, PiecewiseGraphs, capt
 from radixserve.runner.pool_sizing import (
     MemoryUse,
     PoolSize,
+    adapter_bytes,
     choose_device_sizes,
     divide_pool,
     given_sizes,
@@ -63,8 +65,8 @@ GRAPH_PAGES = 1 << 24  # page ids of a decode step's rows, shared ones once a ro
 
 # What a runner holds on its device.
 _ON_DEVICE = (
-    *("model", "pool", "backend", "_states", "_graphs", "_piecewise", "_tokens", "_deferred"),
-    *("_uploader", "_sampler", "_rounding_check"),
+    *("model", "pool", "backend", "_states", "_graphs", "_adapter_graphs", "_piecewise", "_tokens"),
+    *("_deferred", "_uploader", "_sampler", "_rounding_check", "_adapters"),
 )
 
 
@@ -123,6 +125,7 @@ class CudaModelRunner(SingleDeviceRunner):
         self._tp_group, self._samples = tp_group, tp_group is None or tp_group.rank == 0
         self._queue = DeviceQueue(device) if queue is None else queue
         self._graphs = DecodeGraphs()
+        self._adapter_graphs: DecodeGraphs | None = None  # of steps with adapters
         self._piecewise: PiecewiseGraphs | None = None
         self._tokens = torch.zeros(0, dtype=torch.int64, device=device)  # of the last step
         self._is_known = np.zeros(0, bool)  # which of them the device has
@@ -199,9 +202,13 @@ class CudaModelRunner(SingleDeviceRunner):
     def _launch(self, schedule: SchedulerOutput, began: float) -> PendingStep:
         states = self._plan_states(schedule)
         inputs = prepare_inputs(schedule.rows, self.pool.page_size)
-        graph = None if schedule.rows.adapters else self._graphs.pick(inputs)
+        groups = adapter_rows(inputs, self._adapters) if schedule.rows.adapters else []
+        graph = (self._graphs_with_adapters() if groups else self._graphs).pick(inputs)
         if graph is not None:
             inputs = inputs.padded(graph.num_rows)
+        lora = None
+        if groups:
+            lora = lora_arrays(groups, None if graph is None else graph.num_rows)
         future = inputs.future_tokens()
         assert self._is_known[future[1]].all(), "a token was sampled on the host"
         plan = None
@@ -216,7 +223,7 @@ class CudaModelRunner(SingleDeviceRunner):
         if states is not None:
             extra |= states.arrays
         batch, device_tensors = self._uploader.upload(
-            inputs, extra, self._tokens, future, is_fixed=graph is not None
+            inputs, extra, self._tokens, future, lora=lora, is_fixed=graph is not None
         )
         if "copies" in device_tensors:
             gpu_ops.copy_page_prefixes(self.pool.kv, device_tensors["copies"])
@@ -224,8 +231,6 @@ class CudaModelRunner(SingleDeviceRunner):
             recurrent = self._states.begin(states, device_tensors)
             if batch.recurrent is None:
                 batch = replace(batch, recurrent=recurrent)
-        if schedule.rows.adapters:
-            batch = replace(batch, adapters=adapter_rows(inputs, self._adapters))
         if graph is None:
             self.backend.plan(batch)
             prepared = time.perf_counter()
@@ -252,6 +257,28 @@ class CudaModelRunner(SingleDeviceRunner):
         pending.seconds["sample"] = time.perf_counter() - computed
         return pending
 
+    def put_adapter(self, number: int, weights: Any | None) -> None:
+        super().put_adapter(number, weights)
+        if weights is not None and self._deferred is None:  # else its logits are still needed
+            with self._queue.active(), self._checked():
+                self._graphs_with_adapters()
+
+    def _graphs_with_adapters(self) -> DecodeGraphs:
+        """The decode steps with adapters, captured when the first one comes. No graph where the
+        device has no room for them."""
+        if self._adapter_graphs is None:
+            self._adapter_graphs = DecodeGraphs()
+            if self._graphs.sizes:
+                began = time.perf_counter()
+                try:
+                    graphs = self._graphs.with_adapters(self.model, self._uploader)
+                    self._adapter_graphs = graphs
+                    seconds = time.perf_counter() - began
+                    logger.info("captured decode steps with adapters in %.1f s", seconds)
+                except torch.OutOfMemoryError:
+                    logger.warning("no room for graphs of steps with adapters: they run without")
+        return self._adapter_graphs
+
     def _plan_states(self, schedule: SchedulerOutput) -> StepStates | None:
         """Of layers that read StateRows the uploader sends these."""
         if self._uploader.states is not None:
@@ -266,7 +293,7 @@ class CudaModelRunner(SingleDeviceRunner):
     def _forward(self, batch: ForwardBatch) -> Tensor:
         graphs = self._piecewise
         is_short = graphs is not None and batch.num_tokens <= graphs.sizes[-1]
-        if graphs is not None and is_short and not batch.adapters:
+        if graphs is not None and is_short and batch.lora is None:
             return graphs.forward(batch, self.backend)
         return self.model.forward(batch, self.backend)
 
@@ -407,7 +434,8 @@ class CudaModelRunner(SingleDeviceRunner):
         self._release_pool()
         logger.info("warmed up in %.1f s", time.perf_counter() - began)
         graphs = graph_bytes(max(sizes), self.info.vocab_size) + GRAPH_BYTES if sizes else 0
-        return measure(self._device, pool_bytes, graphs), backend_name
+        later = graphs + adapter_bytes(self._config)
+        return measure(self._device, pool_bytes, later), backend_name
 
     def _release_pool(self) -> None:
         """Hold no pool and no states: their memory is free for others."""

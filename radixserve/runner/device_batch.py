@@ -6,7 +6,7 @@ that are new.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixserve.attention.base import ForwardBatch, IndexArray, StateRows
+from radixserve.models.device_lora import LoraArrays, lora_arrays, step_lora
 from radixserve.runner.input_batch import InputBatch, indptr, padding_batch
 from radixserve.runner.recurrent_states import RecurrentStates
 from radixserve.runner.transfers import DeviceQueue, H2DBuffer
@@ -102,13 +103,14 @@ class BatchUploader:
         previous: Tensor,
         future: tuple[IndexArray, IndexArray],
         *,
+        lora: LoraArrays | None = None,
         is_fixed: bool = False,
     ) -> tuple[ForwardBatch, dict[str, Tensor]]:
         """Queue everything that a step needs; returns its batch and `extra` on the device, both
         valid until the next upload.
 
         previous [n] int64, on the device: the tokens that the previous step drew, by output.
-        future: the batch's `future_tokens`.
+        future: the batch's `future_tokens`. lora: of the rows that adapters compute.
         """
         update = self._table.update(batch)
         more: dict[str, NDArray[Any]] = {}
@@ -135,6 +137,8 @@ class BatchUploader:
         if self.states is not None:
             ids = self.states.row_ids(batch)
             index |= {f"state_{name}": array for name, array in ids.items()}
+        if lora is not None:
+            index |= lora.arrays
         assert extra.keys().isdisjoint(index | more), "two arrays of one name"
         tensors = self._send(index, extra | more, is_fixed)
         if self.windows is not None:
@@ -147,13 +151,18 @@ class BatchUploader:
         elif len(future[0]):
             sampled = previous.index_select(0, tensors["future_outputs"])
             tensors["input_ids"].index_copy_(0, tensors["future_places"], sampled)
-        return self._forward_batch(batch, tensors), tensors
+        forward_batch = self._forward_batch(batch, tensors)
+        if lora is not None:
+            forward_batch = replace(forward_batch, lora=step_lora(tensors, lora.max_rank))
+        return forward_batch, tensors
 
-    def upload_padding(self, num_rows: int) -> ForwardBatch:
+    def upload_padding(self, num_rows: int, *, has_adapters: bool = False) -> ForwardBatch:
         """A batch of padding alone in the fixed buffer, to capture a graph of `num_rows` rows."""
+        lora = lora_arrays([], num_rows) if has_adapters else None
         nothing = torch.empty(0, dtype=torch.int64, device=self._table.pages.device)
         padding = padding_batch(num_rows, self._page_size)
-        return self.upload(padding, {}, nothing, padding.future_tokens(), is_fixed=True)[0]
+        future = padding.future_tokens()
+        return self.upload(padding, {}, nothing, future, lora=lora, is_fixed=True)[0]
 
     def _send(
         self, index: dict[str, NDArray[Any]], more: dict[str, NDArray[Any]], is_fixed: bool

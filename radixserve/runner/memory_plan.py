@@ -16,6 +16,7 @@ from radixserve.runner.piecewise_graph import GRAPH_BYTES
 from radixserve.runner.pool_sizing import (
     MemoryUse,
     PoolSize,
+    adapter_bytes,
     choose_device_sizes,
     divide_pool,
     given_sizes,
@@ -99,4 +100,5 @@ def _working_bytes(info: ModelInfo, config: EngineConfig) -> int:
     if config.cuda_graphs:
         rows = max(capture_sizes(config.max_running_requests))
         graphs = graph_bytes(rows, info.vocab_size) + GRAPH_BYTES
-    return CONTEXT_BYTES + graph_bytes(num_tokens, info.vocab_size) + features + graphs
+    others = features + graphs + adapter_bytes(config)
+    return CONTEXT_BYTES + graph_bytes(num_tokens, info.vocab_size) + others

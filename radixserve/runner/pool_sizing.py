@@ -244,6 +244,11 @@ def max_pages(device: torch.device, info: ModelInfo, page_size: int) -> int:
     return max(1, total // (least * page_size)) if least else 2**31 - 1
 
 
+def adapter_bytes(config: EngineConfig) -> int:
+    """Memory of adapters, which is taken after the pool; 0 where none is loaded at the start."""
+    return parse_bytes(config.adapter_memory, "adapter_memory") if config.adapters else 0
+
+
 def graph_bytes(num_rows: int, vocab_size: int) -> int:
     """About the memory of graphs of up to so many rows: logits in float32, as computed and as
     handed out, and as much for everything before them."""

@@ -1,5 +1,5 @@
-"""The arguments of the kernels of attention and of layers with a state, and of their references.
-Needs no Triton."""
+"""The arguments of the kernels of attention, adapters and layers with a state, and of their
+references. Needs no Triton."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 MIN_SPLIT_KEYS = 128  # a split of fewer keys is mostly overhead
 LONG_ROW_KEYS = 4_096  # from here on a row among many is split for balance
 EXACT_SPLIT_KEYS = 1_024  # of each split of exact results, whatever the rows are
+LORA_RANKS = 16  # the rank of an adapter's product is a multiple of it, with zeros added
+LORA_ENTRY = 3  # numbers of a product in an adapter's header
 
 
 class PagedKeys(NamedTuple):
@@ -47,3 +49,24 @@ class StateRows(NamedTuple):
     read: Tensor  # [R] the state before the first of them; -1: zeros, its sequence begins
     written: Tensor  # [R] the state after the last of them goes there; -1: nowhere
     kept: Tensor  # [T] the state after this token goes there, too; -1: nowhere
+
+
+class LoraRows(NamedTuple):
+    """The rows of a step that G adapters compute, by adapter.
+
+    An adapter has a header where its weights are, int64. Its LORA_ENTRY numbers from an entry on
+    are those of a product: the address of a [rank, K], that of b [N, rank], both dense and in the
+    dtype of x, and the rank, a multiple of LORA_RANKS; 0: it adds nothing to that product.
+    """
+
+    headers: Tensor  # [G] int64 addresses of the adapters' headers
+    indptr: Tensor  # [G + 1] int32 adapter g has order[indptr[g] : indptr[g + 1]]
+    order: Tensor  # [P] int64 tokens of the step, distinct as far as indptr goes
+    max_rank: int  # no product of the adapters has a larger one
+
+
+class StepLora(NamedTuple):
+    """The rows of a step that adapters compute."""
+
+    tokens: LoraRows  # of all tokens
+    sampled: LoraRows  # of those after which logits are computed: `order` has places among them

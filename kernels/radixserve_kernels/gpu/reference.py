@@ -7,6 +7,7 @@ synchronise where a kernel does not.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 from collections.abc import Callable
@@ -18,7 +19,14 @@ from torch import Tensor
 from radixserve_kernels import sampling, torch_ops
 from radixserve_kernels.attention_features import AttentionFeatures
 from radixserve_kernels.delta_net import DeltaNet, run_delta_net
-from radixserve_kernels.gpu.records import AttentionOutput, KVSplit, PagedKeys, StateRows
+from radixserve_kernels.gpu.records import (
+    LORA_ENTRY,
+    AttentionOutput,
+    KVSplit,
+    LoraRows,
+    PagedKeys,
+    StateRows,
+)
 from radixserve_kernels.state_space import StateSpace, run_state_space
 from radixserve_kernels.stored_kv import from_stored, to_stored
 
@@ -128,6 +136,29 @@ def grouped_linear(
         expert_bias = None if bias is None else bias[expert]
         for pair in order[first:end].tolist():  # one by one: the same bits among any others
             out[pair] = F.linear(x[pair // fan_out], weight[expert], expert_bias)
+
+
+def add_lora(x: Tensor, rows: LoraRows, entry: int, out: Tensor) -> None:
+    indptr, order = rows.indptr.tolist(), rows.order.tolist()
+    for group, (first, end) in enumerate(itertools.pairwise(indptr)):
+        if first == end:
+            continue
+        header = _at(int(rows.headers[group]) + 8 * entry, (LORA_ENTRY,), torch.int64)
+        a_address, b_address, rank = header.tolist()
+        if not rank:
+            continue
+        a = _at(a_address, (rank, x.shape[1]), x.dtype)
+        b = _at(b_address, (out.shape[1], rank), x.dtype)
+        for token in order[first:end]:  # one by one: the same bits among any others
+            more = F.linear(F.linear(x[token], a).float(), b.float())
+            out[token] = (out[token].float() + more).to(out.dtype)
+
+
+def _at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The numbers at an address of the host's memory, which whoever gave it owns."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = (ctypes.c_uint8 * num_bytes).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def rope_and_store(

@@ -5,6 +5,7 @@ Made by the same functions as every launch, from tensors of the meta device, whi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from radixserve_kernels.gpu import (
     decode,
     experts,
     extend,
+    lora,
     merge,
     norm,
     pages,
@@ -28,7 +30,7 @@ from radixserve_kernels.gpu import (
     sampling,
 )
 from radixserve_kernels.gpu.launch import Capability, KernelLaunch
-from radixserve_kernels.gpu.records import AttentionOutput, KVSplit, PagedKeys, StateRows
+from radixserve_kernels.gpu.records import AttentionOutput, KVSplit, LoraRows, PagedKeys, StateRows
 from radixserve_kernels.state_space import StateSpace
 from radixserve_kernels.stored_kv import FP8_CAPABILITY, dtype_name, stored_width
 
@@ -53,7 +55,7 @@ def variants(capability: Capability, *, every: bool) -> list[Variant]:
     dtypes = DTYPES if every else DTYPES[:1]
     head_dims = (64, 128, 256) if every else (128,)
     chosen = [*_row_variants(every), *_expert_variants(every), *_logit_variants()]
-    chosen += _state_variants(every)
+    chosen += [*_lora_variants(every), *_state_variants(every)]
     for dtype in dtypes:
         for head_dim in head_dims:
             page_sizes = PAGE_SIZES if every else PAGE_SIZES[1:2]
@@ -197,6 +199,19 @@ def _expert_variants(every: bool) -> Iterator[Variant]:
                     yield Variant(kind, launch)
             for launch in experts.clamped_swiglu(out, 1.702, 7.0, out[:, :inner]):
                 yield Variant(kind, launch)
+
+
+def _lora_variants(every: bool) -> Iterator[Variant]:
+    """Products of an 8B model, of a decode step and of a prefill."""
+    steps = ((32, 32), (2_048, 64), (8_192, 2)) if every else ((512, 8),)
+    shapes = ((4_096, 6_144), (14_336, 4_096)) if every else ((4_096, 6_144),)
+    for dtype in (*DTYPES, torch.float32) if every else DTYPES[:1]:
+        for (num_tokens, num_groups), (depth, size) in itertools.product(steps, shapes):
+            indices = _long(num_groups), _index(num_groups + 1), _long(num_tokens)
+            x = _tensor(num_tokens, depth, dtype=dtype)
+            out = _tensor(num_tokens, size, dtype=dtype)
+            for launch in lora.add_lora(x, LoraRows(*indices, 48), 12, out):
+                yield Variant(f"{_short(dtype)} T={num_tokens} G={num_groups}", launch)
 
 
 def _state_variants(every: bool) -> Iterator[Variant]:
