@@ -10,6 +10,7 @@ from radixserve.api.client import RuntimeMethods
 from radixserve.checks import check_choice, check_text
 from radixserve.engine.messages import PauseEngine, ResumeEngine
 from radixserve.epochs.messages import GetWeights, KVAfterUpdate, UpdateWeights, WeightsInfo
+from radixserve.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +44,7 @@ class RuntimeWeights(RuntimeMethods):
         *,
         kv: KVAfterUpdate = "recompute",
         version: str | None = None,
+        is_last: bool = True,
     ) -> int:
         """Compute with other weights of the same model from now on.
 
@@ -53,6 +55,8 @@ class RuntimeWeights(RuntimeMethods):
                  "stale": it stays as it is, and new tokens follow it. Beam searches, and models
                  with recurrent or windowed layers, always compute it again
         version  a name of the weights for `weights_info`
+        is_last  False: tensors are a bucket, of which a copy waits for those of further calls; the
+                 last call updates with all of them. A call that fails drops them
 
         Returns the number of the weights' epoch: a new one, or its number of before where these
         weights were used already. New requests find K/V of this epoch only. K/V of others leaves
@@ -65,7 +69,11 @@ class RuntimeWeights(RuntimeMethods):
         if version is not None:
             check_text("version", version)
         given = _read_weights(weights)
-        return self._client.core.call(UpdateWeights(given, kv, version))
+        if not is_last:
+            if isinstance(given, str):
+                raise InvalidRequest("is_last=False is for tensors: a path names all weights")
+            given = {name: tensor.detach().clone() for name, tensor in given.items()}
+        return self._client.core.call(UpdateWeights(given, kv, version, is_last))
 
     @property
     def weights_info(self) -> WeightsInfo:

@@ -177,6 +177,14 @@ class LanguageModel(ABC):
         used any more."""
         vars(self).update(vars(other))
 
+    def read_again(self, source: Any) -> bool:
+        """Compute with the weights that a `ModelSource` of this model was given: in the memory of
+        the present ones, so that no second copy of all exists. Returns False, and nothing has
+        changed, where this model cannot. Raises ModelNotSupported before anything changes for
+        tensors that do not fit."""
+        del source
+        return False
+
     def by_layers(self) -> LayeredModel | None:
         """The model itself if it is a `LayeredModel`, else None."""
         return None

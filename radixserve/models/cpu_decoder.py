@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,13 @@ from torch import Tensor
 
 from radixserve.attention.base import AttentionBackend, ForwardBatch, RecurrentRows
 from radixserve.models.base import LanguageModel, ModelInfo
-from radixserve.models.decoder_tensors import DecoderTensors, LayerTensors, read_decoder
+from radixserve.models.decoder_tensors import (
+    DecoderTensors,
+    LayerTensors,
+    check_tensors,
+    read_decoder,
+)
+from radixserve.models.in_place import copy_weights
 from radixserve.models.lora import LoraModule, lora_layers
 from radixserve.models.mlp_tensors import ExpertTensors, MlpTensors, WeightAndBias
 from radixserve.models.source import ModelSource
@@ -25,7 +32,13 @@ from radixserve_kernels.cpu_experts import PackedExperts
 from radixserve_kernels.cpu_lora import PackedLora
 from radixserve_kernels.cpu_recurrent import CompiledStates, PackedRecurrence, PackedShortConv
 from radixserve_kernels.cpu_weights import PackedWeight, interleave, interleave_weights
-from radixserve_kernels.decoder_layer import DecoderLayer, ExpertsBeside, LayerInput, Mlp
+from radixserve_kernels.decoder_layer import (
+    DecoderLayer,
+    ExpertsBeside,
+    LayerInput,
+    LayerInputs,
+    Mlp,
+)
 from radixserve_kernels.quantized import AnyWeight
 
 
@@ -36,9 +49,9 @@ class CpuDecoder(LanguageModel):
         self.info: ModelInfo = read.info
         if activation_bits == 16:
             _round_finely(read)
-        parts = (read.shape, read.layers, read.embedding, read.norm.contiguous(), read.lm_head)
+        parts = (read.shape, read.layers, read.embedding, read.norm, read.lm_head)
         self._decoder = FusedDecoder(*parts, read.info.dtype, read.layer_inputs)
-        self._shape, self._rotaries = read.shape, read.rotaries
+        self._read, self._shape, self._rotaries = read, read.shape, read.rotaries
         self._rotations: list[Tensor] = []  # of each rotary, of the positions seen so far
         self._num_positions = 0  # that all of them have
 
@@ -62,6 +75,31 @@ class CpuDecoder(LanguageModel):
             states=None if batch.recurrent is None else compiled_states(batch.recurrent),
             adapters=batch.adapters,
         )
+
+    def read_again(self, source: ModelSource) -> bool:
+        """See `LanguageModel.read_again`. Only dense weights: a number that cannot be quantised is
+        found as it is read."""
+        read, dtype = self._read, self.info.dtype
+        if self.info.weight_forms or read.shape.family.has_layer_scale:
+            return False
+        for tensor in (source.given or {}).values():
+            if tensor.dtype == torch.float16 != dtype or tensor.element_size() < 2:
+                return False
+        check_tensors(source, dtype)
+        layers = iter(read.layers)
+
+        def take_layer(tensors: LayerTensors) -> None:
+            copy_weights(next(layers), _pack_layer(tensors))
+
+        def take_ends(*ends: AnyWeight) -> tuple[None, None]:
+            copy_weights((read.embedding, read.lm_head), _pack_ends(dtype, *ends))
+            return None, None
+
+        new = read_decoder(source, dtype, torch.device("cpu"), take_layer, None, take_ends)
+        copy_weights(read.norm, new.norm)
+        if read.layer_inputs is not None and new.layer_inputs is not None:
+            copy_weights(read.layer_inputs, _pack_inputs(dtype, new.layer_inputs))
+        return True
 
     def pack_adapter(self, modules: Mapping[str, LoraModule]) -> PackedLora:
         layers = lora_layers(self._shape, modules)
@@ -129,11 +167,17 @@ def load_cpu_decoder(
     ends = partial(_pack_ends, dtype)
     cpu = torch.device("cpu")
     read = read_decoder(source, dtype, cpu, _pack_layer, weight_dtype, ends)
-    if (inputs := read.layer_inputs) is not None:
-        rows, _ = _pack_ends(dtype, inputs.rows, inputs.projection[0])
-        packed = replace(inputs, rows=rows, projection=PackedWeight(*inputs.projection))
-        read = replace(read, layer_inputs=packed)
+    read = replace(read, norm=read.norm.contiguous())
+    if read.layer_inputs is not None:
+        read = replace(read, layer_inputs=_pack_inputs(dtype, read.layer_inputs))
     return CpuDecoder(read, activation_bits)
+
+
+def _pack_inputs(
+    dtype: torch.dtype, inputs: LayerInputs[Any, Any]
+) -> LayerInputs[PackedWeight, PackedWeight | Tensor]:
+    rows, _ = _pack_ends(dtype, inputs.rows, inputs.projection[0])
+    return replace(inputs, rows=rows, projection=PackedWeight(*inputs.projection))
 
 
 def _pack_ends(

@@ -35,7 +35,8 @@ class GivenWeights(TensorReader):
         super().__init__(where, self._tensors, dtype, device, keeps_forms=keeps_forms)
 
     def _read(self, name: str) -> AnyWeight:
-        return self._tensors[name].detach()
+        """A copy: the caller may change its own, and a model may keep what it reads."""
+        return self._tensors[name].detach().clone()
 
     def _stored_shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].shape)

@@ -1,20 +1,22 @@
-"""Weights that are replaced in the memory that they have: CUDA graphs read them there."""
+"""Weights that are replaced in the memory that they have."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from radixserve.errors import InvalidRequest
 
-Pair = tuple[Tensor, Tensor]
+Pair = tuple[Any, Any]  # two tensors or two arrays
 
 
-def copy_tensors(old: object, new: object) -> None:
-    """Copy all tensors of one object into those of another one, which is built alike. Raises
-    InvalidRequest, and copies none, where one has another shape or dtype."""
-    pairs = list(tensor_pairs(old, new))
+def copy_weights(old: object, new: object) -> None:
+    """Copy all tensors and arrays of one object into those of another one, which is built alike.
+    Raises InvalidRequest, and copies none, where one has another shape or dtype."""
+    pairs = list(weight_pairs(old, new))
     for mine, other in pairs:
         if mine.shape != other.shape or mine.dtype != other.dtype:
             raise InvalidRequest(
@@ -22,21 +24,25 @@ def copy_tensors(old: object, new: object) -> None:
                 f"{mine.dtype}: start the model anew for it"
             )
     for mine, other in pairs:
-        mine.copy_(other)
+        if isinstance(mine, Tensor):
+            mine.copy_(other)
+        else:
+            np.copyto(mine, other)
 
 
-def tensor_pairs(old: object, new: object) -> Iterator[Pair]:
-    """Yields the tensors at the same places of two objects of our classes, tuples or lists."""
-    if isinstance(old, Tensor):
-        assert isinstance(new, Tensor)
+def weight_pairs(old: object, new: object) -> Iterator[Pair]:
+    """Yields the tensors and arrays at the same places of two objects of our classes, tuples or
+    lists."""
+    if isinstance(old, Tensor | np.ndarray):
+        assert isinstance(new, type(old))
         yield old, new
     elif isinstance(old, tuple | list):
         assert isinstance(new, tuple | list)
         for mine, other in zip(old, new, strict=True):
-            yield from tensor_pairs(mine, other)
+            yield from weight_pairs(mine, other)
     elif type(old).__module__.startswith("radixserve"):
         for name in _fields(old):
-            yield from tensor_pairs(getattr(old, name), getattr(new, name))
+            yield from weight_pairs(getattr(old, name), getattr(new, name))
 
 
 def _fields(instance: object) -> list[str]:

@@ -142,7 +142,7 @@ class ModelSource:
         """
         if self.given is not None:
             return WidenedTensors(
-                {name: x.to(dtype) for name, x in self.given.items()}, frozenset()
+                {name: x.to(dtype, copy=True) for name, x in self.given.items()}, frozenset()
             )
         if self.gguf is None and config_scheme(self.config) is None:
             return None

@@ -211,12 +211,22 @@ class SingleDeviceRunner(ModelRunner):
         )
 
     def update_weights(self, weights: str | Mapping[str, torch.Tensor]) -> str:
-        """See `ModelRunner`. Takes memory for the new weights beside the old ones, until it
-        returns."""
+        """See `ModelRunner`. Files, which may turn out to be broken in their middle, are read
+        beside the old weights, and so are tensors of models that do not `read_again`."""
         if isinstance(weights, str):
             source = find_model(weights, self._config.seed)
         else:
             source = replace(self._source, given=read_given(weights))
+        if source.given is None or not self.model.read_again(source):
+            self._replace_weights(source)
+        self.weights_id = source.weights_id()
+        self.weights_are_given = source.given is not None
+        if source.given is None:
+            self.model_path = source.path
+        self._source = replace(source, given=None)  # the caller's tensors are not kept
+        return self.weights_id
+
+    def _replace_weights(self, source: ModelSource) -> None:
         new, backend_name = load_model(source, self._load_config, self._device)
         old = self.model.info
         if type(new) is not type(self.model) or not old.is_like(new.info):
@@ -231,13 +241,7 @@ class SingleDeviceRunner(ModelRunner):
         assert backend_name == self.backend_name, "it follows from the model"
         with torch.no_grad():
             self.model.take_weights(new)
-        self._source, self.weights_id = source, source.weights_id()
         self.info = replace(new.info, kv_dtype=self.info.kv_dtype)
-        self.weights_are_given = source.given is not None
-        if source.given is None:
-            self.model_path = source.path
-        self._source = replace(source, given=None)  # the caller's tensors are not kept
-        return self.weights_id
 
     def storable_pool(self) -> StorablePool:
         config, info = self._config, self.info

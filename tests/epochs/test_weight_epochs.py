@@ -148,6 +148,52 @@ def test_wrong_weights_change_nothing(folders: list[str], tmp_path: Path) -> Non
         rt.check()
 
 
+def test_buckets_of_tensors(folders: list[str]) -> None:
+    first, second, _ = folders
+    given = tensors_of(second)
+    names = [*given]
+    with Runtime(first, num_pages=600) as rt:
+        before = rt.generate(PROMPT, SHORT)
+        for start in range(0, len(names), 5):
+            bucket = {name: given[name].clone() for name in names[start : start + 5]}
+            is_last = start + 5 >= len(names)
+            epoch = rt.update_weights(bucket, is_last=is_last)
+            assert epoch == int(is_last)
+            for tensor in bucket.values():  # the caller uses the memory again
+                tensor.zero_()
+            if not is_last:
+                assert rt.generate(PROMPT, SHORT).token_ids == before.token_ids
+        assert same(rt.generate(PROMPT, SHORT), fresh(second))
+        rt.update_weights({names[0]: given[names[0]]}, is_last=False)
+        stats: Any = rt.cache_stats()
+        assert stats["weights"]["waiting_tensors"] == 1
+        with pytest.raises((InvalidRequest, ModelNotSupported), match="missing tensors"):
+            rt.update_weights({names[1]: given[names[1]]})
+        with pytest.raises((InvalidRequest, ModelNotSupported), match="missing tensors"):
+            rt.update_weights({name: given[name] for name in names[1:]})  # the bucket was dropped
+        with pytest.raises(InvalidRequest, match="is_last=False is for tensors"):
+            rt.update_weights(first, is_last=False)
+        assert same(rt.generate(PROMPT, SHORT), fresh(second))
+        rt.check()
+
+
+def test_given_tensors_stay_the_callers(folders: list[str]) -> None:
+    first, second, _ = folders
+    for settings in ({}, {"attention_backend": "torch"}, {"model_impl": "transformers"}):
+        given = tensors_of(second)
+        with Runtime(first, num_pages=600, **settings) as rt:
+            rt.update_weights(given)
+            for tensor in given.values():
+                tensor.zero_()
+            assert same(rt.generate(PROMPT, SHORT), fresh(second, **settings))
+            again = tensors_of(second)
+            rt.update_weights(tensors_of(first))
+            rt.update_weights(again)
+            wanted = tensors_of(second)
+            rt.update_weights(first)
+            assert all(torch.equal(again[name], wanted[name]) for name in wanted)
+
+
 def pause_and_update(rt: Runtime, folder: str, kv: str) -> tuple[Completion, int]:
     """An answer during which the weights changed, and its tokens before."""
     chunks = rt.stream(PROMPT, LONG)

@@ -55,6 +55,7 @@ class TensorRequest(UpdateRequest):
 
     path: str | None = None
     shared_memory: str | None = None
+    is_last: bool | None = None  # false: further buckets of tensors follow
 
 
 # -- SGLang's names -----------------------------------------------------------------------------
@@ -105,7 +106,7 @@ async def update_weights_from_tensor(request: Request, body: TensorRequest) -> R
         tensors = await asyncio.to_thread(_read_tensors, path)
     except (OSError, SafetensorError) as error:
         raise ApiError(400, f"{path} is not a safetensors file: {error}", param="path") from None
-    return await _update(server_of(request), body, tensors)
+    return await _update(server_of(request), body, tensors, is_last=body.is_last is not False)
 
 
 @router.get("/get_weight_version")
@@ -167,7 +168,9 @@ async def _pause(server: AppState, mode: Literal["keep", "abort"]) -> None:
     await asyncio.to_thread(server.runtime.pause, mode)
 
 
-async def _update(server: AppState, body: UpdateRequest, weights: Any) -> Response:
+async def _update(
+    server: AppState, body: UpdateRequest, weights: Any, *, is_last: bool = True
+) -> Response:
     """SGLang's answer: status 400 where the weights do not fit, and nothing has changed."""
     runtime = server.runtime
     kv: KVAfterUpdate = body.kv or server.kv_after_update
@@ -175,11 +178,11 @@ async def _update(server: AppState, body: UpdateRequest, weights: Any) -> Respon
         await asyncio.to_thread(runtime.abort)
     try:
         epoch = await asyncio.to_thread(
-            runtime.update_weights, weights, kv=kv, version=body.weight_version
+            runtime.update_weights, weights, kv=kv, version=body.weight_version, is_last=is_last
         )
     except (InvalidRequest, ModelNotSupported) as error:
         return answer({"success": False, "message": str(error)}, 400)
-    message = "Succeeded to update model weights."
+    message = "Succeeded to update model weights." if is_last else "The tensors wait for others."
     return answer({"success": True, "message": message, "epoch": epoch, "kv": kv})
 
 
