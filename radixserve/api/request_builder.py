@@ -277,8 +277,6 @@ class RequestBuilder:
         vocab_size = self.reader.vocab_size
         each = [self.adapters.resolve(params)] * len(prompts)
         requests = self._build(prompts, each, request_id, is_batch=is_batch)
-        if any(request.adapter is not None and request.adapter.mark for request in requests):
-            raise InvalidRequest("beam searches with an activated adapter are not built")
         return [as_search(request, beams, vocab_size) for request in requests]
 
     def request(

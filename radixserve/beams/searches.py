@@ -234,14 +234,15 @@ class BeamSearches(SchedulerExtension):
             if child.parent in seen:
                 state = spare.pop() if spare else self._new_beam(search, [*parents, *beams])
                 tokens = parent.tokens.view(0, length)
-                state.tokens = IntBuffer(np.append(tokens, np.int32(child.token_id)))
+                token_id = np.int32(child.token_id + state.token_mark)
+                state.tokens = IntBuffer(np.append(tokens, token_id))
                 state.sequence = _fork(parent) if room else None
                 state.matcher = None if parent.matcher is None else parent.matcher.fork()
                 room = room - 1 if state.sequence is not None else 0
             else:
                 seen.add(child.parent)
                 state = parent
-                state.tokens.append(child.token_id)
+                state.tokens.append(child.token_id + state.token_mark)
                 if state not in self._running:
                     room = self._resume(state, room)
             beams.append(state)
