@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixserve.arrays import IntArray
+from radixserve.cache.lookup import Lookup
 from radixserve.cache.namespace import Namespace, as_namespace
 from radixserve.checks import StrictFields, check_choice, check_float, check_int, check_text, shown
 from radixserve.errors import InvalidRequest
@@ -395,6 +396,18 @@ def keyed_tokens(token_ids: IntArray, adapter: AdapterUse | None) -> IntArray:
     keyed = token_ids.copy()
     keyed[adapter.start :] += adapter.token_mark
     return keyed
+
+
+def unkeyed(lookup: Lookup) -> Lookup:
+    """Returns a look-up of keyed tokens without their marks. Tokens that differ in nothing else are
+    of another adapter."""
+    expected, found = lookup.expected, lookup.found
+    if expected is None or found is None or max(expected, found) < MAX_TOKEN_IDS:
+        return lookup
+    expected, found = expected % MAX_TOKEN_IDS, found % MAX_TOKEN_IDS
+    if expected == found:
+        return lookup._replace(reason="adapter", expected=None, found=None)
+    return lookup._replace(expected=expected, found=found)
 
 
 def num_unmarked(keyed: IntArray) -> int:

@@ -60,7 +60,7 @@ def make_engine(
     scheduler.plug_in(KeptScores())
     engine = Engine(runner, cache, scheduler, overlap=config.overlap)
     try:
-        _extend(engine, config)
+        _extend(engine, config, adapters)
         if adapters is not None:
             memory = parse_bytes(config.adapter_memory, "adapter_memory")
             read = partial(read_again, runner)
@@ -103,7 +103,7 @@ def _make_cache(runner: ModelRunner, config: EngineConfig) -> PrefixCache:
     )
 
 
-def _extend(engine: Engine, config: EngineConfig) -> None:
+def _extend(engine: Engine, config: EngineConfig, adapters: AdapterTable | None) -> None:
     limits = HintLimits(config.hint_seconds, config.max_hint_seconds, config.max_hint_share)
     engine.extend(HintExtension(engine, limits))
     if config.trace is not None:
@@ -117,10 +117,12 @@ def _extend(engine: Engine, config: EngineConfig) -> None:
     engine.extend(DraftExtension(engine, most))
     engine.extend(WeightEpochs(engine))
     if config.kv_events is not None:
-        _publish_events(engine, config, config.kv_events)
+        _publish_events(engine, config, config.kv_events, adapters)
 
 
-def _publish_events(engine: Engine, config: EngineConfig, endpoints: str) -> None:
+def _publish_events(
+    engine: Engine, config: EngineConfig, endpoints: str, adapters: AdapterTable | None
+) -> None:
     try:
         from radixserve.kv_events.publisher import KVEventPublisher
     except ImportError as error:
@@ -132,5 +134,6 @@ def _publish_events(engine: Engine, config: EngineConfig, endpoints: str) -> Non
         *endpoints.split(","),
         topic=config.kv_events_topic,
         block_size=config.kv_events_block_size,
+        adapters=adapters,
     )
     engine.extend(publisher)

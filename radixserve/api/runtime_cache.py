@@ -101,7 +101,8 @@ class RuntimeCache(RuntimeMethods):
         return self._client.core.call(messages.TakeSnapshot(given))
 
     def flush_cache(self, namespace: str | None = None) -> None:
-        """Drop the cached prefixes of one namespace, or of all; running requests continue."""
+        """Drop the cached prefixes of one namespace and those below it, such as a tenant's, with
+        its salts and adapters; of all if None. Running requests continue."""
         if namespace is not None:
             check_text("namespace", namespace)
         self._client.core.call(messages.ResetCache(namespace))
@@ -124,7 +125,7 @@ class RuntimeCache(RuntimeMethods):
 
         prompts    write only the cached parts of these prompts, in `namespace` or ""; None: write
                    all cached prefixes
-        namespace  write only this namespace; None: all
+        namespace  write only this namespace and those below it; None: all
 
         Returns the tokens written. Other requests continue between runs of up to 512 tokens. Raises
         InvalidRequest if K/V cannot be stored, see `EngineConfig.kv_store`; OSError.

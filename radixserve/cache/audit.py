@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from radixserve.cache.namespace import is_within
 from radixserve.cache.sequence import CacheSequence, PageAllocator
 from radixserve.cache.snapshot import private_size
 from radixserve.cache.watch import WatchRegistry
@@ -67,7 +68,8 @@ def dump_sequences(
     allocator: PageAllocator, published: Iterable[tuple[int, int]], only: str | None
 ) -> dict[str, Any]:
     """Returns the part of `PrefixCache.dump` about sequences and fragmentation. `published`: pages
-    and tokens of nodes or blocks; `only`: the namespace whose sequences are shown, None: all."""
+    and tokens of nodes or blocks; `only`: the namespace whose sequences are shown, with those below
+    it; None: all."""
     size, sequences = allocator.page_size, allocator.live_sequences
     pages = tokens = 0
     for some_pages, some_tokens in published:
@@ -80,7 +82,7 @@ def dump_sequences(
     slots = pages * size
     share = (slots - tokens) / slots if slots else 0.0
     return {
-        "sequences": [page_table(seq) for seq in sequences if only in (None, seq.namespace)],
+        "sequences": [page_table(seq) for seq in sequences if is_within(seq.namespace, only)],
         "fragmentation": {
             "pages": pages,
             "slots": slots,

@@ -124,7 +124,8 @@ class PrefixCache(ABC):
         """Returns the number of tokens that `acquire` would reuse now, and why not more. Changes
         nothing.
 
-        With `compare_namespaces=False` the answer is independent of other namespaces' contents.
+        With `compare_namespaces=False` the answer is independent of other namespaces' contents, but
+        for those that differ in the adapter alone.
         """
 
     @abstractmethod
@@ -279,7 +280,7 @@ class PrefixCache(ABC):
 
     def prefixes(self, namespace: str | Namespace | None = None) -> list[tuple[str, IntArray]]:
         """Returns (namespace, tokens) of each cached sequence that no other one continues, of one
-        namespace or of all if None, the last used first."""
+        namespace and those below it or of all if None, the last used first."""
         del namespace
         raise InvalidRequest('only cache="radix" lists its prefixes')
 
@@ -293,11 +294,12 @@ class PrefixCache(ABC):
         return self._owner.evict(self._allocator.pages_for(num_tokens)) * self.page_size
 
     def namespaces(self) -> list[Namespace]:
-        """Returns those in which something is cached, or about to be."""
+        """Returns those in which something is cached, or about to be, in any epoch."""
         return list(self._owner.namespaces)
 
     def reset(self, namespace: str | Namespace | None = None) -> None:
-        """Drop one namespace, or all if None. Pages in use are freed when they are released.
+        """Drop one namespace and those below it (see `Namespace.covers`), or all if None, in all
+        epochs. Pages in use are freed when they are released.
 
         Sequences acquired before continue, but their commits are not cached.
         """
@@ -412,7 +414,7 @@ class PrefixCache(ABC):
         self, max_nodes: int = 10_000, namespace: str | Namespace | None = None
     ) -> dict[str, Any]:
         """Returns the cached prefixes as nested dicts, breadth first up to `max_nodes` nodes; those
-        of one namespace if it is given.
+        of one namespace and those below it if it is given.
 
         {"page_size", "truncated", "namespaces": {name: node}, "sequences", "fragmentation"}.
 

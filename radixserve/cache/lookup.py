@@ -9,6 +9,8 @@ MissReason = Literal[
     "diverged",
     "date",
     "evicted",
+    "epoch",
+    "adapter",
     "namespace",
     "no_checkpoint",
     "window_evicted",
@@ -17,7 +19,7 @@ MissReason = Literal[
 
 
 # Tokens that were cached, for this namespace or another one, and cannot be used now.
-LOST_REASONS = ("evicted", "namespace", "no_checkpoint", "window_evicted")
+LOST_REASONS = ("evicted", "epoch", "adapter", "namespace", "no_checkpoint", "window_evicted")
 
 
 class StoredLookup(NamedTuple):
@@ -39,6 +41,8 @@ class Lookup(NamedTuple):
       diverged    cached sequences continue with another token at `position`
       date        the same, inside the date or time that the chat template prints; of chat messages
       evicted     the next tokens were cached and have been evicted
+      epoch       more of these tokens was computed with other weights, and is cached
+      adapter     more of these tokens is cached of another adapter, or of the model alone
       namespace   another namespace has more of these tokens cached
       no_checkpoint  K/V is cached up to `position`, but the deepest recurrent state kept for it is
                   after cached_len tokens; models with recurrent layers only

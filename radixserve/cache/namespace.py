@@ -19,8 +19,8 @@ class Namespace(NamedTuple):
 
     As text: "TENANT" or "TENANT/SALT", after "\\0ADAPTER\\0" if there is an adapter. Callers,
     reports and files have the text. `as_namespace` and `str` alone convert it: every text is that
-    of one namespace. A further field, such as an epoch of the weights, needs a default and a mark
-    in the text.
+    of one namespace. The epoch of the weights is no field: it is the cache's, and the same for all
+    requests at a time, see `PrefixCache.begin_epoch`.
     """
 
     tenant: str = ""
@@ -33,7 +33,7 @@ class Namespace(NamedTuple):
 
     def covers(self, other: Namespace) -> bool:
         """Whether `other` is this namespace or lies below it: "acme/a/b" below "acme/a" and
-        "acme"."""
+        "acme", and those of adapters below the model's."""
         if self.tenant != other.tenant or self.adapter not in ("", other.adapter):
             return False
         if self.salt is None or self.salt == other.salt:
@@ -42,6 +42,11 @@ class Namespace(NamedTuple):
 
 
 DEFAULT_NAMESPACE = Namespace()
+
+
+def is_within(namespace: str | Namespace, within: str | Namespace | None) -> bool:
+    """Whether a namespace is `within` or lies below it, see `Namespace.covers`. None: all are."""
+    return within is None or as_namespace(within).covers(as_namespace(namespace))
 
 
 def as_namespace(namespace: str | Namespace) -> Namespace:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from radixserve.cache.namespace import Namespace, as_namespace
+from radixserve.cache.namespace import Namespace, is_within
 from radixserve.cache.page_pool import PagePool
 from radixserve.cache.sequence import CacheSequence
 from radixserve.cache.tokens import TOKEN_BYTES
@@ -47,8 +47,7 @@ class SnapshotView:
     max_victims: int = 8
 
     def shows(self, namespace: str | Namespace) -> bool:
-        within = self.within
-        return within is None or as_namespace(within).covers(as_namespace(namespace))
+        return is_within(namespace, self.within)
 
 
 class PageMap:

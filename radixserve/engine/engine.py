@@ -28,7 +28,7 @@ from radixserve.cache.stats import hit_rate
 from radixserve.engine.extension import EngineExtension, Extensions
 from radixserve.errors import EngineDead, InvalidRequest, request_failed
 from radixserve.output import RequestOutput
-from radixserve.request import Request
+from radixserve.request import Request, unkeyed
 from radixserve.schedule import SchedulerOutput
 from radixserve.scheduler import Scheduler
 from radixserve.scheduler.drafter import Drafter
@@ -222,15 +222,16 @@ class Engine:
         self, token_ids: IntArray, namespace: str = "", *, compare_namespaces: bool = True
     ) -> Lookup:
         """Returns how much of a prompt is cached, and why not more. Changes nothing."""
-        return self._cache.lookup(token_ids, namespace, compare_namespaces=compare_namespaces)
+        lookup = self._cache.lookup(token_ids, namespace, compare_namespaces=compare_namespaces)
+        return unkeyed(lookup)
 
     def prefixes(self, namespace: str | None) -> list[tuple[str, IntArray]]:
         """See `PrefixCache.prefixes`."""
         return self._cache.prefixes(namespace)
 
     def reset_cache(self, namespace: str | None = None) -> None:
-        """Drop the cached prefixes of a namespace, or of all if None, and what extensions keep of
-        them. Running requests continue."""
+        """Drop the cached prefixes of a namespace and those below it, or of all if None, and what
+        extensions keep of them. Running requests continue."""
         self._cache.reset(namespace)
         self.extensions.on_reset(namespace)
 

@@ -82,7 +82,8 @@ class EngineExtension:
         """A request has ended. `arrived_at`: in seconds since 1970."""
 
     def on_reset(self, namespace: str | None) -> None:
-        """The cache has dropped the prefixes of a namespace; of all where None."""
+        """The cache has dropped the prefixes of a namespace and those below it, see `is_within`;
+        of all where None."""
 
     def on_epoch(self, weights: str) -> None:
         """The runner has other weights, which `weights` tells from all others; the cache has begun
@@ -124,7 +125,9 @@ class HeldRequest(NamedTuple):
     """A request that an extension holds back."""
 
     request: Request
+    queued_at: float
     extension: EngineExtension
+    others: tuple[EngineExtension, ...]  # that may hold it after this one
     admit: Callable[[int], None]  # passes it to the scheduler
 
 
@@ -139,7 +142,7 @@ class Extensions:
         self._look_up_calls()
 
     def add(self, extension: EngineExtension, *, is_first: bool = False) -> None:
-        """is_first: the others get the requests that it does not hold, and not those it held."""
+        """is_first: the others get a request once this one does not hold it any more."""
         self.live = (extension, *self.live) if is_first else (*self.live, extension)
         self._look_up_calls()
 
@@ -188,9 +191,20 @@ class Extensions:
     # -- requests -----------------------------------------------------------------------------
 
     def hold(self, request: Request, queued_at: float, admit: Callable[[int], None]) -> bool:
-        """Returns whether an extension holds the request back until it is passed to `admit`."""
-        for extension in self._holding:
-            held = HeldRequest(request, extension, admit)
+        """Returns whether an extension holds the request back until it is passed to `admit`. They
+        may hold it one after the other, in their order."""
+        return self._offer(request, queued_at, self._holding, admit)
+
+    def _offer(
+        self,
+        request: Request,
+        queued_at: float,
+        extensions: tuple[EngineExtension, ...],
+        admit: Callable[[int], None],
+    ) -> bool:
+        for place, extension in enumerate(extensions):
+            others = extensions[place + 1 :]
+            held = HeldRequest(request, queued_at, extension, others, admit)
             release = partial(self._release, held)
             call = partial(extension.hold, request, queued_at, release)
             if self._call(extension, call):
@@ -199,10 +213,12 @@ class Extensions:
         return False
 
     def _release(self, held: HeldRequest, num_loaded: int) -> None:
-        request_id = held.request.request_id
-        if self._held.get(request_id) is held:
-            del self._held[request_id]
-            held.admit(num_loaded)
+        request, queued_at, _, others, admit = held
+        if self._held.get(request.request_id) is held:
+            del self._held[request.request_id]
+            admit_all = partial(_admit, admit, num_loaded)
+            if not self._offer(request, queued_at, others, admit_all):
+                admit_all(0)
 
     def let_go(self, request_id: str | None = None) -> None:
         """Pass one held request, or all if None, to the scheduler."""
@@ -210,7 +226,8 @@ class Extensions:
             name = held.request.request_id
             if request_id in (None, name):
                 self._call(held.extension, partial(held.extension.let_go, name))
-                self._release(held, 0)
+                if self._held.pop(name, None) is held:
+                    held.admit(0)
 
     def is_held(self, request_id: str) -> bool:
         return request_id in self._held
@@ -306,6 +323,10 @@ class Extensions:
                 extension.close(timeout_s)
             except Exception:
                 _log.exception("%s could not be closed", extension.name)
+
+
+def _admit(admit: Callable[[int], None], num_loaded: int, num_more: int) -> None:
+    admit(num_loaded + num_more)
 
 
 def joined(futures: Sequence[Future[None]]) -> Future[None] | None:

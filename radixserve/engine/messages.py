@@ -90,7 +90,7 @@ class TakeEvents(EngineMessage[tuple[EventBatch, EventSnapshot | None]]):
 
 @dataclass(frozen=True, slots=True)
 class ResetCache(EngineMessage[None]):
-    """Drop the cached prefixes of one namespace; of all where None."""
+    """Drop the cached prefixes of one namespace and those below it; of all where None."""
 
     namespace: str | None
 

@@ -13,6 +13,7 @@ from sortedcontainers import SortedDict
 
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, CacheSession, PrefixCache
+from radixserve.cache.namespace import is_within
 from radixserve.hints.hint import Hint, HintAnswer, HintLimits, join_answers
 from radixserve.hints.prefetches import Prefetches
 from radixserve.hints.shared_prefixes import CrossNamespacePrefixes, begins_with
@@ -311,7 +312,7 @@ class Hints(SchedulerExtension):
     def forget(self, namespace: str | None) -> None:
         """End the hints of a namespace that was reset; None: of all namespaces."""
         for kept in list(self._kept.values()):
-            if namespace in (None, kept.hint.namespace):
+            if is_within(kept.hint.namespace, namespace):
                 self._end(kept)
         self.shared.forget(namespace)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from radixserve.arrays import IntArray
-from radixserve.cache.namespace import as_namespace
+from radixserve.cache.namespace import as_namespace, is_within
 from radixserve.engine.engine import Engine
 from radixserve.engine.extension import EngineExtension
 from radixserve.hints.hint import Hint, HintAnswer
@@ -146,7 +146,7 @@ class Prefetches(EngineExtension):
         self._queue = deque(
             (request, owner)
             for request, owner in self._queue
-            if namespace not in (None, request.params.namespace)
+            if not is_within(request.namespace, namespace)
         )
         self._leave_if_empty()
 

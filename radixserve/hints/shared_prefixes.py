@@ -8,7 +8,7 @@ import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, PrefixCache
-from radixserve.cache.namespace import as_namespace
+from radixserve.cache.namespace import as_namespace, is_within
 from radixserve.errors import OutOfPages
 from radixserve.hints.hint import Hint, HintAnswer
 
@@ -70,7 +70,7 @@ class CrossNamespacePrefixes:
     def forget(self, namespace: str | None) -> None:
         """Forget the prefixes of a namespace that was reset; None: of all namespaces."""
         self._shared = [
-            shared for shared in self._shared if namespace not in (None, shared.namespace)
+            shared for shared in self._shared if not is_within(shared.namespace, namespace)
         ]
 
     def copy_into(self, sequence: CacheSequence, tokens: IntArray) -> int:

@@ -8,20 +8,28 @@ the start of a prefix. A block belongs to the node with its last token:
     blocks of 4     [a b c d]   [e f g h]   (i j k: not whole)
 
 Trees drop tokens from the ends of nodes, so a block is removed together with its last token.
+
+Blocks of adapters have their name, as vLLM's have. The tokens of an activated adapter, which the
+cache has with a mark, are reported as the ids that they are; a block with some of them is the
+adapter's.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 
 import numpy as np
 
+from radixserve.adapters.table import AdapterTable
+from radixserve.arrays import IntArray
 from radixserve.cache import EventBatch, EventSnapshot
 from radixserve.cache.events import ROOT, Appended, Event, Reset, Split, Stored, Truncated
+from radixserve.cache.namespace import as_namespace
 from radixserve.cache.tokens import TOKEN_BYTES
 from radixserve.kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from radixserve.request import MAX_TOKEN_IDS, num_unmarked
 
 
 class _Node:
@@ -39,8 +47,10 @@ class BlockView:
     """Turns node events into block events. Takes 4 bytes per cached token and about 100 per
     block."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, adapters: AdapterTable | None = None) -> None:
+        """`adapters`: those that computed some of the blocks."""
         self._block_size = block_size
+        self._adapters = AdapterTable() if adapters is None else adapters
         self._width = block_size * TOKEN_BYTES
         self._nodes: dict[int, _Node] = {}
         self._namespaces: dict[str, set[int]] = {}  # their nodes
@@ -62,16 +72,14 @@ class BlockView:
     def stored(self) -> list[KVCacheEvent]:
         """Returns the events of all stored blocks, for a consumer without a state."""
         nodes = sorted(self._nodes.values(), key=lambda node: node.first_block)
-        blocks = [self._stored(node, 0) for node in nodes if node.hashes]  # parents first
+        blocks = [event for node in nodes for event in self._stored(node, 0)]  # parents first
         return [AllBlocksCleared(), *blocks]
 
     def _apply_all(self, events: Sequence[Event]) -> Iterable[KVCacheEvent]:
         for event in events:
-            change = self._apply(event)
-            if change is not None:
-                yield change
+            yield from self._apply(event)
 
-    def _apply(self, event: Event) -> KVCacheEvent | None:
+    def _apply(self, event: Event) -> Iterable[KVCacheEvent]:
         if isinstance(event, Reset):
             return self._reset(event.namespace)
         if isinstance(event, Stored):
@@ -84,7 +92,7 @@ class BlockView:
             return self._hash_new(node)
         if isinstance(event, Split):
             self._split(node, event)
-            return None
+            return ()
         if isinstance(event, Truncated):
             del node.tokens[-event.num_tokens * TOKEN_BYTES :]
         else:
@@ -107,35 +115,59 @@ class BlockView:
         head = bytes(parent.tokens[whole * self._width :])
         return _Node(event.namespace, parent.first_block + whole, above, head + event.tokens)
 
-    def _hash_new(self, node: _Node) -> BlockStored | None:
+    def _hash_new(self, node: _Node) -> Iterable[BlockStored]:
         first, width = len(node.hashes), self._width
         key = node.hashes[-1] if first else node.above
         for start in range(first * width, len(node.tokens) - width + 1, width):
             key = _digest(key.to_bytes(8), node.tokens[start : start + width])
             node.hashes.append(key)
         self._copies.update(node.hashes[first:])
-        return self._stored(node, first) if len(node.hashes) > first else None
+        return self._stored(node, first)
 
-    def _stored(self, node: _Node, first: int) -> BlockStored:
-        """Returns the event of a node's blocks from index `first` on."""
-        hashes, width = node.hashes[first:], self._width
-        data = node.tokens[first * width : len(node.hashes) * width]
-        is_root = node.first_block + first == 0
-        parent = node.hashes[first - 1] if first else node.above
-        keys: list[tuple[str, ...] | None] | None = None
-        if is_root and node.namespace:
-            keys = [(node.namespace,), *[None] * (len(hashes) - 1)]
+    def _stored(self, node: _Node, first: int) -> Iterator[BlockStored]:
+        """Yields the events of a node's blocks from index `first` on: of those that the model
+        computed, then of an activated adapter's."""
+        width, end = self._width, len(node.hashes)
+        data = np.frombuffer(bytes(node.tokens[first * width : end * width]), np.int32)
+        keyed = data.reshape(-1, self._block_size)
+        num_plain = num_unmarked(data) // self._block_size
+        for begin, part in ((first, keyed[:num_plain]), (first + num_plain, keyed[num_plain:])):
+            if len(part):
+                yield self._blocks(node, begin, part)
+
+    def _blocks(self, node: _Node, begin: int, keyed: IntArray) -> BlockStored:
+        """Returns the event of a node's blocks from index `begin` on, whose tokens the cache has as
+        `keyed` [blocks, block size]."""
+        end, is_root = begin + len(keyed), node.first_block + begin == 0
+        number, name, salt = self._owner(node.namespace, int(keyed[-1, -1]) // MAX_TOKEN_IDS)
+        own = () if name is None else (name,)
+        keys = [own] * len(keyed)
+        if is_root and salt:
+            keys[0] = (*own, salt)
         return BlockStored(
-            block_hashes=hashes,
-            parent_block_hash=None if is_root else parent,
-            token_ids=np.frombuffer(bytes(data), np.int32).tolist(),
+            block_hashes=node.hashes[begin:end],
+            parent_block_hash=None if is_root else node.hashes[begin - 1] if begin else node.above,
+            token_ids=(keyed % MAX_TOKEN_IDS if name else keyed).flatten().tolist(),
             block_size=self._block_size,
-            lora_id=None,
+            lora_id=number,
             medium="GPU",
-            lora_name=None,
-            extra_keys=keys,
-            cache_salt=node.namespace or None,
+            lora_name=name,
+            extra_keys=[key or None for key in keys] if any(keys) else None,
+            cache_salt=salt or None,
         )
+
+    def _owner(self, namespace: str, mark: int) -> tuple[int | None, str | None, str]:
+        """Returns number and name of the adapter that computed a block, and its namespace without
+        that. `mark`: of the block's last token."""
+        place = as_namespace(namespace)
+        if mark:
+            adapter = self._adapters.numbered.get(mark)
+        else:
+            adapter = self._adapters.known.get(place.adapter)
+        salt = str(place._replace(adapter=""))
+        if adapter is not None:
+            return adapter.number, adapter.info.name, salt
+        return None, place.adapter.rpartition("@")[0] or None, salt
 
     def _split(self, lower: _Node, event: Split) -> None:
         size = len(lower.tokens) - event.num_tokens * TOKEN_BYTES
@@ -149,20 +181,20 @@ class BlockView:
         lower.first_block += whole
         del lower.hashes[:whole], lower.tokens[: whole * self._width]
 
-    def _remove(self, hashes: list[int]) -> BlockRemoved | None:
+    def _remove(self, hashes: list[int]) -> list[KVCacheEvent]:
         gone = []
         for key in reversed(hashes):  # the deepest first
             self._copies[key] -= 1
             if not self._copies[key]:
                 del self._copies[key]
                 gone.append(key)
-        return BlockRemoved(gone, "GPU") if gone else None
+        return [BlockRemoved(gone, "GPU")] if gone else []
 
-    def _reset(self, namespace: str) -> KVCacheEvent | None:
+    def _reset(self, namespace: str) -> list[KVCacheEvent]:
         nodes = [self._nodes.pop(node_id) for node_id in self._namespaces.pop(namespace, ())]
         nodes.sort(key=lambda node: node.first_block)
         removed = self._remove([key for node in nodes for key in node.hashes])
-        return AllBlocksCleared() if removed and not self._copies else removed
+        return [AllBlocksCleared()] if removed and not self._copies else removed
 
 
 def _digest(*parts: bytes | bytearray) -> int:

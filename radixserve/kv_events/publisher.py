@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from radixserve.adapters.table import AdapterTable
 from radixserve.cache import EventBatch, EventLog, EventSnapshot
 from radixserve.engine.extension import EngineExtension
 from radixserve.errors import InvalidRequest
@@ -52,13 +53,15 @@ class KVEventPublisher(EngineExtension):
         *,
         topic: str = "",
         block_size: int = 16,
+        adapters: AdapterTable | None = None,
     ) -> None:
         """`endpoint`: a ZeroMQ address, which as in vLLM is bound if it has a * or :: or begins
         with ipc: or inproc:, else connected to. `replay_endpoint`: an address to bind.
-        `block_size`: in tokens. Raises InvalidRequest if an address cannot be opened."""
+        `block_size`: in tokens. `adapters`: those that compute some of the blocks. Raises
+        InvalidRequest if an address cannot be opened."""
         self._log = log
         self._topic = topic.encode()
-        self._view = BlockView(block_size)
+        self._view = BlockView(block_size, adapters)
         self._number = log.epoch - 1  # of the last batch sent
         self._kept: deque[tuple[bytes, bytes]] = deque()  # (number, payload)
         self._num_kept_bytes = 0

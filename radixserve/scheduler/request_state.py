@@ -7,7 +7,7 @@ from typing import Any
 from radixserve.arrays import IntArray, IntBuffer
 from radixserve.cache import CacheSequence, CacheSession, Lookup, PrefixCache, PrefixWatch
 from radixserve.output import Finish, Metrics, PromptScore, RequestOutput, Usage
-from radixserve.request import Request
+from radixserve.request import Request, unkeyed
 from radixserve.schedule import SampleOutput, SampleSpec
 from radixserve.structured_outputs import Matcher
 
@@ -230,7 +230,7 @@ class RequestState:
     def admit(self, sequence: CacheSequence, lookup: Lookup, now: float) -> None:
         cached = min(sequence.cached_len, self.num_prompt)
         if self.lookup is None:
-            self.lookup, self.admitted_at, self.num_reused = lookup, now, cached
+            self.lookup, self.admitted_at, self.num_reused = unkeyed(lookup), now, cached
         else:
             self.num_reused = min(self.num_reused, cached)
         self.num_prompt_done = max(self.num_prompt_done, cached)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from radixserve.cache.namespace import is_within
 from radixserve.scheduler.request_state import RequestState
 
 
@@ -56,7 +57,7 @@ class RunningRequests:
         return [
             {"request_id": state.request.request_id, **page_table(state.sequence)}
             for state in self
-            if state.sequence is not None and namespace in (None, state.sequence.namespace)
+            if state.sequence is not None and is_within(state.sequence.namespace, namespace)
         ]
 
     def lowest_below(

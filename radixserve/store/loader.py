@@ -25,6 +25,7 @@ import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, RadixCache
+from radixserve.cache.namespace import is_within
 from radixserve.errors import OutOfPages
 from radixserve.request import Request, num_unmarked
 from radixserve.runner.kv_layout import ByteArray
@@ -170,11 +171,11 @@ class KVLoader:
     def forget(self, namespace: str | None) -> None:
         """End the loads of a namespace, or all if None."""
         load = self._load
-        if load is not None and namespace in (None, load.pending.namespace):
+        if load is not None and is_within(load.pending.namespace, namespace):
             self._end_load(load)
         for queue in (self._searching, self._waiting):
             for pending in list(queue):
-                if namespace in (None, pending.namespace):
+                if is_within(pending.namespace, namespace):
                     queue.remove(pending)
                     self._drop(pending)
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, RadixCache
+from radixserve.cache.namespace import is_within
 from radixserve.request import num_unmarked
 from radixserve.runner.kv_layout import ByteArray
 from radixserve.store.buffers import BufferedRun, BufferPool, slots_of
@@ -311,14 +312,12 @@ class KVSaver:
     def drop_pending(self, namespace: str | None) -> None:
         """Drop what waits to be copied of a namespace, or all if None."""
         for unsaved in list(self._unsaved):
-            if namespace in (None, unsaved.namespace):
+            if is_within(unsaved.namespace, namespace):
                 self._unsaved.remove(unsaved)
                 for run in unsaved.runs:
                     self._buffers.give_back(run.buffer)
         self._deferred = deque(
-            unsaved
-            for unsaved in self._deferred
-            if namespace is not None and unsaved.namespace != namespace
+            unsaved for unsaved in self._deferred if not is_within(unsaved.namespace, namespace)
         )
         self._num_deferred = sum(len(unsaved.tokens) for unsaved in self._deferred)
         self.policy.clear()

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from radixserve.arrays import IntArray
+from radixserve.cache.namespace import is_within
 from radixserve.runner.kv_layout import ByteArray, KVLayout
 from radixserve.store.run_file import (
     BadRun,
@@ -76,6 +77,7 @@ class StoredPrefixes:
         self.layout = layout
         self.num_refused = 0  # files that were damaged or not what their names say
         self._model = model
+        self._models = {model}  # that it has had
         self._heads: OrderedDict[str, RunHead] = OrderedDict()  # of runs, by name
         self._namespaces: dict[str, tuple[str, hashlib.blake2b]] = {}  # folder, hash of no tokens
 
@@ -83,6 +85,7 @@ class StoredPrefixes:
         """Set the fingerprint of what computes the K/V from now on, in hexadecimal digits. While
         nothing is written."""
         self._model = model
+        self._models.add(model)
         self._heads.clear()
         self._namespaces.clear()
 
@@ -182,10 +185,21 @@ class StoredPrefixes:
             self.store.touch(run.name)
 
     def forget(self, namespace: str | None) -> None:
-        """Drop what is stored of a namespace, or all of this model."""
+        """Drop what is stored of a namespace and those below it, or all, of each model that it has
+        had. Reads the head of a run of each other namespace. Raises OSError."""
         self._heads.clear()
-        self.store.drop_folder(self._model if namespace is None else self.folder(namespace))
+        for model in list(self._models):
+            for folder in [model] if namespace is None else self._folders_within(model, namespace):
+                self.store.drop_folder(folder)
         self._heads.clear()  # of what was read meanwhile
+
+    def _folders_within(self, model: str, namespace: str) -> list[str]:
+        is_within_it = {_folder(model, namespace): True}
+        for file in self.store.list(model):
+            folder = file.name.rpartition("/")[0]
+            if folder not in is_within_it and (head := self._read_head(file.name)) is not None:
+                is_within_it[folder] = is_within(head.namespace, namespace)
+        return [folder for folder, is_gone in is_within_it.items() if is_gone]
 
     def paths(self) -> Iterator[tuple[str, IntArray]]:
         """(namespace, tokens) of each stored sequence that no other one continues, the last used
@@ -223,11 +237,10 @@ class StoredPrefixes:
         known = self._namespaces.get(namespace)
         if known is None:
             key, name = self._model.encode()[:64], namespace.encode()
-            digest = hashlib.blake2b(name, digest_size=_DIGEST_BYTES, key=key).hexdigest()
             hasher = hashlib.blake2b(name + b"\0", digest_size=_DIGEST_BYTES, key=key)
             if len(self._namespaces) >= _MAX_NAMESPACES:
                 self._namespaces.clear()
-            known = self._namespaces[namespace] = f"{self._model}/{digest}", hasher
+            known = self._namespaces[namespace] = _folder(self._model, namespace), hasher
         return known
 
     def _read_head(
@@ -261,7 +274,8 @@ class StoredPrefixes:
     ) -> None:
         """Raises BadRun for a head, whole as it may be, that is not this name's."""
         folder, _, own = name.rpartition("/")
-        if namespace not in (None, head.namespace) or self.folder(head.namespace) != folder:
+        model = folder.partition("/")[0]
+        if namespace not in (None, head.namespace) or _folder(model, head.namespace) != folder:
             raise BadRun("it is of another namespace")
         if head.layout != self.layout.as_list():
             raise BadRun(f"its K/V is {head.layout}, not {self.layout.as_list()}")
@@ -296,6 +310,11 @@ def _path(heads: dict[tuple[str, str], RunHead], folder: str, name: str) -> IntA
         parts.append(head.tokens if end is None else head.tokens[: end - head.start])
         name, end = head.parent, head.start
     return np.concatenate(parts[::-1]) if end == 0 else None
+
+
+def _folder(model: str, namespace: str) -> str:
+    key, name = model.encode()[:64], namespace.encode()
+    return f"{model}/{hashlib.blake2b(name, digest_size=_DIGEST_BYTES, key=key).hexdigest()}"
 
 
 def _name(folder: str, hasher: hashlib.blake2b, first_token: int) -> str:

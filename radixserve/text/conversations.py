@@ -19,6 +19,7 @@ from typing import NamedTuple
 from sortedcontainers import SortedDict
 
 from radixserve.arrays import IntArray
+from radixserve.cache.namespace import is_within
 from radixserve.text.content_marks import unmarked
 from radixserve.text.tokenizer import Tokenizer
 
@@ -138,8 +139,8 @@ class ConversationTable:
                 text = text[: _common_len(text, known_text)]
 
     def forget(self, namespace: str | None) -> None:
-        """Drop the conversations of one namespace, or all."""
-        for key in [key for key in self._recent if namespace in (None, key[0])]:
+        """Drop the conversations of one namespace and those below it, or all."""
+        for key in [key for key in self._recent if is_within(key[0], namespace)]:
             del self._recent[key], self._by_text[key]
             self._num_characters -= len(key[1])
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from radixserve import InvalidRequest, Runtime
+from radixserve import BeamParams, Runtime
 from tests.adapters.peft_adapters import applied, greedy, make_adapter
 from tests.adapters.test_adapters import COUNT, params, prompt_of
 from tests.checkpoints import load_reference, make_checkpoint
@@ -122,8 +122,27 @@ def test_several_samples_scores_branches_and_chats(rt: Runtime, case: Case) -> N
         answer = branch.generate(params(max_tokens=3))
         assert answer.token_ids == rt.generate(prompt, params("judge")).token_ids[:3]
     assert one.token_ids
-    with pytest.raises(InvalidRequest, match="beam searches with an activated adapter"):
-        rt.beam_search(prompt, 2, params=params("judge", logprobs=None))
+
+
+def test_beam_searches(case: Case, tmp_path: Path) -> None:
+    plain = make_adapter(tmp_path / "plain", case.model, 1)  # the same weights
+    adapters = {"judge": str(case.adapter), "plain": str(plain)}
+    own: dict[str, Any] = {"logprobs": None, "max_tokens": 8}
+    with Runtime(str(case.folder), num_pages=2048, page_size=4, adapters=adapters) as rt:
+        prompt = [*INVOCATION, *prompt_of(4, 25)]
+        beams, wanted = (
+            rt.beam_search(prompt, beams=BeamParams(width=3), params=params(name, **own))
+            for name in ("judge", "plain")
+        )
+        assert [(out.token_ids, out.score) for out in beams] == [
+            (out.token_ids, out.score) for out in wanted
+        ]
+        prompt = [*prompt_of(4, 25), *INVOCATION]
+        summed = BeamParams(width=3, length_penalty=0.0)
+        for out in rt.beam_search(prompt, beams=summed, params=params("judge", **own)):
+            (score,) = rt.score(prompt, [out.token_ids], adapter="judge")
+            assert out.score == pytest.approx(score.logprob, abs=1e-4)
+        rt.check()
 
 
 def test_penalties_and_drafts_see_the_tokens_themselves(case: Case) -> None:

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from radixserve.cache import EventCursor, RadixCache
+from radixserve.cache import EventCursor, Namespace, RadixCache
 from radixserve.cache.events import Reset, Stored
 
 
@@ -33,9 +33,14 @@ def test_look_ups_find_the_present_epoch(page_size: int) -> None:
     cache.begin_epoch(1)
     assert cache.lookup(tokens, "a", allow_full=True).cached_len == 20
     cache.check()
+    assert cache.lookup(tokens, "a")[:3] == (20, "epoch", 20)
+    assert cache.lookup([7, 8], "a").reason == "never_seen"
+    assert fill(cache, tokens, "\0sql@1\0a/salt") == 0
+    assert cache.namespaces() == [Namespace("a"), Namespace("a", "sql@1", "salt")]
     cache.reset("a")
     cache.begin_epoch(0)
-    assert cache.lookup(tokens, "a").cached_len == 0
+    assert cache.namespaces() == []
+    assert cache.lookup(tokens, "a")[:2] == (0, "never_seen")
     cache.check()
     cache.evict(10_000)
     assert cache.stats()["pages_free"] == cache.num_pages

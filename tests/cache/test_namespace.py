@@ -82,8 +82,32 @@ def test_each_record_has_a_cache_of_its_own(make: Any) -> None:
         assert cached(cache, tokens, text) == cached(cache, tokens, namespace) == 8
     assert cache.stats()["namespaces"] == len(TEXTS)
     assert set(cache.dump()["namespaces"]) == set(TEXTS)
-    assert [*cache.dump(namespace=Namespace("acme"))["namespaces"]] == ["acme"]
+    below = {text for text, one in TEXTS.items() if Namespace("acme").covers(one)}
+    assert len(below) > 1
+    assert set(cache.dump(namespace=Namespace("acme"))["namespaces"]) == below
     cache.reset(Namespace("acme", "sql", "a"))
     assert cached(cache, tokens, "\0sql\0acme/a") == 0
     assert cached(cache, tokens, "acme/a") == 8
+    cache.reset("acme")
+    for text in TEXTS:
+        assert cached(cache, tokens, text) == (0 if text in below else 8)
     cache.check()
+
+
+@pytest.mark.parametrize("make", [RadixCache, HashBlockCache])
+@pytest.mark.parametrize("compares", [True, False])
+def test_a_miss_says_whose_the_rest_is(make: Any, compares: bool) -> None:
+    cache, tokens = make(200, 4), [*range(12)]
+    for namespace, length in (("\0sql@1\0acme/a", 8), ("other", 12)):
+        with cache.acquire(tokens, namespace) as sequence:
+            sequence.extend(tokens[:length])
+            sequence.commit(length)
+
+    def reason(namespace: str) -> str:
+        found = cache.lookup(tokens, namespace, allow_full=True, compare_namespaces=compares)
+        return str(found.reason)
+
+    assert reason("acme/a") == "adapter"
+    assert reason("\0judge@2\0acme/a") == "adapter"
+    assert reason("acme/b") == ("namespace" if compares else "never_seen")
+    assert reason("other") == "full"

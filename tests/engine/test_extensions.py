@@ -169,6 +169,22 @@ def test_a_request_is_held_until_it_is_released(
     assert completion.usage.loaded_tokens == 0  # nothing was cached
 
 
+def test_extensions_hold_a_request_one_after_the_other(
+    runtimes: Callable[[EngineExtension], Runtime],
+) -> None:
+    first, second = Holding(), Holding()
+    runtime = runtimes(first)
+    runtime.extend(second)
+    runtime.generate(PROMPT, PARAMS)
+    completion = runtime.generate(PROMPT, PARAMS)
+    assert first.calls["release"] == second.calls["release"] == 2
+    assert completion.usage.loaded_tokens == 14  # each says that it has loaded seven
+    with runtime.submit([PROMPT], PARAMS) as handle:
+        runtime.abort()
+        assert {one.finish_reason for one in handle} == {"abort"}
+    assert runtime.status().waiting == 0
+
+
 def test_requests_of_a_holder_that_fails_are_scheduled(
     runtimes: Callable[[EngineExtension], Runtime],
 ) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 pytest.importorskip("msgspec")
 pytest.importorskip("zmq")
 
-from radixserve.cache import HashBlockCache, PrefixCache, RadixCache
+from radixserve.adapters.table import AdapterInfo, AdapterTable
+from radixserve.cache import HashBlockCache, Namespace, PrefixCache, RadixCache
 from radixserve.kv_events.blocks import BlockView
 from radixserve.kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored
+from radixserve.request import AdapterUse, keyed_tokens
 from tests.cache.hash_world import HashWorld
 from tests.cache.mirror import Prefix, contents
 from tests.cache.world import World, random_step
@@ -48,6 +51,33 @@ def test_random_programs(make: type[World], block_size: int) -> None:
                 assert late.known() == index.known()
                 index.take(view.restart(log.snapshot()))
                 assert index.known() == blocks(world.cache, block_size)
+
+
+def test_blocks_of_adapters_have_their_names_and_the_texts_ids() -> None:
+    table = AdapterTable()
+    plain = table.add(AdapterInfo("sql", "", 4, (), 100, "12"))
+    judge = table.add(AdapterInfo("judge", "", 4, (7,), 100, "34"))
+    cache = RadixCache(30, 1)
+    log, view = cache.open_events(), BlockView(4, table)
+    text = np.arange(100, 116, dtype=np.int32)
+    keyed = keyed_tokens(text, AdapterUse(judge.number, 6, judge.mark))
+    namespace = str(Namespace("acme", plain.key))
+    for tokens, name in ((text[:8], namespace), (text[:5], "acme"), (keyed, "acme")):
+        with cache.acquire(tokens, name) as sequence:
+            sequence.extend(tokens[sequence.cached_len :])
+            sequence.commit(len(tokens))
+    events = [event for event in view.apply(log.take()) if isinstance(event, BlockStored)]
+    of_sql, first, of_judge = events
+    assert (of_sql.lora_name, of_sql.lora_id, of_sql.cache_salt) == ("sql", 1, "acme")
+    assert of_sql.extra_keys == [("sql", "acme"), ("sql",)]
+    assert (first.lora_name, first.lora_id, first.token_ids) == (None, None, [*range(100, 104)])
+    assert first.extra_keys == [("acme",)]
+    assert (of_judge.lora_name, of_judge.lora_id) == ("judge", 2)
+    assert of_judge.token_ids == [*range(104, 116)]
+    assert of_judge.parent_block_hash == first.block_hashes[0]
+    assert of_judge.extra_keys == [("judge",)] * 3
+    late = [event for event in view.stored() if isinstance(event, BlockStored)]
+    assert sorted(late, key=str) == sorted(events, key=str)
 
 
 @pytest.mark.parametrize("cache", [RadixCache(8, 4), HashBlockCache(8, 4)])

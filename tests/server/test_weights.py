@@ -57,6 +57,14 @@ def test_an_update_as_sglang_has_it(own: LocalServer, folders: list[Path], tmp_p
     found = own.post("/update_weights_from_tensor", {"path": str(path), "kv": "recompute"})
     assert (found["epoch"], found["kv"]) == (2, "recompute")
     assert ask(own) == old
+    tensors = list(load_file(folders[1] / "model.safetensors").items())
+    for part, epoch in ((tensors[:7], 2), (tensors[7:], 3)):
+        save_file(dict(part), path)
+        found = own.post("/update_weights_from_tensor", {"path": str(path), "is_last": epoch == 3})
+        assert found["epoch"] == epoch
+    assert ask(own) == new
+    own.post("/update_weights_from_disk", {"model_path": str(folders[0])})
+    assert ask(own) == old
 
 
 def test_weights_that_do_not_fit(own: LocalServer, tmp_path: Path) -> None:
@@ -136,5 +144,9 @@ def test_documents_are_computed_once_for_all_queries(own: LocalServer) -> None:
     cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
     texts = [one if isinstance(one, str) else one["text"] for one in documents]
     assert cached >= sum(map(len, texts)) - len(texts)  # a token is a byte here
+    for _ in range(2):
+        one = own.post("/rerank", {**body, "documents": ["Short."]})["usage"]
+    num_computed = one["prompt_tokens"] - one["prompt_tokens_details"]["cached_tokens"]
+    assert num_computed == 3  # the last token of the prompt, and before that of yes and of no
     for wrong in ({"query": ""}, {"documents": []}, {"top_n": 0}, {"documents": [""]}):
         assert own.client.post("/rerank", json={**body, **wrong}).status_code == 400

@@ -20,6 +20,7 @@ from radixserve.cache.audit import (
 from radixserve.cache.hash.block import Block, BlockNamespace
 from radixserve.cache.hash.block_pool import BlockPool
 from radixserve.cache.hash.sequence import HashSequence
+from radixserve.cache.namespace import is_within
 from radixserve.cache.sequence import PageAllocator
 
 
@@ -203,7 +204,7 @@ def dump_blocks(
         return NodeDump(node.tokens, [node.page], node.lock_ref, count, state, last_use)
 
     roots: dict[str, Block | BlockNamespace] = {
-        space.text: space for space in pool.namespaces.values() if only in (None, space.text)
+        space.text: space for space in pool.namespaces.values() if is_within(space.key, only)
     }
     tokens = {id(block): pool.block_size for block in _findable(pool)}
     tokens |= {id(block): pool.block_size for seq in sequences for block in seq._blocks}

@@ -16,7 +16,7 @@ import numpy as np
 from radixserve.cache.events import ROOT, EventLog, Removed, Reset, Stored
 from radixserve.cache.hash.block import Block, BlockNamespace, BlockRun
 from radixserve.cache.hash.block_hash import BlockChain, ChainMemo, Digest
-from radixserve.cache.namespace import Namespace
+from radixserve.cache.namespace import Namespace, is_within
 from radixserve.cache.page_pool import PagePool
 from radixserve.cache.tokens import TOKEN_BYTES, as_view
 from radixserve.cache.watch import WatchRegistry
@@ -249,15 +249,14 @@ class BlockPool:
         return num_pages <= len(self.evictable) and self.evict(num_pages) >= num_pages
 
     def reset(self, key: Namespace | None) -> None:
-        """Drop a namespace, or all if None. Blocks in use are freed when they are unlocked.
-        O(blocks and remembered evictions)."""
-        for block_key in [block for block, own in self.evicted.items() if key in (None, own)]:
+        """Drop a namespace and those below it, or all if None. Blocks in use are freed when they
+        are unlocked. O(blocks and remembered evictions)."""
+        for block_key in [block for block, own in self.evicted.items() if is_within(own, key)]:
             del self.evicted[block_key]
-        for gone in list(self.namespaces) if key is None else [key]:
-            if gone in self.namespaces:
-                self._forget(self.namespaces.pop(gone))
-                if self.events is not None:
-                    self.events.add(Reset(str(gone)))
+        for gone in [own for own in self.namespaces if is_within(own, key)]:
+            self._forget(self.namespaces.pop(gone))
+            if self.events is not None:
+                self.events.add(Reset(str(gone)))
 
     def _forget(self, namespace: BlockNamespace) -> None:
         namespace.is_dead = True

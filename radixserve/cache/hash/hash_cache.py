@@ -159,10 +159,10 @@ class HashBlockCache(PrefixCache):
         nothing.
 
         reason is "full" (every whole block that may be reused is cached), "evicted" (the next
-        block was cached and has been dropped), "namespace" (another one has more of these blocks)
-        or "never_seen". `position` is the end of the last block found: hashes cannot tell where
-        inside the next one the tokens part, so there is no "diverged". As many evicted blocks are
-        remembered as the cache has pages, and at least 4,096.
+        block was cached and has been dropped), "adapter" or "namespace" (another one has more of
+        these blocks) or "never_seen". `position` is the end of the last block found: hashes
+        cannot tell where inside the next one the tokens part, so there is no "diverged". As many
+        evicted blocks are remembered as the cache has pages, and at least 4,096.
 
         O(blocks found); a miss also asks other namespaces (at most 64).
         """
@@ -186,12 +186,16 @@ class HashBlockCache(PrefixCache):
             return "full"
         if pool.evicted.get(chain.key(num_matched)) == namespace:
             return "evicted"
-        for key in islice(pool.namespaces, _MAX_NAMESPACES if compare_namespaces else 0):
-            if key != namespace:
-                other = pool.chain(key, chain.data)
-                if len(pool.match(key, other, [])) > num_matched:
-                    return "namespace"
-        return "never_seen"
+        reason: MissReason = "never_seen"
+        for key in islice(pool.namespaces, _MAX_NAMESPACES):
+            is_own = key._replace(adapter=namespace.adapter) == namespace
+            if key == namespace or not (is_own or compare_namespaces):
+                continue
+            if len(pool.match(key, pool.chain(key, chain.data), [])) > num_matched:
+                if is_own:
+                    return "adapter"
+                reason = "namespace"
+        return reason
 
     def watch(
         self, tokens: IntArray, namespace: str | Namespace = DEFAULT_NAMESPACE

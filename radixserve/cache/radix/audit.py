@@ -15,6 +15,7 @@ from radixserve.cache.audit import (
     usage_state,
     victim,
 )
+from radixserve.cache.namespace import is_within
 from radixserve.cache.radix.child_index import check_index, has_longer
 from radixserve.cache.radix.layers import RadixLayers
 from radixserve.cache.radix.node import Node, path
@@ -238,7 +239,7 @@ def dump_tree(
         )
 
     spaces = tree.namespaces.values()
-    roots = {space.text: space.root for space in spaces if only in (None, space.text)}
+    roots = {space.text: space.root for space in spaces if is_within(space.key, only)}
     sizes = ((len(node.pages), node.num_tokens) for node in _all_nodes(tree, sequences))
     return {
         **dump_nodes(tree.page_size, roots, lambda n: n.children.values(), describe, max_nodes),

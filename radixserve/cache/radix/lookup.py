@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 
 import numpy as np
 
 from radixserve.arrays import IntArray
-from radixserve.cache.lookup import Lookup
+from radixserve.cache.lookup import Lookup, MissReason
 from radixserve.cache.namespace import Namespace
 from radixserve.cache.radix.child_index import closest_child, common_head
 from radixserve.cache.radix.node import Match, NamespaceTree, Node, path
@@ -97,12 +98,10 @@ def explain(
     evicted = tree.evicted_history.find((resume.node_id, point, page[:TOKEN_BYTES]))
     if evicted and common_head(evicted, page) > length - point:
         return Lookup(length, "evicted", length)
-    if compare_namespaces and (namespace.is_dead or len(tree.namespaces) > 1):
-        for other in islice(tree.namespaces.values(), _MAX_NAMESPACES):
-            if other is namespace:
-                continue
+    if namespace.is_dead or len(tree.namespaces) > 1 or tree.other_epochs:
+        for other, why in _others(tree, namespace.key, compare_namespaces):
             if match_prefix(other, data, limit, size)[0] > length:
-                return Lookup(length, "namespace", length)
+                return Lookup(length, why, length)
     if not length:
         return NEVER_SEEN
     below: Node | None = node
@@ -114,6 +113,22 @@ def explain(
     return Lookup(length, "diverged", length, below.token_at(length), token_id)
 
 
+def _others(
+    tree: RadixTree, key: Namespace, compare_namespaces: bool
+) -> Iterator[tuple[NamespaceTree, MissReason]]:
+    """Yields what else may have more of a prompt, and the reason if it does: other epochs of the
+    namespace, then those of other adapters, then, if they are compared, all others."""
+    for spaces in islice(reversed(tree.other_epochs.values()), _MAX_NAMESPACES):
+        if (space := spaces.get(key)) is not None:
+            yield space, "epoch"
+    first = islice(tree.namespaces.values(), _MAX_NAMESPACES)
+    others = [other for other in first if other.key != key]
+    of_adapters = {other for other in others if other.key._replace(adapter=key.adapter) == key}
+    yield from ((other, "adapter") for other in of_adapters)
+    if compare_namespaces:
+        yield from ((other, "namespace") for other in others if other not in of_adapters)
+
+
 def never_saw(tree: RadixTree, namespace: NamespaceTree, first_page: bytes) -> bool:
     """Whether it is certain that no cached or evicted sequence of any namespace begins with the
     first token of `first_page`, which is not the key of a child. False if it is not known. O(1)."""
@@ -122,6 +137,7 @@ def never_saw(tree: RadixTree, namespace: NamespaceTree, first_page: bytes) -> b
         (tree.page_size == 1 or closest_child(root, first_page)[0] is None)
         and not tree.evicted_history.find((root.node_id, 0, first_page[:TOKEN_BYTES]))
         and len(tree.namespaces) == 1
+        and not tree.other_epochs
         and not namespace.is_dead
     )
 

@@ -165,6 +165,10 @@ class RadixCache(PrefixCache):
         length = self._cached_len(length, node)
         return answer if length == answer.cached_len else answer._replace(cached_len=length)
 
+    def namespaces(self) -> list[Namespace]:
+        """See `PrefixCache.namespaces`."""
+        return list(dict.fromkeys(space.key for space in self._tree.all_namespaces()))
+
     @property
     def num_evicted_tokens(self) -> int:
         """Tokens whose K/V was evicted since the start."""

@@ -32,7 +32,7 @@ from radixserve.cache.events import (
     Truncated,
 )
 from radixserve.cache.interface import CacheSession
-from radixserve.cache.namespace import Namespace
+from radixserve.cache.namespace import Namespace, is_within
 from radixserve.cache.page_pool import PagePool
 from radixserve.cache.radix.child_index import add_key, closest_child, has_longer, remove_key
 from radixserve.cache.radix.eviction import EvictedHistory, EvictionOrder
@@ -51,7 +51,7 @@ class RadixTree:
         self.page_size = page_size
         self.epoch = 0  # of the weights
         self.namespaces: dict[Namespace, NamespaceTree] = {}  # of that epoch
-        self._other_epochs: dict[int, dict[Namespace, NamespaceTree]] = {}  # K/V of other weights
+        self.other_epochs: dict[int, dict[Namespace, NamespaceTree]] = {}  # K/V of other weights
         self.order = order  # eviction order of the unlocked nodes
         self.retention: RetentionPolicy | None = None  # `order`, once sessions are used
         self.evicted_history = EvictedHistory()
@@ -143,11 +143,11 @@ class RadixTree:
         root, epoch = namespace.root, namespace.epoch
         if root.lock_ref or root.children:
             return
-        spaces = self.namespaces if epoch == self.epoch else self._other_epochs.get(epoch, {})
+        spaces = self.namespaces if epoch == self.epoch else self.other_epochs.get(epoch, {})
         if spaces.get(namespace.key) is namespace:
             del spaces[namespace.key]
             if not spaces:
-                self._other_epochs.pop(epoch, None)
+                self.other_epochs.pop(epoch, None)
 
     # -- insertion and removal ----------------------------------------------------------------
 
@@ -413,17 +413,15 @@ class RadixTree:
         return True
 
     def reset(self, key: Namespace | None) -> None:
-        """Drop a namespace, or all if None, in all epochs. Its pages count as free at once; its
-        nodes are removed when their pages are needed. O(1) per namespace and epoch, plus the
-        history of evictions and what the retention policy keeps."""
+        """Drop a namespace and those below it, or all if None, in all epochs. Their pages count as
+        free at once; their nodes are removed when their pages are needed. O(1) per namespace and
+        epoch, plus the history of evictions and what the retention policy keeps."""
         if key is not None:
             self.evicted_history.forget(str(key))
-        for spaces in [self.namespaces, *self._other_epochs.values()]:
-            for gone in list(spaces) if key is None else [key]:
-                namespace = spaces.pop(gone, None)
-                if namespace is not None:
-                    self._drop_namespace(namespace)
-        self._other_epochs = {epoch: old for epoch, old in self._other_epochs.items() if old}
+        for spaces in [self.namespaces, *self.other_epochs.values()]:
+            for gone in [own for own in spaces if is_within(own, key)]:
+                self._drop_namespace(spaces.pop(gone))
+        self.other_epochs = {epoch: old for epoch, old in self.other_epochs.items() if old}
 
     def _drop_namespace(self, namespace: NamespaceTree) -> None:
         """See `reset`. It is among the namespaces no more."""
@@ -448,8 +446,8 @@ class RadixTree:
             for namespace in self.namespaces.values():
                 self.events.add(Reset(namespace.text))
         if self.namespaces:
-            self._other_epochs[self.epoch] = self.namespaces
-        self.epoch, self.namespaces = epoch, self._other_epochs.pop(epoch, {})
+            self.other_epochs[self.epoch] = self.namespaces
+        self.epoch, self.namespaces = epoch, self.other_epochs.pop(epoch, {})
         if self.events is not None:
             for stored in self.stored_nodes():
                 self.events.add(stored)
@@ -458,7 +456,7 @@ class RadixTree:
 
     def all_namespaces(self) -> Iterator[NamespaceTree]:
         """Yields the live namespaces of all epochs."""
-        for spaces in (self.namespaces, *self._other_epochs.values()):
+        for spaces in (self.namespaces, *self.other_epochs.values()):
             yield from spaces.values()
 
     def is_current(self, namespace: NamespaceTree) -> bool:
@@ -477,9 +475,10 @@ class RadixTree:
                 queue.extend(node.children.values())
 
     def leaves(self, key: Namespace | None) -> list[Node]:
-        """Returns the leaves of a namespace, or of all if None, the last used first. O(nodes)."""
-        spaces = self.namespaces.values() if key is None else [self.namespaces.get(key)]
-        leaves, stack = [], [space.root for space in spaces if space is not None]
+        """Returns the leaves of a namespace and those below it, or of all if None, the last used
+        first. O(nodes)."""
+        spaces = self.namespaces.items()
+        leaves, stack = [], [space.root for own, space in spaces if is_within(own, key)]
         while stack:
             node = stack.pop()
             if node.children:

@@ -157,6 +157,17 @@ class AppState:
             code="model_not_found",
         )
 
+    def check_room(self, tenant: str, num_requests: int, num_tokens: int) -> None:
+        """Raise ApiError 429 if the queue does not have room for a tenant's requests, of so many
+        tokens in all."""
+        self.limits.check(
+            self.engine_status(),
+            num_requests,
+            num_tokens,
+            share=self.tenants.share(tenant),
+            own_waiting=self.num_waiting(tenant),
+        )
+
     @property
     def model_name(self) -> str:
         """The model's name in answers."""

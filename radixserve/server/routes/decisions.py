@@ -13,12 +13,10 @@ from starlette.responses import Response
 
 from radixserve.decisions import MAX_OPTIONS, Decision, Option, Question
 from radixserve.errors import InvalidRequest
-from radixserve.output import add_usages
 from radixserve.recipes.decisions import MAX_QUESTIONS, DecisionBatch
-from radixserve.server.gate.disconnect import CancelOnDisconnect
 from radixserve.server.gate.json_body import JsonRoute, has_large_body
 from radixserve.server.gate.request_log import note_skipped
-from radixserve.server.gate.state import AppState, caller_of, namespace_of, server_of
+from radixserve.server.gate.state import AppState, namespace_of, server_of
 from radixserve.server.prompt.chat_messages import read_messages
 from radixserve.server.prompt.chat_prompt import check_size
 from radixserve.server.prompt.prompt_input import in_thread_if
@@ -32,6 +30,7 @@ from radixserve.server.routes.responses.schema import (
     text_or_items,
 )
 from radixserve.server.routes.responses.translate import check_calls, messages_of
+from radixserve.server.turn.decision_run import run_decisions
 from radixserve.server.wire.body import (
     MAX_ITEMS,
     Body,
@@ -44,7 +43,6 @@ from radixserve.server.wire.errors import ApiError, invalid
 from radixserve.server.wire.fields import rules_of
 from radixserve.server.wire.json_response import answer
 from radixserve.server.wire.schema import CacheFields
-from radixserve.server.wire.usage import usage_body
 
 router = APIRouter(route_class=JsonRoute)
 _AT_ONCE = 256  # engine requests of one call that are submitted at a time
@@ -159,25 +157,11 @@ async def decide(request: Request, body: DecisionsRequest) -> Response:
     server = server_of(request)
     server.check_model(body.model)
     await note_skipped(request, body)
-    caller = caller_of(request)
     namespace = namespace_of(request, body)
     is_large = has_large_body(request) or len(body.questions) > _MANY_QUESTIONS
     batch = await in_thread_if(is_large, partial(_batch, server, body, namespace))
-    num_requests = min(batch.num_requests, _AT_ONCE, server.config.max_queued_requests)
-    server.limits.check(
-        server.engine_status(),
-        num_requests,
-        batch.num_tokens,
-        share=server.tenants.share(caller.tenant),
-        own_waiting=server.num_waiting(caller.tenant),
-    )
-    with CancelOnDisconnect(server, request) as watched:
-        watched.num_requests = num_requests
-        decisions = await batch.arun(num_requests)
-    usage = add_usages([decision.usage for decision in decisions])
-    num_prompt, num_answers = usage.prompt_tokens, len(decisions)
-    counts = usage_body(num_prompt, usage.cached_tokens, num_answers, usage.loaded_tokens)
-    watched.note_usage(batch.num_requests, counts)
+    num_answers = len(body.questions)
+    decisions, usage, _ = await run_decisions(request, batch, _AT_ONCE, num_answers)
     return answer(
         {
             "model": server.name_of(namespace),
@@ -189,9 +173,9 @@ async def decide(request: Request, body: DecisionsRequest) -> Response:
                     "computed_tokens": usage.computed_tokens,
                     "cache_write_tokens": 0,
                 },
-                "output_tokens": len(decisions),
+                "output_tokens": num_answers,
                 "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": usage.prompt_tokens + len(decisions),
+                "total_tokens": usage.prompt_tokens + num_answers,
             },
         }
     )

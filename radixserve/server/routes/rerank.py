@@ -11,17 +11,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from radixserve.errors import InvalidRequest
-from radixserve.output import add_usages
 from radixserve.recipes.rerank import MAX_DOCUMENTS, Ranked, Reranking
-from radixserve.server.gate.disconnect import CancelOnDisconnect
 from radixserve.server.gate.json_body import JsonRoute
-from radixserve.server.gate.state import AppState, caller_of, request_id_of, server_of
+from radixserve.server.gate.state import AppState, namespace_of, request_id_of, server_of
 from radixserve.server.prompt.prompt_input import in_thread_if
+from radixserve.server.turn.decision_run import run_decisions
 from radixserve.server.wire.body import Body, Bounded, Short
 from radixserve.server.wire.errors import ApiError, invalid
 from radixserve.server.wire.json_response import answer
 from radixserve.server.wire.schema import CacheFields
-from radixserve.server.wire.usage import usage_body
 
 router = APIRouter(route_class=JsonRoute)
 _AT_ONCE = 64  # documents in the engine at a time
@@ -49,36 +47,23 @@ class RerankRequest(CacheFields):
 async def rerank(request: Request, body: RerankRequest) -> Response:
     """The documents by relevance to the query, the most relevant first: the probability that the
     model answers yes. A document's K/V is computed once for all queries."""
-    server, caller = server_of(request), caller_of(request)
+    server = server_of(request)
     server.check_model(body.model)
     if body.top_n is not None and body.top_n < 1:
         raise ApiError(400, f"top_n must be at least 1, got {body.top_n}", param="top_n")
     texts = [
         document if isinstance(document, str) else document.text for document in body.documents
     ]
-    namespace = caller.namespace(body.cache_salt)
+    namespace = namespace_of(request, body)
     reranking = await in_thread_if(
         len(texts) > _FEW, partial(_read, server, body.query, texts, namespace)
     )
-    num_requests = min(reranking.num_requests, _AT_ONCE, server.config.max_queued_requests)
-    server.limits.check(
-        server.engine_status(),
-        num_requests,
-        reranking.num_tokens,
-        share=server.tenants.share(caller.tenant),
-        own_waiting=server.num_waiting(caller.tenant),
-    )
-    with CancelOnDisconnect(server, request) as watched:
-        watched.num_requests = num_requests
-        ranked = await reranking.arun(num_requests)
-    usage = add_usages([document.usage for document in ranked])
-    counts = usage_body(usage.prompt_tokens, usage.cached_tokens, 0, usage.loaded_tokens)
-    watched.note_usage(reranking.num_requests, counts)
+    ranked, _, counts = await run_decisions(request, reranking, _AT_ONCE)
     with_texts = body.return_documents is True
     return answer(
         {
             "id": f"rerank-{request_id_of(request)}",
-            "model": server.model_name,
+            "model": server.name_of(namespace),
             "results": [_result(document, texts, with_texts) for document in ranked[: body.top_n]],
             "usage": counts,
         }

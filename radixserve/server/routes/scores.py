@@ -73,13 +73,8 @@ def check_room(request: Request, candidates: Sequence[Any], num_tokens: int) -> 
     """Raise ApiError 429 if the queue does not have room for a request for each candidate.
     `num_tokens`: tokens before the candidates."""
     server, tenant = server_of(request), caller_of(request).tenant
-    server.limits.check(
-        server.engine_status(),
-        len(candidates),
-        num_tokens + sum(len(ids) for ids in candidates if isinstance(ids, list | np.ndarray)),
-        share=server.tenants.share(tenant),
-        own_waiting=server.num_waiting(tenant),
-    )
+    num_tokens += sum(len(ids) for ids in candidates if isinstance(ids, list | np.ndarray))
+    server.check_room(tenant, len(candidates), num_tokens)
 
 
 def _check_candidates(server: AppState, candidates: object) -> list[Any]:

@@ -69,13 +69,7 @@ class HttpGeneration(CancelOnDisconnect):
         caller = caller_of(request)
         check_priority(server.tenants, caller, params.priority)
         self.num_requests = len(prompts) * params.num_samples
-        server.limits.check(
-            server.engine_status(),
-            self.num_requests,
-            num_tokens,
-            share=server.tenants.share(caller.tenant),
-            own_waiting=server.num_waiting(caller.tenant),
-        )
+        server.check_room(caller.tenant, self.num_requests, num_tokens)
         room = min(runtime.max_seq_len - len(prompt) for prompt in prompts)
         check_logprobs(params, prompts, min(params.max_tokens, room))
         if params.max_tokens > room:

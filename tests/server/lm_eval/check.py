@@ -6,7 +6,8 @@ Run it where radixserve is installed; LM_EVAL_PYTHON is the interpreter of an en
 lm-eval[api]. It writes two local tasks (a choice between texts, and short answers) from the demo
 model's subject, serves the demo model, and runs `local-completions` and `local-chat-completions`
 twice each: every log-likelihood, every answer and the scores have to be those that transformers
-computes from the same checkpoint.
+computes from the same checkpoint. The first run computes a question once for its four choices, the
+second one the last token of each prompt alone.
 """
 
 from __future__ import annotations
@@ -63,6 +64,12 @@ class Reference:
             logits = self._model(self._torch.tensor([ids])).logits[0].log_softmax(-1)
         return sum(float(logits[at - 1, ids[at]]) for at in range(len(head), len(ids)))
 
+    def num_prefixes(self, docs: list[dict[str, Any]]) -> int:
+        """Distinct prefixes of all questions with their choices: tokens to be computed once."""
+        texts = [doc["question"] + choice for doc in docs for choice in doc["choices"]]
+        each = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        return len({tuple(ids[:end]) for ids in each for end in range(1, len(ids) + 1)})
+
     def answer(self, question: str) -> str:
         messages = [{"role": "user", "content": question}]
         text = self.tokenizer.apply_chat_template(
@@ -92,6 +99,12 @@ def serve() -> tuple[subprocess.Popen[bytes], str]:
         except OSError:
             time.sleep(0.1)
     raise AssertionError("the server was not ready in time")
+
+
+def num_computed(url: str) -> int:
+    """Tokens of prompts that the server has computed since its start."""
+    with urllib.request.urlopen(f"{url}/v1/cache/stats") as answer:
+        return int(json.load(answer)["computed_tokens"])
 
 
 def run_lm_eval(python: str, folder: Path, model: str, arguments: str, task: str) -> Any:
@@ -127,7 +140,9 @@ def check(python: str, folder: Path, url: str) -> None:
         {"question": question, "answer": answer if at % 2 else "something else"}
         for at, (question, answer) in enumerate(zip(questions(), answers, strict=True))
     ])  # fmt: skip
+    num_requests, num_prefixes = sum(map(len, wanted)), reference.num_prefixes(docs)
     for state in ("cold", "warm"):
+        before = num_computed(url)
         model = f"model=demo,base_url={url}/v1/completions,tokenizer_backend=remote"
         scores, samples = run_lm_eval(
             python, folder, "local-completions", f"{model},num_concurrent=1", "radixserve_choices"
@@ -139,6 +154,12 @@ def check(python: str, folder: Path, url: str) -> None:
         accuracy = sum(right) / len(right)
         assert abs(scores["acc,none"] - accuracy) < 1e-9, (state, scores, accuracy)
         print(f"local-completions, {state}: acc {accuracy} as transformers")
+        computed = num_computed(url) - before
+        if state == "cold":  # the token before the first other one of each choice is computed again
+            assert num_prefixes <= computed <= num_prefixes + num_requests, (computed, num_prefixes)
+        else:
+            assert computed == num_requests, (computed, num_requests)
+        print(f"{num_requests} prompts, {num_prefixes} prefixes, {computed} tokens computed")
 
         model = f"model=demo,base_url={url}/v1/chat/completions"
         scores, samples = run_lm_eval(
