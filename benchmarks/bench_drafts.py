@@ -3,8 +3,10 @@
     python benchmarks/bench_drafts.py [--model smollm2|small] [--weight-dtype int8] [--rounds 5]
         [--tokens 200] [--clock cpu] [--kinds again,edit,...] [--llama DIR] [--lookup ngram-mod]
 
-Two runtimes of one process take turns: one drafts, one does not. In each round both answer the same
-requests, whose answers are compared. small: a bfloat16 model with random weights.
+One runtime answers each round's requests twice, with drafts and without, in turns; the answers are
+compared. So both have the same weights in the same memory: two runtimes of one process differ by up
+to 5 % through where their weights lie. What is cached lies in namespaces of their own. small: a
+bfloat16 model with random weights.
 
 again       the same questions as before, whose answers the cache has
 edit        a text of 300 tokens with few changes, beside the text as `prediction`; the answer's
@@ -23,6 +25,7 @@ all threads, for a busy machine.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import random
 import tempfile
@@ -42,13 +45,33 @@ from harness.report import Cell, print_table
 from harness.shapes import SHAPES, save_checkpoint
 
 from radixserve import Completion, Runtime, SamplingParams
+from radixserve.api import engine_factory
+from radixserve.drafts.extension import DraftExtension
+from radixserve.engine.engine import Engine
 from radixserve.models.source import find_model
+from radixserve.scheduler.drafter import Drafter
 
 TOPICS = ("lists", "the json module", "sorting", "files", "classes", "threads", "tests", "numbers")
 EDITED_TOKENS, CHANGED_EVERY = 300, 60
 COPIED_CHARACTERS, COPIED_TOKENS = 1_100, 250
 GREEDY = ("again", "copy")
-Ask = Callable[[Runtime, int], list[Completion]]  # a runtime and the number of the round
+PLAIN, DRAFTED = "plain", "drafted"  # namespaces
+# A runtime, a namespace and the number of the round.
+Ask = Callable[[Runtime, str, int], list[Completion]]
+
+
+class SwitchedDrafts(DraftExtension):
+    """Drafts that can be turned off, and on again, while no request is open."""
+
+    made: SwitchedDrafts
+
+    def __init__(self, engine: Engine, max_tokens: int) -> None:
+        super().__init__(engine, max_tokens)
+        self._engine = engine
+        type(self).made = self
+
+    def switch(self, *, is_on: bool) -> None:
+        self._engine.set_drafter(self._drafts if is_on else Drafter())
 
 
 class Script:
@@ -65,14 +88,15 @@ class Script:
 def again(num_tokens: int) -> Ask:
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
 
-    def ask(runtime: Runtime, _: int) -> list[Completion]:
-        return [runtime.generate(f"A short text about {topic}:", params) for topic in TOPICS[:4]]
+    def ask(runtime: Runtime, namespace: str, _: int) -> list[Completion]:
+        own = replace(params, namespace=namespace)
+        return [runtime.generate(f"A short text about {topic}:", own) for topic in TOPICS[:4]]
 
     return ask
 
 
 def edit(vocab_size: int, *, is_predicted: bool) -> Ask:
-    def ask(runtime: Runtime, number: int) -> list[Completion]:
+    def ask(runtime: Runtime, namespace: str, number: int) -> list[Completion]:
         drawn = random.Random(f"{number} {is_predicted}")
         text = [drawn.randrange(100, vocab_size) for _ in range(EDITED_TOKENS)]
         edited = list(text)
@@ -84,6 +108,7 @@ def edit(vocab_size: int, *, is_predicted: bool) -> Ask:
             ignore_eos=True,
             logits_processors=[Script(edited)],
             prediction=text if is_predicted else None,
+            namespace=namespace,
         )
         (completion,) = runtime.generate([[1, 2, 3, *text, 4, 5, 6]], params)
         assert completion.token_ids == edited
@@ -96,9 +121,10 @@ def copy() -> Ask:
     params = SamplingParams(max_tokens=COPIED_TOKENS, temperature=0.0, ignore_eos=True)
     library = inspect.getsource(textwrap)
 
-    def ask(runtime: Runtime, number: int) -> list[Completion]:
+    def ask(runtime: Runtime, namespace: str, number: int) -> list[Completion]:
+        own = replace(params, namespace=namespace)
         text = library[number * COPIED_CHARACTERS :][:COPIED_CHARACTERS]
-        return [runtime.generate(f"# A file\n{text}\n# The same file\n{text[:60]}", params)]
+        return [runtime.generate(f"# A file\n{text}\n# The same file\n{text[:60]}", own)]
 
     return ask
 
@@ -106,12 +132,14 @@ def copy() -> Ask:
 def new(num_tokens: int, num_at_once: int) -> Ask:
     params = SamplingParams(max_tokens=num_tokens, temperature=1.0, ignore_eos=True)
 
-    def ask(runtime: Runtime, number: int) -> list[Completion]:
-        prompts = [
-            f"{number}.{index}: a short text about {TOPICS[index % len(TOPICS)]}:"
-            for index in range(max(4, num_at_once))
-        ]
-        each = [replace(params, seed=number * 100 + index) for index in range(len(prompts))]
+    def ask(runtime: Runtime, namespace: str, number: int) -> list[Completion]:
+        own = replace(params, namespace=namespace)
+        prompts, each = [], []
+        for index in range(max(4, num_at_once)):
+            # No prompt begins like another one, and none is asked twice with the same seed.
+            name = hashlib.md5(f"{num_at_once} {number} {index}".encode()).hexdigest()
+            prompts.append(f"{name[:6]}: a short text about {TOPICS[index % len(TOPICS)]}:")
+            each.append(replace(own, seed=int(name[:8], 16)))
         if num_at_once > 1:
             return runtime.generate(prompts, each)
         return [runtime.generate(*pair) for pair in zip(prompts, each, strict=True)]
@@ -154,14 +182,12 @@ def main() -> None:
         if model == "small":
             model = stack.enter_context(tempfile.TemporaryDirectory())
             save_checkpoint(SHAPES["small"], "bfloat16", Path(model), has_tokenizer=True)
-        plain, drafting = (
-            stack.enter_context(Runtime(model, **settings, max_draft_tokens=most))
-            for most in (0, 32)
-        )
+        engine_factory.DraftExtension = SwitchedDrafts
+        runtime = stack.enter_context(Runtime(model, **settings, max_draft_tokens=32))
         made: dict[str, Ask] = {
             "again": again(arguments.tokens),
-            "edit": edit(plain.model.vocab_size, is_predicted=True),
-            "edit-own": edit(plain.model.vocab_size, is_predicted=False),
+            "edit": edit(runtime.model.vocab_size, is_predicted=True),
+            "edit-own": edit(runtime.model.vocab_size, is_predicted=False),
             "copy": copy(),
             "new": new(arguments.tokens, 1),
             "new-8": new(arguments.tokens // 2, 8),
@@ -179,34 +205,30 @@ def main() -> None:
         rows = []
         for name in arguments.kinds:
             own = peers if name in GREEDY else ()
-            row = measure(plain, drafting, made[name], own, arguments.rounds, arguments.clock)
+            row = measure(runtime, made[name], own, arguments.rounds, arguments.clock)
             rows.append([name, *row, *[None] * (len(columns) - 1 - len(row))])
     print_table(arguments, columns, rows)
 
 
 def measure(
-    plain: Runtime,
-    drafting: Runtime,
-    ask: Ask,
-    peers: Sequence[Peer],
-    rounds: int,
-    clock: str,
+    runtime: Runtime, ask: Ask, peers: Sequence[Peer], rounds: int, clock: str
 ) -> list[Cell]:
     """The medians of all rounds, the median ratio of a round, and the worst."""
     now = time.process_time if clock == "cpu" else time.perf_counter
-    rates: dict[Any, list[float]] = {each: [] for each in (plain, drafting, *peers)}
+    rates: dict[Any, list[float]] = {each: [] for each in (PLAIN, DRAFTED, *peers)}
     num_saved = num_tokens = 0
     for number in range(rounds + 1):  # the first one warms up
         answers: list[list[list[int]]] = []
         completions: list[Completion] = []
-        before = drafting.cache_stats()["accepted_draft_tokens"]
-        for runtime in (plain, drafting) if number % 2 else (drafting, plain):
+        before = runtime.cache_stats()["accepted_draft_tokens"]
+        for namespace in (PLAIN, DRAFTED) if number % 2 else (DRAFTED, PLAIN):
+            SwitchedDrafts.made.switch(is_on=namespace == DRAFTED)
             began = now()
-            completions = ask(runtime, number)
+            completions = ask(runtime, namespace, number)
             seconds = now() - began
             answers.append([completion.token_ids for completion in completions])
             count = sum(map(len, answers[0]))
-            rates[runtime].append(count / seconds)
+            rates[namespace].append(count / seconds)
         assert answers[0] == answers[1], "drafts have changed an answer"
         for peer in peers if number % 2 else peers[::-1]:
             since = peer.seconds(clock)
@@ -214,13 +236,13 @@ def measure(
             rates[peer].append(count / (peer.seconds(clock) - since))
         if number:
             num_tokens += count
-            num_saved += drafting.cache_stats()["accepted_draft_tokens"] - before
+            num_saved += runtime.cache_stats()["accepted_draft_tokens"] - before
     cells: list[Cell] = []
-    for first, second in ((plain, drafting), tuple(peers)) if peers else ((plain, drafting),):
+    for first, second in ((PLAIN, DRAFTED), tuple(peers)) if peers else ((PLAIN, DRAFTED),):
         without, with_drafts = rates[first][1:], rates[second][1:]
         ratios = [b / a for a, b in zip(without, with_drafts, strict=True)]
         cells += [f"{median(without):.1f}", f"{median(with_drafts):.1f}", f"{median(ratios):.3f}"]
-        if first is plain:
+        if first == PLAIN:
             cells += [f"{min(ratios):.3f}", f"{num_saved / num_tokens:.0%}"]
     return cells
 

@@ -58,8 +58,7 @@ class Completion:
     score           of a beam: what the answers of the search are ranked by
     miss            how much of the prompt was cached at admission, and why not more
     digest          a hash of the logits' bits behind each token, when asked for: equal where the
-                    answers are equal to the bit. None where another process sampled tokens or a
-                    grammar forced them
+                    answers are equal to the bit. None where another process sampled tokens
     weight_epochs   which weights sampled which tokens, and what became of the K/V before an update
     prompt          the prompt's token ids: `prompt_token_ids`
     """

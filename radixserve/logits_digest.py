@@ -37,7 +37,7 @@ class LogitsDigest:
 
     def hexdigest(self, num_tokens: int) -> str | None:
         """Returns the hash of the logits of the first `num_tokens` tokens; None if fewer were
-        hashed: another process sampled them, or a grammar forced them."""
+        hashed: another process sampled them."""
         return self._after_tokens[num_tokens] if num_tokens < len(self._after_tokens) else None
 
 

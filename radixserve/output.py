@@ -28,6 +28,10 @@ class Usage:
     # Tokens of the prediction that the answer has in their places, and the others.
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    # Guessed tokens that were computed, and the right ones, each of which saved a step. They depend
+    # on the load. See docs/drafts.md.
+    drafted_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
     def with_answer(self, num_tokens: int) -> Usage:
         """Returns the usage of the same prompt with an answer of `num_tokens` tokens."""
@@ -49,6 +53,8 @@ def add_usages(usages: Sequence[Usage]) -> Usage:
         sum(usage.loaded_tokens for usage in usages),
         sum(usage.accepted_prediction_tokens for usage in usages),
         sum(usage.rejected_prediction_tokens for usage in usages),
+        sum(usage.drafted_tokens for usage in usages),
+        sum(usage.accepted_draft_tokens for usage in usages),
     )
 
 

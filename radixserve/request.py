@@ -268,6 +268,17 @@ class SamplingParams(StrictFields):
         return self.structured
 
     @property
+    def jumps_forward(self) -> bool:
+        """Whether `structured` has jump_forward."""
+        return self.structured_outputs is not None and self.structured_outputs.jump_forward
+
+    @property
+    def may_forbid_tokens(self) -> bool:
+        """Whether settings besides the structured output may allow none of its tokens."""
+        has_words = bool(self.bad_words) or self.allowed_token_ids is not None
+        return has_words or bool(self.logits_processors)
+
+    @property
     def changes_logits(self) -> bool:
         return self.structured is not None or self._changes_more
 

@@ -47,23 +47,22 @@ class SampleSpec(NamedTuple):
         `token_ids`."""
         return len(self.token_ids) + self.num_placeholders - self.num_prompt
 
-    def after(self, token_id: int) -> SampleSpec:
-        """Returns the input for the token after that one, once `token_id` is sampled here."""
+    def after(self, *token_ids: int) -> SampleSpec:
+        """Returns the input for the token after those, once they are sampled here."""
         if self.is_greedy_only:
             return self
-        is_pending = self.num_sampled + 1 < self.params.min_tokens
+        is_pending = self.num_sampled + len(token_ids) < self.params.min_tokens
         return self._replace(
-            token_ids=np.append(self.token_ids, np.int32(token_id)),
+            token_ids=np.append(self.token_ids, np.array(token_ids, np.int32)),
             banned_ids=self.banned_ids if is_pending else (),
         )
 
     @property
     def on_host(self) -> bool:
         """Whether the output is made on the host, which needs all earlier tokens."""
-        structured_outputs = self.params.structured_outputs
-        # With jump_forward a sample may bring several tokens.
-        jumps = structured_outputs is not None and structured_outputs.jump_forward
-        return self.num_candidates > 0 or jumps or bool(self.params.logits_processors)
+        params = self.params
+        # With jump_forward a sample may decide which tokens follow it.
+        return self.num_candidates > 0 or params.jumps_forward or bool(params.logits_processors)
 
 
 class ScheduledRequest(NamedTuple):
@@ -258,8 +257,6 @@ class SampleOutput(NamedTuple):
     candidates: Candidates | None = None  # for a beam; token_id is -1 then
     cause: BaseException | None = None  # the exception of a caller's function behind `error`
     is_complete: bool = False  # the answer's grammar is at its end: no token can follow
-    # Tokens that must follow it, with params.structured_outputs.jump_forward.
-    forced_ids: tuple[int, ...] = ()
     more: tuple[SampleOutput, ...] = ()  # the samples after it, of a row with drafts: one for each
     # draft that equals the sample before it, as far as these are equal
 

@@ -6,7 +6,7 @@ The scheduler passes grammars and matchers to the sampler. `radixserve.grammar` 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -41,9 +41,9 @@ class StructuredOutput(StrictFields):
                             JSON Schema says
     strict          of JSON: refuse a `uniqueItems` that a grammar cannot enforce; False: leave it
                     out, so that an array may repeat an item
-    jump_forward    tokens without an alternative are appended without a forward pass for each.
-                    They are split as the tokenizer splits the text, and the model might have split
-                    it otherwise: later tokens may differ from those of an answer without it
+    jump_forward    text without an alternative is split as the tokenizer splits it, and these
+                    tokens are computed in one step. The model might have split it otherwise: later
+                    tokens may differ from those of an answer without it
     """
 
     json: Mapping[str, Any] | str | None = None
@@ -176,6 +176,11 @@ class Matcher(Protocol):
 
     def fork(self) -> Matcher:
         """Returns the matcher of another answer with the same tokens so far."""
+        ...
+
+    def must_follow(self, token_ids: Sequence[int]) -> bool:
+        """Whether no other tokens can follow the answer so far, which goes on after them: they need
+        not be sampled."""
         ...
 
 

@@ -72,7 +72,7 @@ def as_search(request: Request, beams: BeamParams, vocab_size: int) -> Request:
     """Returns `request` as a beam search. Raises InvalidRequest if the vocabulary is too small for
     the width: the first beam must have enough tokens for all of its children."""
     num_ends, params = len(request.end_ids), request.params
-    if params.structured_outputs is not None and params.structured_outputs.jump_forward:
+    if params.jumps_forward:
         raise InvalidRequest("a beam search cannot jump forward: its beams choose every token")
     if params.structured is not None and not num_ends:
         raise InvalidRequest(

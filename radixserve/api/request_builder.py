@@ -43,8 +43,8 @@ def fan_out(request: Request, ids: Sequence[str]) -> list[Request]:
         return [request]
     # Their sum is reported, and ranks the samples of best_of.
     logprobs: int | None = params.logprobs or 0
-    if params.structured_outputs is not None and params.structured_outputs.jump_forward:
-        logprobs = None  # forced tokens have none
+    if params.jumps_forward and params.best_of is None:
+        logprobs = params.logprobs  # forced tokens need no logits where none are asked for
     first = replace(request, params=replace(params, n=1, best_of=None, logprobs=logprobs))
     if not ids:
         return [first]
@@ -323,10 +323,6 @@ class RequestBuilder:
 
     def _check(self, params: SamplingParams) -> None:
         vocab_size = self.reader.vocab_size
-        if params.structured_outputs is not None and params.structured_outputs.jump_forward:
-            for name in ("logprobs", "stop", "best_of"):
-                if getattr(params, name) not in (None, ()):
-                    raise InvalidRequest(f"{name} cannot be given with jump_forward")
         if params.stop and self.reader.tokenizer is None:
             raise InvalidRequest("the model has no tokenizer: stop strings cannot be found")
         if params.min_tokens and len(self._end_ids(params)) >= vocab_size:

@@ -19,6 +19,7 @@ from radixserve.scheduler.stats import SchedulerStats
 
 _log = logging.getLogger("radixserve")
 _NEVER = 1 << 62  # tokens
+MOST_FORCED = 32  # tokens of a row in a step, at least
 _PLAIN_STEPS = 32  # measured together, at most
 
 Guess = tuple[DraftSource, Odds, Sequence[int]]
@@ -37,6 +38,7 @@ class Drafts(Drafter):
         # The last call of `propose`: its time, its rows, and the counters then.
         self._at = 0.0
         self._num_rows = self._step = self._num_prefilled = 0
+        self._is_crowded = False  # whether even a right draft would not pay for so many rows
         self._num_plain, self._plain_since = 0, 0.0  # steps without drafts before it, not yet noted
         self._num_verified = 0  # drafts since then
 
@@ -48,7 +50,7 @@ class Drafts(Drafter):
     def propose(self, decodes: Sequence[RequestState]) -> Mapping[RequestState, Sequence[int]]:
         num_rows = len(decodes)
         self._measure(num_rows)
-        is_crowded = not self._budget.may_pay(num_rows)
+        is_crowded = self._is_crowded
         drafts: dict[RequestState, Sequence[int]] = {}
         num_drafts, num_expected = 0, 0.0
         for state in decodes:
@@ -56,7 +58,8 @@ class Drafts(Drafter):
             if record is None:
                 if state.tokens.size == state.num_prompt:
                     continue
-                record = state.drafts = RequestDrafts(state, self.sources)
+                most = _most_drafts(state, self._max_tokens)
+                record = state.drafts = RequestDrafts(state, self.sources if most else (), most)
             if record.rests_until > state.tokens.size or (is_crowded and not record.has_sure):
                 continue
             guess = self._guess(state, record, is_crowded=is_crowded)
@@ -80,7 +83,7 @@ class Drafts(Drafter):
         return drafts
 
     def needs_output(self, num_running: int) -> bool:
-        return num_running <= MOST_ROWS
+        return self._max_tokens > 0 and num_running <= MOST_ROWS
 
     def note_verified(self, state: RequestState, num_drafts: int, num_accepted: int) -> None:
         source, odds = state.drafts.proposed
@@ -116,7 +119,7 @@ class Drafts(Drafter):
         """Returns the first guess of a source that does not rest. None of its tokens ends the
         request."""
         size = state.tokens.size
-        most = min(state.length_limit - size - 1, self._max_tokens)
+        most = min(state.length_limit - size - 1, record.most)
         if most < 1:
             return None
         context = record.context
@@ -154,8 +157,9 @@ class Drafts(Drafter):
             self._plain_since = now
         self._at, self._num_rows, self._num_verified = now, num_rows, 0
         self._step, self._num_prefilled = counts.steps, counts.prefilled_tokens
-        if self._num_plain >= _PLAIN_STEPS:
+        if not 0 < self._num_plain < _PLAIN_STEPS:
             self._note_plain_steps()
+            self._is_crowded = not self._budget.may_pay(num_rows)
 
     def _note_plain_steps(self) -> None:
         if self._num_plain:
@@ -178,14 +182,12 @@ class Drafts(Drafter):
 class RequestDrafts:
     """What is known of a request: its sources, and how often they were right."""
 
-    __slots__ = ("context", "has_sure", "proposed", "rests_until", "sources")
+    __slots__ = ("context", "has_sure", "most", "proposed", "rests_until", "sources")
 
-    def __init__(self, state: RequestState, sources: Sequence[DraftSource]) -> None:
-        self.context = context_of(state)
+    def __init__(self, state: RequestState, sources: Iterable[DraftSource], most: int) -> None:
+        self.context, self.most = context_of(state), most
         self.sources = [(source, Odds(source.first_odds)) for source in sources]
         self.proposed: tuple[DraftSource, Odds]  # whose drafts were proposed last
-        if not _may_draft(state):
-            self.sources = []
         self._settle()
 
     def drop(self, source: DraftSource) -> None:
@@ -211,11 +213,12 @@ def context_of(state: RequestState) -> DraftContext:
     )
 
 
-def _may_draft(state: RequestState) -> bool:
-    """Whether drafts of a request with an output token can be verified."""
-    structured = state.request.params.structured_outputs
-    jumps = structured is not None and structured.jump_forward
-    return state.group is None and not state.token_mark and not jumps
+def _most_drafts(state: RequestState, max_tokens: int) -> int:
+    """Of a step of the request: none where they cannot be verified, and some at least where tokens
+    are forced."""
+    if state.group is not None or state.token_mark:
+        return 0
+    return max(max_tokens, MOST_FORCED) if state.request.params.jumps_forward else max_tokens
 
 
 def _before_end(token_ids: Sequence[int], state: RequestState) -> Sequence[int]:

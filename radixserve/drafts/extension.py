@@ -25,15 +25,18 @@ class AddDraftSource(EngineMessage[None]):
 
 
 class DraftExtension(EngineExtension):
-    """Makes the scheduler's drafter once there is a source and a row may have drafts."""
+    """Makes the scheduler's drafter, which without `max_tokens` drafts for requests with
+    jump_forward alone what their grammars force."""
 
     name = "drafts"
 
     def __init__(self, engine: Engine, max_tokens: int) -> None:
         """`max_tokens`: most drafts of a row."""
-        self._drafts = Drafts(default_sources(engine.cache) if max_tokens else (), max_tokens)
-        if max_tokens:
-            engine.set_drafter(self._drafts)
+        from radixserve.drafts.forced import ForcedTokens
+
+        others = default_sources(engine.cache) if max_tokens else []
+        self._drafts = Drafts([ForcedTokens(), *others], max_tokens)
+        engine.set_drafter(self._drafts, is_for_jumps=not max_tokens)
 
     def answer(self, message: EngineMessage[Any], answer: Any) -> Any:
         if isinstance(message, AddDraftSource):
@@ -57,12 +60,11 @@ def most_drafts(given: int | None, runner: ModelRunner) -> int:
 
 
 def default_sources(cache: PrefixCache) -> list[DraftSource]:
-    """Returns all sources, the first to be asked first."""
-    from radixserve.drafts.forced import ForcedTokens
+    """Returns all sources but `ForcedTokens`, the first to be asked first."""
     from radixserve.drafts.namespace_text import NamespaceText
     from radixserve.drafts.own_text import OwnText
     from radixserve.drafts.prediction import Prediction
     from radixserve.drafts.tree import CachedContinuation
 
-    sources = [ForcedTokens(), Prediction(), CachedContinuation(), OwnText()]
+    sources: list[DraftSource] = [Prediction(), CachedContinuation(), OwnText()]
     return [*sources, NamespaceText(cache)] if isinstance(cache, RadixCache) else sources

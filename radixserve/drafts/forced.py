@@ -9,8 +9,8 @@ from radixserve.grammar.matcher import GrammarMatcher
 
 
 class ForcedTokens(DraftSource):
-    """Drafts the tokens of the only text that can follow. The model may still divide that text into
-    other tokens."""
+    """Drafts the tokens of the only text that can follow. With jump_forward these are the only ones
+    that can be sampled; without it the model may divide that text into other ones."""
 
     name = "grammar"
     is_sure = True

@@ -14,6 +14,7 @@ from radixserve.drafts.source import DraftContext, DraftSource
 from radixserve.text.token_search import find_last
 
 SHORT_RUN, LONG_RUN = 4, 8  # tokens looked for; what follows the longer run is likelier
+SEARCHED_TOKENS = 4096  # before the latest short run, for a long one
 _LEAST_BITS = 10  # of the number of places
 
 
@@ -55,7 +56,7 @@ class _FollowedText:
 
     def find(self, tokens: IntArray) -> int:
         """Returns the index after an earlier occurrence of the last tokens, -1 without one: the
-        latest one of the long run, else that of the short one."""
+        latest one of the long run if that is not far, else that of the short one."""
         size = len(tokens)
         if size <= SHORT_RUN:
             return -1
@@ -70,8 +71,9 @@ class _FollowedText:
         longer = tokens[-LONG_RUN:].tobytes()
         if place < LONG_RUN or tokens[place - LONG_RUN : place].tobytes() == longer:
             return place
-        end = find_last(tokens.tobytes(), longer, place) if size > LONG_RUN else -1
-        return place if end < 0 else end
+        first = max(0, place - SEARCHED_TOKENS)
+        end = find_last(tokens[first:place].tobytes(), longer, place - first)
+        return place if end < 0 else first + end
 
     def _index(self, tokens: IntArray) -> None:
         """Add the runs of `tokens` that the table lacks; make it larger for many."""

@@ -252,9 +252,9 @@ class Engine:
         self.extensions.add(extension, is_first=is_first)
         self._scheduler.set_finish_hook(self.extensions.on_release)
 
-    def set_drafter(self, drafter: Drafter) -> None:
+    def set_drafter(self, drafter: Drafter, *, is_for_jumps: bool = False) -> None:
         """See `Scheduler.set_drafter`."""
-        self._scheduler.set_drafter(drafter)
+        self._scheduler.set_drafter(drafter, is_for_jumps=is_for_jumps)
 
     @property
     def cache(self) -> PrefixCache:

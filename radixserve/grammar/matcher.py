@@ -47,25 +47,34 @@ class CompiledGrammar:
 class GrammarMatcher:
     """One answer's state. One thread at a time.
 
+    With `jump_forward`, where one text only can follow a token that was chosen, the tokens into
+    which the grammar's compiler divides that text are the only ones allowed.
+
     error           why the answer cannot continue, such as a limit of the parser; None if it can
     is_complete     no token can follow: the answer is finished
     only_ends       whether the last bitmask allows end tokens only
     """
 
-    __slots__ = ("_consumed", "_grammar", "_native", "end_ids", "error", "is_complete", "only_ends")
+    __slots__ = (
+        "_consumed",
+        "_grammar",
+        "_native",
+        "_required",
+        "end_ids",
+        "error",
+        "is_complete",
+        "only_ends",
+    )
 
     def __init__(self, grammar: CompiledGrammar, native: Any, end_ids: frozenset[int]) -> None:
         self._grammar = grammar
         self._native = native
         self._consumed = IntBuffer(_NONE)
+        self._required: list[int] = []  # the only tokens allowed next, with jump_forward
         self.end_ids = end_ids
         self.error: str | None = None
         self.is_complete = False
         self.only_ends = False
-
-    @property
-    def jump_forward(self) -> bool:
-        return self._grammar.jump_forward
 
     @property
     def num_words(self) -> int:
@@ -77,7 +86,7 @@ class GrammarMatcher:
         microseconds."""
         native = self._native if self.error is not None else self._native.deep_copy()
         copy = type(self)(self._grammar, native, self.end_ids)
-        copy._consumed = IntBuffer(self._consumed.view())
+        copy._consumed, copy._required = IntBuffer(self._consumed.view()), self._required
         copy.error, copy.is_complete = self.error, self.is_complete
         return copy
 
@@ -99,7 +108,8 @@ class GrammarMatcher:
         self._consumed.append(token_id)
         if token_id in self.end_ids or self.error is not None:
             return
-        native = self._native
+        native, is_required = self._native, self._required[:1] == [token_id]
+        self._required = self._required[1:] if is_required else []
         if self.is_complete or not native.consume_token(token_id):
             reason = native.get_error().partition("\n")[0]
             self.error = f"the grammar cannot be followed by token {token_id}: {reason}"
@@ -110,28 +120,43 @@ class GrammarMatcher:
             self.compute(row)  # no later token could mark the end
             self.finish_row(row)
             self.is_complete = self.only_ends
+        if self._grammar.jump_forward and not is_required and not self.is_complete:
+            self._required = self._forced_ids()
 
     def forced_ids(self, answer: IntArray) -> list[int]:
-        """Returns the tokens of the only text that can follow `answer`, up to one that ends the
-        request. Other tokens of the same text may be allowed, too."""
+        """Returns the tokens of the only text that can follow `answer`, without one after which the
+        answer is complete or the request ends. Without jump_forward other tokens of the same text
+        may be allowed, too."""
         self.sync(answer)
         if self.is_complete or self.error is not None:
             return []
+        forced = self._required or self._forced_ids()
+        return forced[:-1] if self._completes(forced) else forced
+
+    def must_follow(self, token_ids: Sequence[int]) -> bool:
+        """Whether no other tokens can follow, and the answer goes on after them: see `Matcher`."""
+        required = self._required[: len(token_ids)]
+        return list(token_ids) == required and not self._completes(required)
+
+    def _completes(self, token_ids: Sequence[int]) -> bool:
+        """Whether the answer ends with these tokens. Takes microseconds."""
+        after = self.fork()
+        for token_id in token_ids:
+            after.accept(token_id)
+        return after.is_complete or after.error is not None
+
+    def _forced_ids(self) -> list[int]:
         forced: list[int] = self._native.compute_ff_tokens()
         ends = [index for index, token_id in enumerate(forced) if token_id in self.end_ids]
         return forced[: ends[0]] if ends else forced
 
-    def force(self) -> list[int]:
-        """Append the tokens that must follow, up to one that ends the request. Returns them."""
-        taken: list[int] = []
-        for token_id in self.forced_ids(self._consumed.view()):
-            self.accept(token_id)
-            if self.error is not None:
-                break
-            taken.append(token_id)
-        return taken
-
     def _roll_back(self, kept: IntArray) -> None:
+        if self._grammar.jump_forward:  # what must follow depends on where it began
+            self._native, self.error, self.is_complete = self._grammar.fresh(), None, False
+            self._consumed, self._required = IntBuffer(_NONE), []
+            for token_id in kept.tolist():
+                self.accept(token_id)
+            return
         count = self._consumed.size - len(kept)
         is_plain = self.error is None and not self._consumed_an_end(len(kept))
         if not (is_plain and self._native.rollback(count)):
@@ -147,7 +172,9 @@ class GrammarMatcher:
     def compute(self, row: IntArray) -> None:
         """Let the parser fill a bitmask row, which may be longer than its part. Releases Python's
         lock."""
-        if self.error is None:
+        if self._required:
+            row.view(np.uint32)[self._required[0] // 32] = np.uint32(1 << self._required[0] % 32)
+        elif self.error is None:
             self._native.unsafe_compute_mask_ptr(row.ctypes.data, 4 * self.num_words)
 
     def finish_row(self, row: IntArray) -> None:
@@ -158,6 +185,9 @@ class GrammarMatcher:
             self.error = f"the grammar cannot be followed: {reason}"
         if self.error is not None:
             row[:] = 0
+            return
+        if self._required:
+            self.only_ends = False
             return
         words, end_id = row.view(np.uint32), self._grammar.table.end_id
         words[end_id // 32] &= ~np.uint32(1 << end_id % 32)

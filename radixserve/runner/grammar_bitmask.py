@@ -75,9 +75,7 @@ class GrammarBitmask:
                 outputs[row] = SampleOutput(-1, None, (), matcher.error)
             elif output.error is None and output.candidates is None:
                 matcher.accept(output.token_id)
-                forced = tuple(matcher.force()) if matcher.jump_forward else ()
-                done = matcher.is_complete
-                outputs[row] = output._replace(is_complete=done, forced_ids=forced)
+                outputs[row] = output._replace(is_complete=matcher.is_complete)
 
 
 class GrammarBitmaskFuture:

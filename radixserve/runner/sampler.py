@@ -87,7 +87,7 @@ def verify_drafts(logits: Tensor, plan: SamplePlan, outputs: list[SampleOutput |
         more: list[SampleOutput] = []
         samples = samples_after(logits, row)
         for draft in row.token_ids:
-            if output.token_id != draft or output.is_complete or output.forced_ids:
+            if output.token_id != draft or output.is_complete:
                 break
             output = next(samples)
             if output.error is not None:  # the next step finds it, before the K/V is published

@@ -14,6 +14,7 @@ from radixserve.request import MAX_TOKEN_IDS
 from radixserve.schedule import (
     PLACEHOLDER,
     LogprobTargets,
+    SampleOutput,
     SampleSpec,
     ScheduledRows,
     SchedulerOutput,
@@ -32,10 +33,13 @@ class Batch:
 
     Decode rows come first. A row's request is known by object identity: another request may use its
     id while the step is in flight. `token_budget`: prefill tokens left of `chunked_prefill_size`.
+    Drafts take of it, too, and guesses at most half, so that no step is larger than with prefill
+    alone.
     """
 
     def __init__(self, step: int, token_budget: int) -> None:
         self.token_budget = token_budget
+        self.guess_budget = token_budget // 2
         self.is_out_of_pages = False  # a request found no free page: none is admitted
         self.begun_at = 0.0  # seconds, where steps are measured
         self.num_ending_in_flight = 0  # running requests whose last row is in flight
@@ -46,6 +50,7 @@ class Batch:
         self._rows = ScheduledRows()
         self._planned: set[RequestState] = set()  # see `has`
         self.num_decode_rows = 0  # rows of one token that decode
+        self.forced: dict[int, IntArray] = {}  # by row its drafts, where no others can follow
         # Rows that are sampled on the host, or sample an unknown number of tokens.
         self._deciding_rows: list[tuple[RequestState, CacheSequence]] = []
         self._num_decode = self._num_prefill = 0  # tokens
@@ -94,18 +99,29 @@ class Batch:
             spec = state.greedy_only_spec or self._make_spec(state, sequence, end - tokens.size)
         self._add_row(state, sequence, num_tokens, spec)
 
-    def add_drafted(self, state: RequestState, num_drafts: int) -> None:
-        """Compute the request's last token and the drafts after it, its sequence's last tokens."""
+    def add_drafted(self, state: RequestState, num_drafts: int, *, is_forced: bool) -> None:
+        """Compute the request's last token and the drafts after it, its sequence's last tokens.
+
+        Drafts are verified. is_forced: no other tokens can follow, so that one token is sampled,
+        after the last of them.
+        """
         sequence, rows = state.sequence, self._rows
         assert sequence is not None
         start = state.tokens.size - 1
         assert sequence.committed_len == start == sequence.length - num_drafts - 1
         assert start >= state.num_prompt
-        rows.input_ids.frombytes(sequence.tokens[start:].tobytes())
-        rows.drafts[len(self.states)] = num_drafts
+        tokens = sequence.tokens[start:]
+        rows.input_ids.frombytes(tokens.tobytes())
         self._num_decode += 1 + num_drafts
+        self.token_budget -= num_drafts
         self._deciding_rows.append((state, sequence))
         spec = state.greedy_only_spec or self._make_spec(state, sequence, 0)
+        if is_forced:
+            self.forced[len(self.states)] = tokens[1:].copy()
+            spec = spec.after(*tokens[1:].tolist())
+        else:
+            self.guess_budget -= num_drafts
+            rows.drafts[len(self.states)] = num_drafts
         self._add_row(state, sequence, 1 + num_drafts, spec)
 
     def _add_row(
@@ -238,6 +254,12 @@ class Batch:
             self._rows.targets[len(self.states)] = LogprobTargets(
                 wanted, request.num_top_logprobs, request.also_generate
             )
+
+
+def after_forced(drafts: IntArray, sample: SampleOutput) -> SampleOutput:
+    """Returns the samples of a row whose drafts were forced: those, then `sample`."""
+    first, *more = map(SampleOutput, drafts.tolist())
+    return first._replace(more=(*more, sample))
 
 
 def _token_cost(state: RequestState, *, has_decodes: bool) -> int:

@@ -29,7 +29,7 @@ class Drafter:
 
         The drafts of a request are token ids, one at least. None of them ends the request, and
         with one more token it stays within its `length_limit`. Only requests with an output token
-        have drafts; members of a group and requests whose grammar jumps forward have none.
+        have drafts; members of a group have none.
         """
         del decodes
         return {}
@@ -42,8 +42,8 @@ class Drafter:
 
     def note_verified(self, state: RequestState, num_drafts: int, num_accepted: int) -> None:
         """The first `num_drafts` tokens of the request's proposal were computed, and the first
-        `num_accepted` of these were right. They, and the sample after them, are about to be
-        appended."""
+        `num_accepted` of these were right: all where no others can follow. They, and the sample
+        after them, are about to be appended."""
 
     def note_ended(self, state: RequestState) -> None:
         """A request is about to be removed. It still has its sequence, if it had one."""

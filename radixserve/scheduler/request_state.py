@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from radixserve.arrays import IntArray, IntBuffer
@@ -64,6 +65,8 @@ class RequestState:
         "lookahead",
         "lookup",
         "matcher",
+        "num_accepted_drafts",
+        "num_drafted",
         "num_loaded",
         "num_prompt",
         "num_prompt_done",
@@ -119,6 +122,7 @@ class RequestState:
         self.waiters: list[RequestState] = []  # requests that wait for this one, while it runs
         self.group: Any = None  # the `RequestGroup` that takes its samples
         self.drafts: Any = None  # what the `Drafter` keeps of it
+        self.num_drafted = self.num_accepted_drafts = 0  # computed; right ones
         self.share: Any = None  # of `Shares`: priorities count among requests with the same one
         self.lookahead = _LOOKAHEAD
         self.lookup: Lookup | None = None  # at the first admission
@@ -180,20 +184,6 @@ class RequestState:
             return "stop"
         return "length" if self.tokens.size >= self.length_limit else None
 
-    def append_forced(self, sample: SampleOutput) -> tuple[SampleOutput, str | None]:
-        """Append a sampled token and the tokens forced after it, up to the end of the request.
-
-        Returns `sample` with only the appended ones, and the finish reason.
-        """
-        forced = sample.forced_ids
-        reason = self.append(sample.token_id, is_complete=False)
-        for index, token_id in enumerate(forced):
-            if reason is not None:
-                return sample._replace(forced_ids=forced[:index]), reason
-            is_last = index == len(forced) - 1
-            reason = self.append(token_id, is_complete=sample.is_complete and is_last)
-        return sample, reason
-
     def append_several(self, sample: SampleOutput) -> str | None:
         """Append the samples of a row with drafts, of which only the last one may end the request.
         Returns the finish reason."""
@@ -202,6 +192,13 @@ class RequestState:
             assert reason is None, "a draft would have ended the request"
         last = sample.more[-1]
         return self.append(last.token_id, is_complete=last.is_complete)
+
+    def must_follow(self, drafts: Sequence[int]) -> bool:
+        """Whether only these tokens can be sampled next, and their logits decide nothing."""
+        params = self.request.params
+        if self.matcher is None or params.logprobs is not None or params.may_forbid_tokens:
+            return False
+        return self.matcher.must_follow(drafts)
 
     @property
     def is_scored(self) -> bool:
@@ -255,6 +252,8 @@ class RequestState:
             completion_tokens=self.num_output,
             missing_state_tokens=self._missing_state_tokens(),
             loaded_tokens=min(self.num_loaded, self.num_reused),
+            drafted_tokens=self.num_drafted,
+            accepted_draft_tokens=self.num_accepted_drafts,
         )
 
     def _missing_state_tokens(self) -> int:
@@ -269,8 +268,6 @@ class RequestState:
         if sample.more:
             token_ids += tuple([each.token_id for each in sample.more])
         if sample.logprob is None:
-            if sample.forced_ids:
-                token_ids += sample.forced_ids
             return RequestOutput(
                 self.request_id, token_ids, (), (), finish, cached_tokens=self.num_reused
             )

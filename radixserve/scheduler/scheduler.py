@@ -22,7 +22,7 @@ from radixserve.output import Finish, RequestOutput
 from radixserve.request import Request
 from radixserve.schedule import ModelRunnerOutput, SampleOutput, SchedulerOutput
 from radixserve.scheduler.admission import Admission, wake_waiters
-from radixserve.scheduler.batch import Batch, plan_ahead
+from radixserve.scheduler.batch import Batch, after_forced, plan_ahead
 from radixserve.scheduler.drafter import Drafter
 from radixserve.scheduler.extension import RequestGroup, SchedulerExtension, SchedulerParts
 from radixserve.scheduler.page_budget import PageBudget
@@ -96,6 +96,7 @@ class Scheduler:
             close=self._close,
         )
         self._drafter: Drafter | None = None
+        self._jump_drafter: Drafter | None = None  # takes its place with the first such request
         self._shares.attach(self._parts)
         self._in_flight: list[Batch] = []  # at most two, the older one first
         self._num_arrived = 0
@@ -125,9 +126,10 @@ class Scheduler:
         self._extensions.append(extension)
         extension.attach(self._parts)
 
-    def set_drafter(self, drafter: Drafter) -> None:
-        """Have `drafter` propose drafts from now on, in place of another one."""
-        self._drafter = drafter
+    def set_drafter(self, drafter: Drafter, *, is_for_jumps: bool = False) -> None:
+        """Have `drafter` propose drafts from now on, in place of another one; is_for_jumps: from
+        the first request with jump_forward on."""
+        self._drafter, self._jump_drafter = (None, drafter) if is_for_jumps else (drafter, None)
         drafter.attach(self._cache, self._clock, self.counts)
 
     def set_finish_hook(self, function: Callable[[CacheSequence, int, int], None]) -> None:
@@ -157,6 +159,8 @@ class Scheduler:
         self.check_fits(request)
         session = self.sessions.open(request.session) if request.session else None
         self._has_adapters |= request.adapter is not None
+        if self._jump_drafter is not None and request.params.jumps_forward:
+            self._drafter, self._jump_drafter = self._jump_drafter, None
         # as `RequestState.match_tokens` returns them
         wanted = request.keyed_tokens()[: request.score_start + 1]
         prefix_watch = self._cache.watch(wanted, request.namespace)
@@ -345,6 +349,9 @@ class Scheduler:
             else:
                 if row in schedule.rows.drafts:
                     self._commit_drafted(state, sample, schedule.rows.drafts[row])
+                elif sample is not None and row in step.forced:
+                    sample = after_forced(step.forced[row], sample)
+                    self._commit_drafted(state, sample, len(sample.more), is_forced=True)
                 else:
                     self._commit_row(state, schedule.rows.starts[row], end)
                 if sample is not None and row in schedule.rows.targets:
@@ -409,19 +416,28 @@ class Scheduler:
             self._waiting.mark_unblocked(wake_waiters(state))
 
     def _commit_drafted(
-        self, state: RequestState, sample: SampleOutput | None, num_drafts: int
+        self,
+        state: RequestState,
+        sample: SampleOutput | None,
+        num_drafts: int,
+        *,
+        is_forced: bool = False,
     ) -> None:
-        """Publish a request's last token and the drafts that were right; take back the others."""
+        """Publish a request's last token and the drafts that were right; take back the others.
+        is_forced: there are none."""
         assert state.sequence is not None
         assert sample is not None
         assert self._drafter is not None
         num_accepted = len(sample.more)
         end = state.tokens.size + num_accepted
         state.sequence.commit(end)
-        state.sequence.rewind(end)
+        if not is_forced:
+            state.sequence.rewind(end)
         self.counts.decoded_tokens += 1 + num_accepted
         self.counts.drafted_tokens += num_drafts
         self.counts.accepted_draft_tokens += num_accepted
+        state.num_drafted += num_drafts
+        state.num_accepted_drafts += num_accepted
         self._drafter.note_verified(state, num_drafts, num_accepted)
         if state.waiters:
             self._waiting.mark_unblocked(wake_waiters(state))
@@ -469,9 +485,6 @@ class Scheduler:
         if sampled.more:
             reason = state.append_several(sampled)
             self.counts.generated_tokens += len(sampled.more)
-        elif sampled.forced_ids:
-            sampled, reason = state.append_forced(sampled)
-            self.counts.generated_tokens += len(sampled.forced_ids)
         else:
             reason = state.append(sampled.token_id, is_complete=sampled.is_complete)
         if state.first_token_at is None:
@@ -531,10 +544,14 @@ class Scheduler:
         sequence = state.sequence
         if sequence is None:  # preempted for a request before it
             return
-        if num_drafts := sequence.reserve_rewind(len(drafts)):
+        is_forced = state.must_follow(drafts)
+        num_drafts = min(len(drafts), batch.token_budget if is_forced else batch.guess_budget)
+        if not is_forced:
+            num_drafts = sequence.reserve_rewind(num_drafts)
+        if num_drafts > 0:
             with suppress(OutOfPages):
                 sequence.extend([state.tokens.last, *drafts[:num_drafts]])
-                batch.add_drafted(state, num_drafts)
+                batch.add_drafted(state, num_drafts, is_forced=is_forced)
                 return
         if self._allocate(state, 1, batch):
             batch.add(state, 1, is_decode=False)

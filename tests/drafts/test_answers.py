@@ -33,7 +33,10 @@ ASKED: dict[str, dict[str, Any]] = {
     "json": {"structured": {"json": {"type": "object", "properties": {
         "first": {"type": "integer"}, "second": {"type": "boolean"}},
         "required": ["first", "second"]}}},
-    "jump": {"structured": {"regex": "[a-z]{3,30}abcdef", "jump_forward": True}},
+    "jump": {"structured": {"regex": "[a-z]{3,9}(abcdef|xyz)", "jump_forward": True}},
+    "jump and logprobs": {"logprobs": 1, "structured": {
+        "regex": "[a-z]{3,9}(abcdef|xyz)", "jump_forward": True}},
+    "digest": {"digest": True, "temperature": 0.8},
     "functions": {"logits_processors": [lambda ids, logits: logits - (len(ids) % 3) * 0.5]},
 }  # fmt: skip
 
@@ -56,6 +59,24 @@ def drafted(memory: Memory) -> Iterator[Runtime]:
         yield runtime
 
 
+@pytest.fixture(scope="module", params=["cpu", "device"])
+def pair(
+    request: pytest.FixtureRequest, plain: Runtime, drafted: Runtime, memory: Memory
+) -> Iterator[tuple[Runtime, Runtime]]:
+    """A runtime without drafts and one with them; on the path of a device, too."""
+    if request.param == "cpu":
+        yield plain, drafted
+        return
+    settings = {"num_pages": 2_000, "exact": True}
+    with (
+        DeviceRuntime("demo", max_draft_tokens=0, **settings) as without,
+        DeviceRuntime("demo", max_draft_tokens=8, **settings) as with_drafts,
+    ):
+        assert with_drafts.resolved_config.graph_sizes
+        with_drafts.add_draft_source(ForcedSource("half", memory.guess, 64, 1))
+        yield without, with_drafts
+
+
 def params_of(name: str, **more: Any) -> SamplingParams:
     fields = {"max_tokens": 40, "temperature": 0.0, "seed": 3, **ASKED[name], **more}
     return SamplingParams(**fields)
@@ -71,19 +92,24 @@ def values(completion: Completion) -> tuple[Any, ...]:
         completion.top_logprobs,
         completion.prompt_logprobs,
         completion.usage.completion_tokens,
+        completion.digest,
     )
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_they_are_the_same(name: str, plain: Runtime, drafted: Runtime, memory: Memory) -> None:
+def test_they_are_the_same(name: str, pair: tuple[Runtime, Runtime], memory: Memory) -> None:
+    plain, drafted = pair
     params = params_of(name)
     expected = plain.generate(PROMPT, params)
     memory.note(expected.prompt_token_ids.tolist(), expected.token_ids)
     before = drafted.cache_stats()["accepted_draft_tokens"]
-    for _ in range(3):
-        assert values(drafted.generate(PROMPT, params)) == values(expected)
+    found = [drafted.generate(PROMPT, params) for _ in range(3)]
+    assert [values(completion) for completion in found] == [values(expected)] * 3
     accepted = drafted.cache_stats()["accepted_draft_tokens"] - before
-    assert accepted == 0 if name == "jump" else accepted > 0
+    assert accepted > 0
+    assert sum(completion.usage.accepted_draft_tokens for completion in found) == accepted
+    assert sum(completion.usage.drafted_tokens for completion in found) > accepted
+    assert bool(expected.usage.drafted_tokens) == ("jump" in name)
     drafted.check()
 
 
@@ -94,12 +120,12 @@ def test_they_are_on_where_they_change_no_answer_and_keep_no_step(
     with Runtime("demo") as runtime:
         assert "request" in runtime.cache_stats()["drafts"]
     with DeviceRuntime("demo", num_pages=500) as runtime:  # its steps are scheduled ahead
-        assert not runtime.cache_stats()["drafts"]
+        assert list(runtime.cache_stats()["drafts"]) == ["grammar"]  # for jump_forward
     with Runtime("demo", attention_backend="torch") as runtime:
         assert runtime.resolved_config.inexact
-        assert not runtime.cache_stats()["drafts"]
+        assert list(runtime.cache_stats()["drafts"]) == ["grammar"]
     with Runtime("demo", attention_backend="torch", max_draft_tokens=4) as runtime:
-        assert runtime.cache_stats()["drafts"]
+        assert "request" in runtime.cache_stats()["drafts"]
 
 
 @pytest.mark.parametrize("name", ["plain", "stop", "logprobs and stop"])

@@ -16,7 +16,7 @@ from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.checkpoints import make_checkpoint
 from tests.drafts.sources import KINDS, ForcedSource, Kind, Memory
 from tests.exact.programs import SETTINGS, Program
-from tests.exact.test_exact import random_checkpoints
+from tests.exact.test_exact import WRAPPED, WRAPPED_SIZES, random_checkpoints
 from tests.runner.on_device import DeviceRuntime
 
 FAMILIES = ("llama", "gemma3", "qwen3_next", "lfm2")  # windows, and two kinds of states
@@ -34,7 +34,9 @@ def find(tmp_path_factory: pytest.TempPathFactory) -> Find:
     def find_folder(family: str) -> Path:
         if family not in made:
             folder = tmp_path_factory.mktemp(family)
-            made[family] = make_checkpoint(folder, family, with_tokenizer=family == "llama")
+            sizes: dict[str, Any] = WRAPPED_SIZES if family in WRAPPED else {}
+            has_text = family == "llama"
+            made[family] = make_checkpoint(folder, family, with_tokenizer=has_text, **sizes)
         return made[family]
 
     return find_folder
@@ -88,6 +90,23 @@ def test_random_programs(family: str, kind: Kind, find: Find) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_programs_in_8_bits(kind: Kind, find: Find) -> None:
     check(Runtime, str(find("llama")), kind, 3, 3, kv_dtype="int8", weight_dtype="int8")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_programs_in_bfloat16(kind: Kind, find: Find) -> None:
+    seed = KINDS.index(kind) + 1
+    own = {**SETTINGS[seed], "dtype": "bfloat16", "kv_dtype": "int8"}
+    check(Runtime, str(find("gemma3")), kind, seed, 2, **own)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_programs_of_a_wrapped_model(kind: Kind, find: Find) -> None:
+    check(Runtime, str(find("gpt2")), kind, 2, 2, model_impl="transformers")
+
+
+def test_random_programs_on_two_ranks() -> None:
+    own = {"device": "cpu", "page_size": 4, "num_pages": 600, "tensor_parallel_size": 2}
+    check(Runtime, "random:tiny-llama", "half", 2, 2, **own)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -35,7 +35,7 @@ def test_answers_are_those_without_drafts(kind: Kind, cache: str) -> None:
     seen: Counter[str] = Counter()
     for seed in range(3):
         seen += storm(seed, 100, cache, lambda driver, rng: plug_in(driver, rng, kind))
-    assert seen["drafted_tokens"] > 200
+    assert seen["drafted_tokens"] > 50
     for event in ("aborted", "preemptions", "evicted"):
         assert seen[event] > 0, f"the storm had no {event}"
     accepted = seen["accepted_draft_tokens"] / seen["drafted_tokens"]

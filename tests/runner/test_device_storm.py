@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,17 +14,19 @@ import pytest
 from radixserve import SamplingParams
 from radixserve.api.engine_factory import make_engine
 from radixserve.config import EngineConfig
+from radixserve.drafts.drafter import Drafts
 from radixserve.engine.engine import Engine
 from radixserve.request import Request
 from radixserve.runner.cpu_runner import CpuModelRunner
 from tests.checkpoints import load_reference, make_checkpoint, make_model
+from tests.drafts.sources import KINDS, ForcedSource, Kind, Memory
 from tests.models.causal_models import tiny_config
 from tests.runner.driver import Driver
 from tests.runner.on_device import device_runner
 from tests.runner.test_model_runner import check_parity, prompts_of
 
 NUM_REQUESTS = 10
-
+COUNTERS = ("evicted_window_pages", "drafted_tokens", "accepted_draft_tokens")
 
 RECURRENT = ("lfm2", "falcon_h1", "qwen3_next")  # with recurrent layers
 
@@ -90,9 +93,15 @@ def run(engine: Engine, requests: list[Request], aborts: dict[str, int]) -> dict
 
 
 def check_storm(
-    folder: Path, seed: int, *, has_windows: bool = False, has_states: bool = False
-) -> int:
-    """Returns how many window pages were dropped."""
+    folder: Path,
+    seed: int,
+    *,
+    has_windows: bool = False,
+    has_states: bool = False,
+    drafts: Kind | None = None,
+) -> Counter[str]:
+    """Returns the sums of some of the engine's counters. drafts: some, which are right, wrong or
+    half right."""
     rng = random.Random(seed)
     size = rng.choice([1, 2, 16])
     tokens = rng.choice([110, 160, 600])
@@ -118,21 +127,28 @@ def check_storm(
     fields = {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
     runner = device_runner(folder, **fields)
     plain = CpuModelRunner(str(folder), EngineConfig(num_pages=800))
-    num_dropped = 0
+    counts: Counter[str] = Counter()
     for _ in range(3):  # the same names again: nothing is known of the ones before
         requests = requests_of(rng)
         wanted = run(make_engine(plain, EngineConfig(num_pages=800, cache="off")), requests, {})
         names = rng.sample(list(wanted), 3)
         aborts = {name: rng.randrange(1, 30) for name in names}
         engine = make_engine(runner, config)
+        if drafts is not None:
+            memory = Memory()
+            for each in requests:
+                memory.note(each.token_ids.tolist(), wanted[each.request_id])
+            source = ForcedSource(drafts, memory.guess, 256, seed)
+            engine.set_drafter(Drafts([source], 8))
         found = run(engine, requests, aborts)
-        num_dropped += engine.stats().get("evicted_window_pages", 0)
+        stats = engine.stats()
+        counts += {name: stats.get(name, 0) for name in COUNTERS}
         for name, said in found.items():
             if name in aborts:
                 assert said == wanted[name][: len(said)]
             else:
                 assert said == wanted[name]
-    return num_dropped
+    return counts
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -143,12 +159,35 @@ def test_storm(folder: Path, seed: int) -> None:
 @pytest.mark.parametrize("family", ["gemma3", "mistral_window"])
 def test_storm_with_window_pages(tmp_path: Path, family: str) -> None:
     folder = make_checkpoint(tmp_path, family)
-    assert sum(check_storm(folder, seed, has_windows=True) for seed in range(4)) > 0
+    storms = (check_storm(folder, seed, has_windows=True) for seed in range(4))
+    assert sum(counts["evicted_window_pages"] for counts in storms) > 0
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_storm_of_states(recurrent: Path, seed: int) -> None:
     check_storm(recurrent, seed, has_states=True)
+
+
+@pytest.mark.parametrize("drafts", KINDS)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "lfm2"])
+def test_storm_of_drafts(tmp_path: Path, family: str, drafts: Kind) -> None:
+    """Rejected tokens, and what they have left behind, change no answer; nor do windows and states,
+    nor graphs, which compute the steps without drafts."""
+    folder = make_checkpoint(tmp_path, family)
+    more = {"has_windows": family == "gemma3", "has_states": family == "lfm2"}
+    counts = check_storm(folder, KINDS.index(drafts), drafts=drafts, **more)
+    assert counts["drafted_tokens"] > 20
+    assert counts["accepted_draft_tokens"] > 0 or drafts == "wrong"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(100, 140))
+@pytest.mark.parametrize("drafts", KINDS)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "lfm2", "falcon_h1", "qwen3_next"])
+def test_long_storm_of_drafts(tmp_path: Path, family: str, drafts: Kind, seed: int) -> None:
+    folder, has_windows = make_checkpoint(tmp_path, family), family == "gemma3"
+    has_states = family in RECURRENT
+    check_storm(folder, seed, has_windows=has_windows, has_states=has_states, drafts=drafts)
 
 
 @pytest.mark.long

@@ -6,9 +6,9 @@
 Claude Code, Codex and opencode run where none is named. Each reads a file, edits it and runs a
 command in a temporary folder, as the model's script has it, and goes on with the session in a
 process of its own. From the second request of a session on all but what is new and the end of one
-answer comes from the cache. All this is done without drafts and with them: requests and answers are
-as many and as long, and the steps are fewer. No other address than the server's on loopback is
-named to them, and what they report home is switched off.
+answer comes from the cache. All this is done without drafts and with them: each request and each
+answer is the same, but for ids and times, and the steps are fewer. No other address than the
+server's on loopback is named to them, and what they report home is switched off.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from tests.server.clients.agent_model import make_agent, tool_call  # noqa: E402
+from tests.server.clients.recorder import Exchange, Recorder  # noqa: E402
 
 ASK, MORE, LAST = "What does note.txt say? Make it green.", "And now?", "The note says green now."
 MODEL = "agent-model"
@@ -288,6 +289,20 @@ def check_cached(name: str, usages: Sequence[dict[str, Any]]) -> None:
         print(f"  {later['prompt_tokens']} tokens of the prompt, {cached} of them cached")
 
 
+def check_same(plain: Sequence[Exchange], drafted: Sequence[Exchange]) -> None:
+    """Each request and each answer is the same with drafts as without."""
+    assert len(plain) == len(drafted), (len(plain), len(drafted))
+    for one, other in zip(plain, drafted, strict=True):
+        for name, first, second in zip(Exchange._fields, one, other, strict=True):
+            pairs = enumerate(zip(first, second, strict=False))
+            end = min(len(first), len(second))
+            place = next((at for at, (a, b) in pairs if a != b), end)
+            seen = [text[max(0, place - 200) : place + 200] for text in (first, second)]
+            assert first == second, f"drafts have changed the {name}: {seen}"
+    num_characters = sum(len(one.request) + len(one.answer) for one in plain)
+    print(f"  {len(plain)} requests and answers of {num_characters} characters are the same")
+
+
 def check(
     name: str,
     script: Callable[[Path], list[str]],
@@ -300,22 +315,25 @@ def check(
         note = folder / "note.txt"
         model.mkdir()
         make_agent(model, script(note), without_tools=WITHOUT_TOOLS.get(name, TITLE))
-        steps, lengths = [], []
+        steps: list[int] = []
+        exchanges: list[list[Exchange]] = []
         for num_drafts in (0, 32):
             for path in (home, folder):
                 path.mkdir()
             note.write_text("The sky is blue.\n", encoding="utf-8")
-            with served(model, Path(temporary) / "log", num_drafts) as server:
-                run(binaries, home, folder, server.url)
+            with (
+                served(model, Path(temporary) / "log", num_drafts) as server,
+                Recorder(int(server.url.rpartition(":")[2])) as recorder,
+            ):
+                run(binaries, home, folder, recorder.url)
                 assert note.read_text(encoding="utf-8") == "The sky is green.\n"
-                usages = server.usages()
-                check_cached(name, usages)
+                check_cached(name, server.usages())
                 steps.append(server.num_steps())
-                lengths.append(sorted(usage["completion_tokens"] for usage in usages))
+                exchanges.append(sorted(recorder.exchanges))
             for path in (home, folder):
                 shutil.rmtree(path)
         print(f"  {steps[0]} steps without drafts, {steps[1]} with")
-        assert lengths[0] == lengths[1], lengths
+        check_same(*exchanges)
         assert steps[1] < steps[0], steps
 
 
