@@ -102,6 +102,8 @@ class EngineSettings(TypedDict, total=False):
     hint_seconds: float
     max_hint_seconds: float
     max_hint_share: float
+    advice: bool
+    otlp_traces_endpoint: str | None
     trace: str | None
     trace_hash_block: int | None
     kv_events: str | None
@@ -411,6 +413,10 @@ class HintSettings(SettingsGroup):
 class ExportSettings(SettingsGroup):
     """What the engine records and publishes.
 
+    advice              follow the traffic: what more memory would be worth, and why tokens were
+                        computed; see docs/advice.md
+    otlp_traces_endpoint  URL of an OpenTelemetry collector, which gets spans of each request (OTLP
+                        over HTTP): http://localhost:4318/v1/traces. Needs the extra [otel]
     trace               file to which every finished request is appended, for `radixserve replay`
     trace_hash_block    block size in tokens: the trace gets keyed hashes of blocks in place of
                         token ids
@@ -420,6 +426,8 @@ class ExportSettings(SettingsGroup):
     kv_events_block_size  tokens per block of these messages, whatever the page_size
     """
 
+    advice: bool = True
+    otlp_traces_endpoint: str | None = None
     trace: str | None = None
     trace_hash_block: int | None = None
     kv_events: str | None = None
@@ -427,6 +435,15 @@ class ExportSettings(SettingsGroup):
     kv_events_block_size: int = 16
 
     def _check(self) -> None:
+        self._check_bools("advice")
+        url = self.otlp_traces_endpoint
+        if url is not None and not re.match(
+            r"https?://\S+", check_str("otlp_traces_endpoint", url)
+        ):
+            raise InvalidRequest(
+                "otlp_traces_endpoint must be a URL such as http://localhost:4318/v1/traces, "
+                f"got {shown(url)}"
+            )
         self._check_ints(trace_hash_block=(1, 4096), kv_events_block_size=(1, 4096))
         if self.trace is not None and not check_str("trace", self.trace):
             raise InvalidRequest("trace must be None or the path of a file, got ''")

@@ -86,6 +86,80 @@ class WeightStats(TypedDict):
     is_paused: int  # 1 while no step runs
 
 
+class AdviceStats(TypedDict):
+    """What an engine that follows its traffic has counted; see `Runtime.advice`."""
+
+    computed: dict[str, int]  # prompt tokens by reason: see `ComputedTokens`
+    regretted_tokens: int  # evicted, and computed again within a minute
+    lines: list[str]  # the advice in a sentence; of several replicas one each
+
+
+class CurvePoint(TypedDict):
+    """A cache size, and the hit rate that LRU would have had so far."""
+
+    tokens: int
+    bytes: int
+    hit_rate: float
+
+
+class CacheAdvice(TypedDict):
+    """What the traffic so far says about the cache; rates are parts of the prompt tokens."""
+
+    seconds: float  # since the engine's start
+    requests: int  # that have ended
+    prompt_tokens: int  # of requests that have arrived
+    reused_tokens: int
+    pool: CurvePoint  # the present size
+    enough: CurvePoint  # the size that reuses 95 % of what is reusable
+    next_gib: float  # the hit rate that one GiB more adds
+    most_reusable: float  # hit rate of an unlimited cache, as far as is remembered
+    curve: list[CurvePoint]
+    computed: dict[str, int]  # see `AdviceStats`
+    evicted_tokens: int
+    regretted_tokens: int
+    line: str
+
+
+class Worth(TypedDict):
+    """What caching has saved. A request that ended early counts the tokens that it processed."""
+
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    saved_s: float  # what the cached tokens would have taken to compute
+
+
+class SessionWorth(Worth):
+    """The same, of one session."""
+
+    tenant: str
+    session: str
+
+
+class RequestWorth(TypedDict):
+    """The same, of one request."""
+
+    request_id: str
+    tenant: str
+    session: str
+    arrived_at: float  # in seconds since 1970
+    prompt_tokens: int
+    cached_tokens: int
+    saved_s: float
+    ttft_s: float | None  # until its first token
+
+
+class CacheWorth(Worth):
+    """The same, in sum, by tenant, by session, and of the last requests."""
+
+    token_s: float  # measured seconds of a computed prompt token
+    tenants: dict[str, Worth]
+    sessions: list[SessionWorth]  # the last used one last
+    last: list[RequestWorth]
+    parts: dict[str, float]  # of the time of steps: schedule, prepare, forward, sample, commit
+
+
 class EngineStats(TypedDict):
     """Counters since the start and gauges; see `PrefixCache.stats`, `SchedulerStats` and
     `Engine.stats`."""
@@ -166,6 +240,8 @@ class EngineStats(TypedDict):
     last_minute: LastMinute
     ended_extensions: list[str]  # names of those that have failed
     kv_store: NotRequired[StoreStats]  # of an engine that has one
+    advice: NotRequired[AdviceStats]  # of an engine that follows its traffic
+    worth: NotRequired[dict[str, float]]  # of the same: saved_s, see `Worth`
     schedule_s: float
     prepare_s: float
     forward_s: float

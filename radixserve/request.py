@@ -459,6 +459,7 @@ class Request:
     prediction: IntArray | None = None  # [n] params.prediction as token ids
     num_resumed_tokens: int = 0  # last tokens of `token_ids` that the answer begins with
     adapter: AdapterUse | None = None
+    trace_headers: Mapping[str, str] | None = None  # W3C trace context of its caller
     namespace: Namespace = field(init=False)  # params.namespace as a record
 
     def __post_init__(self) -> None:

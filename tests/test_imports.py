@@ -45,10 +45,12 @@ FLOORS = [
     ["radixserve.engine"],
     [
         "radixserve.adapters",
+        "radixserve.advice",
         "radixserve.drafts",
         "radixserve.epochs",
         "radixserve.hints",
         "radixserve.kv_events",
+        "radixserve.spans",
         "radixserve.store",
     ],
     ["radixserve.api"],
@@ -77,6 +79,7 @@ CONTROL_PLANE = (
 SATELLITES = (
     "adapters",
     "admission_policies",
+    "advice",
     "beams",
     "cache_layers",
     "drafts",
@@ -86,6 +89,7 @@ SATELLITES = (
     "kv_events",
     "retention",
     "scores",
+    "spans",
     "store",
     "tenants",
 )

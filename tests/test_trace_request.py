@@ -38,6 +38,12 @@ def test_a_request_costs_no_more_calls_than_it_did() -> None:
     assert 1 <= num_matches <= 2
 
 
+def test_following_the_traffic_costs_no_call_in_a_step() -> None:
+    num_calls, num_files, *_ = trace("--advice")
+    assert num_calls <= 81
+    assert num_files <= 28
+
+
 def test_drafts_cost_few_calls_where_nothing_is_drafted() -> None:
     num_calls, num_files, *_ = trace("--max-draft-tokens=32")
     assert 81 < num_calls <= 81 + 8

@@ -1,6 +1,7 @@
 """Prints what one request costs in Python: calls, files, records, and matches against the tree.
 
-    python tools/trace_request.py [--max-tokens N] [--max-draft-tokens N] [--calls] [--records]
+    python tools/trace_request.py [--max-tokens N] [--max-draft-tokens N] [--advice] [--calls]
+        [--records] [--objects]
 
 Runs `Runtime("demo").generate` to warm up, and once under a profiler in every thread, with a prompt
 whose beginning is cached. Only functions of radixserve and radixserve_kernels count.
@@ -182,6 +183,7 @@ def main() -> None:
     )
     parser.add_argument("--max-tokens", type=int, default=16, help="of the answer")
     parser.add_argument("--max-draft-tokens", type=int, default=0, help="of a row (default: 0)")
+    parser.add_argument("--advice", action="store_true", help="with the extensions that follow it")
     parser.add_argument("--calls", action="store_true", help="list a decode step's calls")
     parser.add_argument("--records", action="store_true", help="list the classes of records")
     parser.add_argument("--objects", action="store_true", help="list the other classes")
@@ -192,7 +194,9 @@ def main() -> None:
     tracer = Tracer()
     threading.setprofile(tracer)
     params = SamplingParams(max_tokens=args.max_tokens, temperature=0.0, ignore_eos=True)
-    with Runtime("demo", num_pages=4096, max_draft_tokens=args.max_draft_tokens) as rt:
+    with Runtime(
+        "demo", num_pages=4096, max_draft_tokens=args.max_draft_tokens, advice=args.advice
+    ) as rt:
         rt.generate(PROMPTS[0], params)
         sys.setprofile(tracer)
         tracer.start()

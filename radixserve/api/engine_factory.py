@@ -11,6 +11,8 @@ from radixserve.adapters.extension import AdapterExtension
 from radixserve.adapters.loading import read_again
 from radixserve.adapters.table import AdapterTable
 from radixserve.admission_policies import make_admission
+from radixserve.advice.extension import AdviceExtension
+from radixserve.advice.worth import WorthExtension
 from radixserve.beams.searches import BeamSearches
 from radixserve.cache import HashBlockCache, PrefixCache, RadixCache
 from radixserve.cache_layers import RecurrentLayers, WindowedLayers
@@ -106,6 +108,12 @@ def _make_cache(runner: ModelRunner, config: EngineConfig) -> PrefixCache:
 def _extend(engine: Engine, config: EngineConfig, adapters: AdapterTable | None) -> None:
     limits = HintLimits(config.hint_seconds, config.max_hint_seconds, config.max_hint_share)
     engine.extend(HintExtension(engine, limits))
+    if config.advice and config.cache != "off":  # before extensions that hold requests back
+        each, has_blocks = engine.runner.info.kv_bytes_per_token, config.cache == "hash"
+        engine.extend(AdviceExtension(engine.cache, each, has_blocks=has_blocks))
+        engine.extend(WorthExtension(engine.prefill_cost, engine.stats))
+    if config.otlp_traces_endpoint is not None:
+        _send_spans(engine, config.otlp_traces_endpoint)
     if config.trace is not None:
         engine.extend(TraceRecorder(config.trace, config.trace_hash_block))
     main = None
@@ -118,6 +126,18 @@ def _extend(engine: Engine, config: EngineConfig, adapters: AdapterTable | None)
     engine.extend(WeightEpochs(engine))
     if config.kv_events is not None:
         _publish_events(engine, config, config.kv_events, adapters)
+
+
+def _send_spans(engine: Engine, endpoint: str) -> None:
+    try:
+        from radixserve.spans.extension import SpanExtension
+    except ImportError as error:
+        raise InvalidRequest(
+            f'otlp_traces_endpoint needs more packages ({error}): pip install "radixserve[otel]"'
+        ) from None
+    path = engine.runner.model_path
+    model = engine.runner.info.architecture if path is None else path.name
+    engine.extend(SpanExtension(endpoint, model))
 
 
 def _publish_events(

@@ -149,11 +149,14 @@ class RequestBuilder:
         keeps_guidance_options: bool = False,
         marks_turns: bool = False,
         adapters: AdapterTable | None = None,
+        trace_headers: Callable[[], Mapping[str, str] | None] = lambda: None,
     ) -> None:
         """`end_ids`: the model's end tokens. `seed`: from which requests without a seed draw
         theirs. `sampling_defaults`: of fields that params leave out. `keeps_guidance_options`: as
         in EngineConfig.allow_guidance_options. `marks_turns`: whether requests name their
-        `turn_starts`. `adapters`: those that requests may name."""
+        `turn_starts`. `adapters`: those that requests may name. `trace_headers`: returns the W3C
+        trace context of the caller."""
+        self._trace_headers = trace_headers
         self.reader = reader
         self.adapters = AdapterTable() if adapters is None else adapters
         self.grammars = GrammarCompiler(
@@ -305,6 +308,7 @@ class RequestBuilder:
             logprob_targets=ids[first:] if scores_prompt else None,
             also_generate=scores_prompt,
             turn_starts=turn_starts(ids, self._turn_marks),
+            trace_headers=self._trace_headers(),
         )
 
     def _maker(self, params: SamplingParams) -> MakeRequest:

@@ -140,6 +140,11 @@ class Runtime(RuntimeGeneration, RuntimeCache, RuntimeHints, RuntimeWeights):
         self.max_seq_len: int
         self.max_seq_len, limit = sequence_limit(self.config, facts.model, facts.capacity)
         reader = PromptReader(self.tokenizer, facts.model.vocab_size, self.max_seq_len, limit)
+        tracing: dict[str, Any] = {}
+        if self.config.otlp_traces_endpoint is not None:
+            from radixserve.spans.context import current_headers
+
+            tracing["trace_headers"] = current_headers
         self._builder = RequestBuilder(
             reader,
             frozenset(facts.model.eos_ids),
@@ -151,6 +156,7 @@ class Runtime(RuntimeGeneration, RuntimeCache, RuntimeHints, RuntimeWeights):
             keeps_guidance_options=self.config.allow_guidance_options,
             marks_turns=bool(facts.model.states),
             adapters=self._adapters,
+            **tracing,
         )
         self._core = core
         self._client = EngineClient(core, self._builder, notifier)

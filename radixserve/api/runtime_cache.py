@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
+from radixserve.advice.messages import GetAdvice, GetWorth
 from radixserve.api.arguments import check_path, check_type
 from radixserve.api.client import RuntimeMethods
 from radixserve.api.settings import ChatSettings, chat_options
@@ -14,7 +15,15 @@ from radixserve.api.tree_view import flat_tree
 from radixserve.cache import Lookup, SnapshotView
 from radixserve.checks import check_int, check_text
 from radixserve.engine import messages
-from radixserve.reports import EngineStats, EngineStatus, EvictionCandidate, FlatTreeDump, TreeDump
+from radixserve.reports import (
+    CacheAdvice,
+    CacheWorth,
+    EngineStats,
+    EngineStatus,
+    EvictionCandidate,
+    FlatTreeDump,
+    TreeDump,
+)
 from radixserve.request import num_unmarked
 from radixserve.store.messages import FindStored, ListStored, LoadPrefix, OpenStore, SavePrefix
 from radixserve.text.prompts import Prompt, check_prompts
@@ -57,6 +66,20 @@ class RuntimeCache(RuntimeMethods):
         """Returns counters and gauges of cache and scheduler, and the seconds spent by part of a
         step, see `EngineStats`."""
         return self._client.core.call(messages.GetStats())
+
+    def advice(self) -> CacheAdvice | None:
+        """Returns what the traffic so far says about the cache: the hit rate by size, the size that
+        is enough, why tokens were computed; see docs/advice.md. None with `advice=False` and with
+        cache="off"."""
+        return self._client.core.call(GetAdvice())
+
+    def cache_worth(self, tenant: str | None = None) -> CacheWorth | None:
+        """Returns what caching has saved since the start, in tokens and in seconds by the measured
+        cost of a computed token, in sum, by tenant and session; of one tenant if it is given. None
+        where `advice` is None."""
+        if tenant is not None:
+            check_text("tenant", tenant)
+        return self._client.core.call(GetWorth(tenant))
 
     @overload
     def cache_tree(

@@ -49,6 +49,7 @@ CHOICES: dict[str, Sequence[str]] = {**ENGINE_CHOICES, "reasoning_parser": REASO
 FIELD_METAVARS = {
     "tool_call_parser": "NAME",
     "device": "DEVICE",
+    "otlp_traces_endpoint": "URL",
     "trace": "FILE",
     "kv_store": "FOLDER",
     "kv_store_size": "BYTES",
@@ -64,6 +65,7 @@ FIELD_METAVARS = {
     "ready_timeout": "SECONDS",
     "session_lease": "SECONDS",
     "autoscaling": "SETTINGS",
+    "prices": "LIST",
     "ray_address": "ADDRESS",
     "namespace": "NAME",
     "session": "NAME",

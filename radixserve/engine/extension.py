@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -58,6 +59,9 @@ class EngineExtension:
 
     def let_go(self, request_id: str) -> None:
         """A request that it holds is scheduled or ended without it."""
+
+    def on_held(self, request: Request, held_s: float) -> None:
+        """Another extension has held a request back for so long, and it is scheduled now."""
 
     def before_step(self, *, may_wait: bool) -> None:
         """The next step is about to be scheduled. `may_wait`: nothing else is to be done, so that
@@ -129,6 +133,7 @@ class HeldRequest(NamedTuple):
     extension: EngineExtension
     others: tuple[EngineExtension, ...]  # that may hold it after this one
     admit: Callable[[int], None]  # passes it to the scheduler
+    since: float  # time.monotonic()
 
 
 class Extensions:
@@ -158,6 +163,7 @@ class Extensions:
         self.of_before_step = self._overriding("before_step")
         self.of_after_step = self._overriding("after_step")
         self.of_on_outputs = self._overriding("on_outputs")
+        self._on_held = self._overriding("on_held")
         self._on_release = self._overriding("on_release")
         self._on_finish = self._overriding("on_finish")
         self.of_has_work = self._overriding("has_work")
@@ -204,7 +210,7 @@ class Extensions:
     ) -> bool:
         for place, extension in enumerate(extensions):
             others = extensions[place + 1 :]
-            held = HeldRequest(request, queued_at, extension, others, admit)
+            held = HeldRequest(request, queued_at, extension, others, admit, time.monotonic())
             release = partial(self._release, held)
             call = partial(extension.hold, request, queued_at, release)
             if self._call(extension, call):
@@ -213,9 +219,12 @@ class Extensions:
         return False
 
     def _release(self, held: HeldRequest, num_loaded: int) -> None:
-        request, queued_at, _, others, admit = held
+        request, queued_at, _, others, admit, since = held
         if self._held.get(request.request_id) is held:
             del self._held[request.request_id]
+            held_s = time.monotonic() - since
+            for extension in self._on_held:
+                self._call(extension, partial(extension.on_held, request, held_s))
             admit_all = partial(_admit, admit, num_loaded)
             if not self._offer(request, queued_at, others, admit_all):
                 admit_all(0)

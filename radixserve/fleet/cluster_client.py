@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from radixserve.advice.messages import GetAdvice, GetWorth
+from radixserve.advice.report import join_advice, join_worth
 from radixserve.cache.stats import hit_rate
 from radixserve.engine import messages
 from radixserve.engine.core_client import EngineFacts
@@ -71,6 +73,12 @@ async def ask_replicas(message: EngineMessage[Any], links: Links, router: Replic
     match message:
         case messages.GetStats() | GetHeld():
             return add_stats(await _ask_all(message, links))
+        case GetAdvice():
+            known = [one for one in await _ask_all(message, links) if one is not None]
+            return join_advice(known) if known else None
+        case GetWorth():
+            counted = [one for one in await _ask_all(message, links) if one is not None]
+            return join_worth(counted) if counted else None
         case messages.LookUpPrompt(token_ids, namespace):
             return await _ask_one(message, links, router.best(token_ids, namespace))
         case messages.ClaimSessions(claims):

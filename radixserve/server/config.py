@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from radixserve.advice.worth import Prices
 from radixserve.checks import (
     StrictFields,
     check_choice,
@@ -102,6 +103,8 @@ class ServerConfig(StrictFields):
                         their number at the beginning, by default min_replicas
     ray_address         address of a running Ray cluster for the replicas, "auto" for the one that
                         Ray finds; default: they are started on this machine
+    prices              price list of prompt tokens, per million, by which /v1/cache/worth says what
+                        caching saved: "input=3,cached_input=0.3,currency=EUR"
     log_requests        write a line of JSON per request to standard error, but not for requests of
                         health and metrics that succeed
     log_probes          with log_requests, also write lines for health and metrics
@@ -142,6 +145,7 @@ class ServerConfig(StrictFields):
     replicas: int = 0
     autoscaling: str | Autoscaling | None = None
     ray_address: str | None = None
+    prices: str | Prices | None = None
     log_requests: bool = False
     log_probes: bool = False
 
@@ -171,6 +175,8 @@ class ServerConfig(StrictFields):
             "log_requests",
             "log_probes",
         )
+        if self.prices is not None and not isinstance(self.prices, Prices):
+            object.__setattr__(self, "prices", Prices.read("prices", self.prices))
         if self.autoscaling is not None:
             rule = Autoscaling.read("autoscaling", self.autoscaling)
             object.__setattr__(self, "autoscaling", rule)

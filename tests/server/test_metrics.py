@@ -71,6 +71,19 @@ def test_the_dashboard_asks_for_what_is_there(served: LocalServer) -> None:
             assert f"\n{name}" in text, name
 
 
+def test_the_alerts_ask_for_what_is_there(served: LocalServer) -> None:
+    yaml = pytest.importorskip("yaml")
+    served.client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
+    text = served.client.get("/metrics").text
+    (group,) = yaml.safe_load((ROOT / "docs" / "radixserve-alerts.yml").read_text())["groups"]
+    assert len(group["rules"]) > 5
+    for rule in group["rules"]:
+        assert rule["annotations"]["summary"]
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        for name in re.findall(r"radixserve:\w+", rule["expr"]):
+            assert f"\n{name}" in text, name
+
+
 def test_every_metric_stands_in_the_documentation(served: LocalServer) -> None:
     _, names = read(served)
     page = (ROOT / "docs" / "serving.md").read_text().split("## Metrics")[1].split("\n## ")[0]

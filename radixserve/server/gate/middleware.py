@@ -95,7 +95,8 @@ class RequestMiddleware:
             receive = await self._admit(scope, receive)
             if scope["method"] == "HEAD" and scope["path"] in self._public_paths:
                 scope = {**scope, "method": "GET"}  # uvicorn does not send the body
-            await self._app(scope, receive, send_with_id)
+            with self._server.trace_of(scope):
+                await self._app(scope, receive, send_with_id)
         except ApiError as error:
             self._server.counters.rejected[error.code or str(error.status)] += 1
             await error_response(error, scope)(scope, receive, send_with_id)

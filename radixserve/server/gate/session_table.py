@@ -142,6 +142,13 @@ def namespace_of(name: str) -> str:
     return rest[: int(length)]
 
 
+def session_id_in(name: str) -> str:
+    """The client's name of the session in a name that `SessionTable.name` returned; other names,
+    as Python's, are returned as they are."""
+    length, _, rest = name.partition(":")
+    return rest[int(length) + 1 :] if length.isdecimal() else name
+
+
 def check_session_id(session_id: str | None) -> None:
     """Raise ApiError 400 for an id that is empty or too long."""
     if session_id is not None and not 0 < len(session_id) <= _MAX_ID:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from starlette.requests import Request
+from starlette.types import Scope
 
 from radixserve.api.runtime import Runtime
 from radixserve.cache.namespace import as_namespace
@@ -57,6 +60,7 @@ class AppState:
         self.logged_fields: set[tuple[str, str]] = set()  # (path, name) of logged skipped fields
         self.num_billing_headers = 0  # taken out of system prompts
         self.branches = BranchTable(config.session_lease, config.max_conversations)
+        self.trace_of: Callable[[Scope], AbstractContextManager[Any]] = nullcontext
         self._sessions: SessionTable | None = None
         self._runtime: Runtime | None = None
         self._token_texts: TokenTexts | None = None
@@ -68,6 +72,10 @@ class AppState:
         self._sessions = SessionTable(
             self.config.session_lease, self.config.max_conversations, runtime.close_session
         )
+        if runtime.config.otlp_traces_endpoint is not None:
+            from radixserve.spans.context import trace_of
+
+            self.trace_of = trace_of
         self._token_texts = TokenTexts(runtime.tokenizer)
         self._parser_configs = OutputParserConfigs(
             runtime.tokenizer, self.config.tool_call_parser, self.config.reasoning_parser

@@ -1,4 +1,4 @@
-"""The cache over HTTP: /v1/cache/lookup, stats, tree, flush, and DELETE /v1/sessions/{id}."""
+"""The cache over HTTP: /v1/cache/lookup, stats, advice, worth, tree, flush; closed sessions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from radixserve.advice.worth import Prices
 from radixserve.server.gate.json_body import JsonRoute
 from radixserve.server.gate.limits import Ration
+from radixserve.server.gate.session_table import session_id_in
 from radixserve.server.gate.state import caller_of, check_admin, namespace_of, server_of
 from radixserve.server.gate.tenants import Caller
 from radixserve.server.prompt.chat_prompt import ChatPrompt, read_chat
@@ -85,6 +87,41 @@ async def stats(request: Request) -> Response:
     counters["conversations"] = len(server.conversations)
     counters["server_sessions"] = len(server.sessions)
     return answer(counters)
+
+
+@router.get("/v1/cache/advice")
+async def advice(request: Request) -> Response:
+    """What the traffic so far says about the cache: hit rate by size, and why tokens were computed;
+    needs an admin key, since it is about the requests of all tenants."""
+    check_admin(request)
+    found = await asyncio.to_thread(server_of(request).runtime.advice)
+    if found is None:
+        raise ApiError(404, "this server does not follow its traffic: start it with advice")
+    return answer({**found})
+
+
+@router.get("/v1/cache/worth")
+async def worth(request: Request) -> Response:
+    """What caching has saved, in tokens, seconds and by the server's price list: of all tenants for
+    an admin, else of the caller's own requests, without seconds, which depend on others' load."""
+    server, caller = server_of(request), caller_of(request)
+    tenant = None if caller.is_admin else caller.tenant
+    document: Any = await asyncio.to_thread(server.runtime.cache_worth, tenant)
+    if document is None:
+        raise ApiError(404, "this server does not follow its traffic: start it with advice")
+    prices = server.config.prices
+    assert prices is None or isinstance(prices, Prices)
+    if prices is not None:
+        document["prices"] = prices._asdict()
+    each = (document, *document["tenants"].values(), *document["sessions"], *document["last"])
+    for one in each:
+        if prices is not None:
+            one["saved_money"] = prices.saved(one["cached_tokens"])
+        if "session" in one:
+            one["session"] = session_id_in(one["session"]) if one["session"] else None
+        for name in () if caller.is_admin else ("saved_s", "ttft_s", "token_s", "parts"):
+            one.pop(name, None)
+    return answer(document)
 
 
 @router.get("/v1/cache/tree")

@@ -148,6 +148,15 @@ class _Figures(Collector):
         for name, key, text in _DRAFT_COUNTERS:
             by_source = {source: each[key] for source, each in stats.get("drafts", {}).items()}
             yield from self._by_label(name, "source", Counter(by_source), text)
+        if (advice := stats.get("advice")) is not None:
+            text = "computed prompt tokens by reason: see docs/advice.md"
+            counts = Counter(advice["computed"])
+            yield from self._by_label("computed_tokens_by_reason", "reason", counts, text)
+            text = "evicted, and computed again within a minute"
+            regretted = float(advice["regretted_tokens"])
+            yield from self._counters("regretted_tokens", None, text, regretted)
+            text = "of computing prompts that caching saved, by the measured cost of a token"
+            yield from self._counters("saved_seconds", None, text, stats["worth"]["saved_s"])
         ended = float(len(stats["ended_extensions"]))
         text = "extensions of the engine, such as the store, that have failed"
         yield from self._gauges("ended_extensions", None, text, ended)

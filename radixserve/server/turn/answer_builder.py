@@ -143,7 +143,11 @@ class ChoicesBuilder(AnswerBuilder):
         if not self.server.config.enable_per_request_metrics:
             return {}
         completions = [completion for group in groups for completion in group]
-        return {"metrics": request_metrics(completions[0]) if len(completions) == 1 else None}
+        if len(completions) != 1:
+            return {"metrics": None}
+        stats = self.server.runtime.status().stats
+        token_s = stats.get("prefill_s", 0.0) / max(1, stats.get("prefilled_tokens", 0))
+        return {"metrics": request_metrics(completions[0], token_s)}
 
     def final_members(self) -> dict[str, Any]:
         """Members of an answer that are known only after its end: the answers to hints."""

@@ -74,9 +74,10 @@ def loaded_field(loaded: int, name: str = "loaded_tokens") -> dict[str, int]:
     return {name: loaded} if loaded else {}
 
 
-def request_metrics(completion: Completion) -> dict[str, float | None]:
+def request_metrics(completion: Completion, token_s: float) -> dict[str, float | None]:
     """vLLM's `metrics` of an answer: its times in milliseconds, None for what did not happen, and
-    its tokens per second from admission on."""
+    its tokens per second from admission on; ours: the time that caching saved. `token_s`: seconds
+    of a computed prompt token."""
     times, num_tokens = completion.metrics, len(completion.token_ids)
     prefill_s, decode_s = times.prefill_s, times.decode_s
     computed_s = None if times.queue_s is None else times.total_s - times.queue_s
@@ -87,6 +88,7 @@ def request_metrics(completion: Completion) -> dict[str, float | None]:
         "queue_time_ms": _ms(times.queue_s),
         "mean_itl_ms": _ms(mean_s),
         "tokens_per_second": num_tokens / computed_s if computed_s else None,
+        "saved_by_cache_ms": 1e3 * token_s * completion.usage.cached_tokens,
     }
 
 

@@ -1,0 +1,1 @@
+"""OpenTelemetry spans of requests, an extension of the engine. See docs/advice.md."""
