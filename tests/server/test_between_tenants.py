@@ -110,11 +110,14 @@ ROUTES: list[tuple[str, str, Any]] = [
     ("post", "/v1/cache/lookup", {"prompt": PROMPT}),
     ("post", "/v1/cache/hints", {"hints": [{"verb": "demote", "prompt": PROMPT}]}),
     ("post", "/v1/cache/snapshot", {}),
+    ("post", "/v1/cache/allocator", {"script": [{"add": "a", "prompt": PROMPT}]}),
     ("get", "/v1/cache/tree", None),
     ("get", "/v1/cache/stats", None),
+    ("get", "/v1/cache/worth", None),
     ("delete", "/v1/sessions/{session}", None),
 ]
 ADMIN_ROUTES = [
+    ("get", "/v1/cache/advice"),
     ("get", "/metrics"),
     ("get", "/load"),
     ("get", "/get_server_info"),
@@ -158,6 +161,7 @@ def seen_by(served: LocalServer, name: str) -> dict[str, Any]:
     now = usage_of(served, name)
     seen["get /v1/cache/stats"] |= {key: now[key] - count[key] for key in now}
     seen["post /v1/cache/snapshot"].pop("counters")  # as in /v1/cache/stats
+    seen["get /v1/cache/worth"] = sorted(seen["get /v1/cache/worth"]["tenants"])  # sums, too
     return {path: _without_ids(answer) for path, answer in seen.items()}
 
 

@@ -49,7 +49,7 @@ def guarded(
 
 
 def test_the_files_need_no_key_and_allow_no_script_but_their_own(guarded: LocalServer) -> None:
-    scripts = [(f"/page/{name}.js", "javascript") for name in ("page", "chat")]
+    scripts = [(f"/page/{name}.js", "javascript") for name in ("page", "chat", "teach")]
     for path, kind in (("/", "html"), ("/page/style.css", "css"), *scripts):
         answer = guarded.client.get(path)
         assert answer.status_code == 200
@@ -67,9 +67,10 @@ def test_the_files_need_no_key_and_allow_no_script_but_their_own(guarded: LocalS
 def test_the_page_stays_small() -> None:
     folder = Path(__file__).parents[2] / "radixserve/server/routes/dashboard"
     sizes = {path.name: len(path.read_text().splitlines()) for path in folder.iterdir()}
-    assert sorted(sizes) == ["chat.js", "index.html", "page.js", "style.css"]
-    assert sizes["page.js"] <= 940
+    assert sorted(sizes) == ["chat.js", "index.html", "page.js", "style.css", "teach.js"]
+    assert sizes["page.js"] <= 945
     assert sizes["chat.js"] <= 460
+    assert sizes["teach.js"] <= 60
     assert sizes["style.css"] < 250
 
 
@@ -185,7 +186,7 @@ class FakeRuntime:
         self._runtime = runtime
         self._cost_s = cost_s
         self.num_taken = 0
-        self.tokenizer = runtime.tokenizer
+        self.tokenizer, self.config = runtime.tokenizer, runtime.config
         self.close_session = runtime.close_session
 
     def cache_snapshot(self, view: SnapshotView) -> dict[str, Any]:

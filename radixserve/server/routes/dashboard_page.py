@@ -1,5 +1,5 @@
-"""The dashboard at /: its files, the snapshots that it reads (/v1/cache/snapshot), and the
-comparison of caches that it shows (/v1/cache/compare)."""
+"""The dashboard at /: its files, the snapshots that it reads (/v1/cache/snapshot), the
+comparison of caches that it shows (/v1/cache/compare), and the teaching allocator."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from starlette.responses import Response
 from radixserve.api.runtime import Runtime
 from radixserve.cache import SnapshotView
 from radixserve.config import CacheKind
+from radixserve.replay.teaching import NUM_PAGES, PAGE_SIZE, play
 from radixserve.request import MAX_TOKEN_IDS, SamplingParams
 from radixserve.server.gate.json_body import JsonRoute
 from radixserve.server.gate.limits import SHARE, Ration
@@ -24,7 +25,7 @@ from radixserve.server.gate.state import AppState, caller_of, check_admin
 from radixserve.server.gate.tenants import Caller
 from radixserve.server.wire.errors import ApiError
 from radixserve.server.wire.json_response import answer, dump
-from radixserve.server.wire.schema import SnapshotRequest
+from radixserve.server.wire.schema import SnapshotRequest, TeachingRequest
 
 router = APIRouter(route_class=JsonRoute)
 _FOLDER = Path(__file__).parent / "dashboard"
@@ -33,6 +34,7 @@ _FILES = {
     "/page/style.css": ("style.css", "text/css; charset=utf-8"),
     "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/page/chat.js": ("chat.js", "text/javascript; charset=utf-8"),
+    "/page/teach.js": ("teach.js", "text/javascript; charset=utf-8"),
 }
 PATHS = frozenset(_FILES)  # need no key: they are static files
 _HEADERS = {
@@ -51,6 +53,7 @@ _MAX_PATH = 100_000
 @router.get("/page/style.css", include_in_schema=False)
 @router.get("/page/page.js", include_in_schema=False)
 @router.get("/page/chat.js", include_in_schema=False)
+@router.get("/page/teach.js", include_in_schema=False)
 async def file(request: Request) -> Response:
     name, kind = _FILES[request.url.path]
     return Response((_FOLDER / name).read_bytes(), headers=_HEADERS, media_type=kind)
@@ -93,6 +96,14 @@ async def compare(request: Request) -> Response:
     """
     check_admin(request)
     return answer(await request.app.state.comparison.run())
+
+
+@router.post("/v1/cache/allocator")
+async def allocator(body: TeachingRequest) -> Response:
+    """Play a script of requests on a cache of its own with 24 pages of 4 tokens, and return the
+    state after each action. Nothing of it is kept."""
+    states = await asyncio.to_thread(play, body.script, body.cache or "radix")
+    return answer({"pages": NUM_PAGES, "page_size": PAGE_SIZE, "states": states})
 
 
 EVERY_S = 0.4  # the least age at which a snapshot is replaced

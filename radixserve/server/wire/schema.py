@@ -488,6 +488,13 @@ class SnapshotRequest(Body):
     path: Ids | None = None
 
 
+class TeachingRequest(Body):
+    """A script for the teaching allocator, see `radixserve.replay.teaching`."""
+
+    script: Bounded[dict[str, Any]]
+    cache: Literal["radix", "hash", "off"] | None = None
+
+
 class ScoreRequest(CacheFields):
     """The body of /v1/score: a prompt, and the candidates to score as its continuation."""
 
