@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from radixserve._version import __version__
@@ -39,6 +40,7 @@ time of a step is modelled.
 examples:
   radixserve replay requests.jsonl
   radixserve replay requests.jsonl --advise --model-config ./my-checkpoint
+  radixserve replay requests.jsonl --diagnose --tokenizer ./my-checkpoint
   radixserve replay workload:all --baseline
   radixserve replay requests.jsonl --cache-tokens 1M,4M,16M --policy lru,arc --sessions
   radixserve replay requests.jsonl --index radix,hash --page-size 1,16 --json
@@ -96,6 +98,7 @@ DEFAULT_INTERVAL = 512  # tokens between kept recurrent states, with --state-tok
 _COMMON = (
     "--json",
     "--advise",
+    "--diagnose",
     "--baseline",
     "--plot",
     "--limit",
@@ -114,9 +117,16 @@ _OUTPUTS = {
     "--json": "print one JSON document instead",
     "--advise": "instead of the other replays: the cache size that this traffic needs, what more "
     "memory or another cache is worth; sizes in --cache-tokens are replayed and compared",
+    "--diagnose": "instead of the other replays: what makes prompts part although the same text "
+    "follows, and what mending it is worth; --page-size is that of a cache of whole pages",
+    "--tokenizer MODEL": "with --diagnose, the tokenizer of a log of token ids, to show texts: a "
+    "checkpoint folder or GGUF file",
     "--baseline": "instead of the other replays: hit rate and time to first token with a cache and "
     "with none, a row for each trace",
     "--plot FILE": "draw plots into FILE (needs matplotlib)",
+    "--save-plot FILE": "with --advise: draw the hit rate by size, and why tokens are computed "
+    "over time with the first of --cache-tokens, by default with the advised size",
+    "--report FILE": "with --advise or --diagnose: write tables and pictures into one HTML file",
 }
 _TRACE = {"--limit N": "only the first N requests; of a made trace so many (default: 400)"}
 _CACHES = {
@@ -141,7 +151,12 @@ _CACHES = {
     "--kv-dtype NAME": 'with --model-config, the dtype of K/V: "auto" (that of the config), '
     '"bfloat16", "int8" or "fp8_e4m3"',
 }
-_MODES = ("--advise", "--baseline", "--closed-loop")  # kinds of replays, of which one is given
+_MODES = (
+    "--advise",
+    "--diagnose",
+    "--baseline",
+    "--closed-loop",
+)  # kinds of replays, of which one is given
 _OF_ADVICE = (  # of the caches' and the scheduler's options
     "--cache-tokens SIZES",
     "--bytes-per-token SIZE",
@@ -204,14 +219,17 @@ def run(args: argparse.Namespace) -> int:
     if lease is not None:
         check_float("--lease-s", lease, 0.0, float("inf"))
     _check_combination(args)
-    if args.plot is not None:
-        check_plot_path(args.plot)
+    for picture in (args.plot, args.save_plot):
+        if picture is not None:
+            check_plot_path(picture)
     if args.replicas is not None:
         return _run_replicas(args)
     if args.closed_loop:
         return _run_closed_loops(args)
     if args.advise:
         return _run_advice(args)
+    if args.diagnose:
+        return _run_diagnosis(args)
     if args.baseline:
         return _run_baseline(args)
     studies, documents = [], []
@@ -249,6 +267,17 @@ def _check_combination(args: argparse.Namespace) -> None:
         unused |= {"--sessions": False} | {usage: flag[1] for usage, flag in _SERVING.items()}
         unused = {usage: value for usage, value in unused.items() if usage not in _OF_ADVICE}
         _refuse(args, unused, "does not go with --advise")
+    if not args.diagnose:
+        _refuse(args, {"--tokenizer MODEL": None}, "needs --diagnose")
+    else:
+        unused = dict.fromkeys(("--order NAMES", *_CACHES)) | {"--sessions": False}
+        unused |= scheduling | dict.fromkeys(list(_LOOP)[2:])
+        unused |= {usage: lists[usage] for usage in ("--policy NAMES", "--index NAMES")}
+        _refuse(args, unused, "does not go with --diagnose")
+    if not args.advise:
+        _refuse(args, {"--save-plot FILE": None}, "needs --advise")
+        if not args.diagnose:
+            _refuse(args, {"--report FILE": None}, "needs --advise or --diagnose")
     if args.windows is None:
         _refuse(args, {"--swa-full-tokens-ratio X": None}, "needs --windows")
     if args.replicas is None:
@@ -332,6 +361,8 @@ def _traces(args: argparse.Namespace) -> Iterator[Trace]:
 
 def _run_advice(args: argparse.Namespace) -> int:
     from radixserve.replay import parse_tokens
+    from radixserve.replay.advice_plots import draw_advice, write_report
+    from radixserve.replay.losses import losses_over_time
     from radixserve.replay.sizing import Pricing, advice_document, advice_findings, advise
 
     serving = _servings(args)[0]
@@ -343,17 +374,69 @@ def _run_advice(args: argparse.Namespace) -> int:
     sizes = []
     if args.cache_tokens is not None:
         sizes = [parse_tokens(text) for text in _items("--cache-tokens", args.cache_tokens)]
-    documents = []
+    documents: list[dict[str, Any]] = []
+    contents: list[Any] = []
     for trace in _traces(args):
         kinds = _other_kinds(args, has_sessions=trace.num_sessions > 0)
         advice = advise(trace, pricing, sizes=sizes, kinds=kinds, watch=_bar)
         documents.append(advice_document(advice))
+        findings = advice_findings(documents[-1])
         if not args.json:
-            for finding in advice_findings(documents[-1]):
+            for finding in findings:
                 finding.print(make_console())
+        if args.save_plot is not None or args.report is not None:
+            losses = losses_over_time(trace, (sizes or [advice.recommended.cache_tokens])[0])
+            contents.append((findings, advice, losses))
+    if args.save_plot is not None:
+        draw_advice(contents[0][1], contents[0][2], args.save_plot)
+    if args.report is not None:
+        write_report(contents, args.report)
     if args.json:
         print(json.dumps({"radixserve": __version__, "traces": documents}, indent=2))
     return 0
+
+
+def _run_diagnosis(args: argparse.Namespace) -> int:
+    from radixserve.replay.advice_plots import write_report
+    from radixserve.replay.prefix_faults import (
+        diagnosis_document,
+        diagnosis_findings,
+        find_faults,
+    )
+
+    pages = [_page_size(text) for text in _items("--page-size", args.page_size)]
+    if len(pages) > 1:
+        raise InvalidRequest("--diagnose takes one --page-size")
+    tokenizer = None if args.tokenizer is None else _decoder(args.tokenizer)
+    documents, contents = [], []
+    for trace in _traces(args):
+        decode = partial(_join, trace.words) if trace.words else tokenizer
+        diagnosis = find_faults(trace, decode=decode, page_size=pages[0])
+        documents.append(diagnosis_document(diagnosis))
+        findings = diagnosis_findings(documents[-1])
+        contents.append((findings, None, None))
+        if not args.json:
+            for finding in findings:
+                finding.print(make_console())
+    if args.report is not None:
+        write_report(contents, args.report)
+    if args.json:
+        print(json.dumps({"radixserve": __version__, "traces": documents}, indent=2))
+    return 0
+
+
+def _join(words: Mapping[int, str], token_ids: Sequence[int]) -> str:
+    return "".join(words.get(token, "\ufffd") for token in token_ids)
+
+
+def _decoder(model: str) -> Callable[[Sequence[int]], str]:
+    """Token ids to text, with the tokenizer of a model. Raises InvalidRequest for one without."""
+    from radixserve.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(Path(as_path(model)))
+    if tokenizer is None:
+        raise InvalidRequest(f"--tokenizer: {model} has no tokenizer")
+    return tokenizer.decode
 
 
 def _other_kinds(

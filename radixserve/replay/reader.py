@@ -20,7 +20,7 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -208,6 +208,7 @@ def read_trace(
         num_output=lengths[1],
         has_times=has_time[0],
         sessions_inferred=is_inferred,
+        words=trace_format.words,
     )
 
 
@@ -236,6 +237,8 @@ def _format_of(header: dict[str, Any], first: Line) -> _HashFormat | _TextFormat
 
 
 class _HashFormat:
+    words: Mapping[int, str] = {}
+
     def __init__(self, header: dict[str, Any], first: Line) -> None:
         size = header.get("block_size", 512)
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= 1 << 20:
@@ -281,6 +284,7 @@ class _PackedFormat:
 
     def __init__(self) -> None:
         self._packed = PackedTokens()
+        self.words: dict[int, str] = {}  # see `Trace.words`
 
     def source(self, order: Ints, *_: object) -> PackedTokens:
         return self._packed.reordered(order)
@@ -293,19 +297,19 @@ class _TextFormat(_PackedFormat):
         texts = prefixes.values() if isinstance(prefixes, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
             raise InvalidRequest(f'{first.path}:1: "prefixes" must be an object of texts')
-        self._prefixes = {name: tokenize(text) for name, text in prefixes.items()}
+        self._prefixes = {name: tokenize(text, self.words) for name, text in prefixes.items()}
         self._numbers: dict[str, int] = {}  # by id
 
     def add(self, line: Line) -> tuple[int, int]:
         text, name = line.text_at("text"), line.text_at("id")
         if text is None:
             raise line.error('"text" is missing')
-        prompt = np.concatenate((self._base(line), tokenize(text)))
+        prompt = np.concatenate((self._base(line), tokenize(text, self.words)))
         if name is not None and self._numbers.setdefault(name, len(self._packed)) != len(
             self._packed
         ):
             raise line.error(f'"id" {name} is that of an earlier line')
-        return self._packed.add(prompt, tokenize(line.text_at("output") or ""))
+        return self._packed.add(prompt, tokenize(line.text_at("output") or "", self.words))
 
     def _base(self, line: Line) -> IntArray:
         """The tokens before the line's own text: of its parent, or of its prefix, or none."""
@@ -335,7 +339,7 @@ class _TokenFormat(_PackedFormat):
         for name in names:
             given = line.fields.get(name)
             if isinstance(given, str) and name != "tokens":
-                return tokenize(given)
+                return tokenize(given, self.words)
             if given is not None:
                 ids = line.integers_at(name, width=1)
                 if ids is None or (ids >= 2**31).any():

@@ -9,8 +9,8 @@ import re
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -64,6 +64,7 @@ class Trace:
     num_output: Ints  # [requests] tokens
     has_times: bool = True  # False: the file does not have times, all requests arrive at once
     sessions_inferred: bool = False  # whether sessions are inferred from continued prompts
+    words: Mapping[int, str] = field(default_factory=dict)  # of token ids, if the file has texts
 
     def __len__(self) -> int:
         return len(self.times)
@@ -141,15 +142,17 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def tokenize(text: str) -> IntArray:
+def tokenize(text: str, words: dict[int, str] | None = None) -> IntArray:
     """[n] int32: the tokens of a text, without a tokenizer: the CRC-32 of each piece of about four
     characters, modulo 131,072.
 
     It does not need model files and is the same everywhere. The number of tokens differs from that
-    of a real tokenizer. About 0.5 us per token.
+    of a real tokenizer. About 0.5 us per token. `words`: gets the piece of each token.
     """
     pieces = _PIECE.findall(text)
     ids = [zlib.crc32(piece.encode("utf-8", "surrogatepass")) % _TEXT_VOCAB for piece in pieces]
+    if words is not None:
+        words.update(zip(ids, pieces, strict=True))
     return np.asarray(ids, np.int32)
 
 
