@@ -56,7 +56,7 @@ def join_advice(each: Sequence[CacheAdvice]) -> CacheAdvice:
     joined: CacheAdvice = {
         **first,
         **counts,  # type: ignore[typeddict-item]
-        **total("evicted_tokens", "regretted_tokens"),  # type: ignore[typeddict-item]
+        **total("evicted_tokens", "regretted_tokens"),
         "seconds": max(one["seconds"] for one in each),
         "pool": point([one["pool"] for one in each]),
         "enough": point([one["enough"] for one in each]),
@@ -78,7 +78,7 @@ def join_worth(each: Sequence[CacheWorth]) -> CacheWorth:
         for name, worth in one["tenants"].items():
             tenants[name] = _sum([tenants[name], worth]) if name in tenants else worth
     return {
-        **_sum(each),  # type: ignore[typeddict-item]
+        **_sum(each),
         "token_s": sum(one["token_s"] for one in each) / len(each),
         "tenants": tenants,
         "sessions": [session for one in each for session in one["sessions"]],

@@ -148,7 +148,7 @@ class WorthExtension(EngineExtension):
         spent = self._stats()
         seconds = sum(spent[part] for part in _PARTS)
         return {
-            **total.document(),  # type: ignore[typeddict-item]
+            **total.document(),
             "token_s": self._token_s(),
             "tenants": {
                 name: one.document()
@@ -156,7 +156,7 @@ class WorthExtension(EngineExtension):
                 if tenant in (None, name)
             },
             "sessions": [
-                {"tenant": owner, "session": name, **one.document()}  # type: ignore[typeddict-item]
+                {"tenant": owner, "session": name, **one.document()}
                 for (owner, name), one in self._sessions.items()
                 if tenant in (None, owner)
             ],
