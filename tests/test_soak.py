@@ -2,10 +2,10 @@
 
     RADIXSERVE_SOAK_MINUTES=60 python -m pytest -m long tests/test_soak.py -s
 
-Four kinds take turns, a seed each: a hypothesis machine over all that a caller of a cache may do,
-random programs, and storms of the real scheduler over either index. All are audited after every
-step, against the oracles of `tests/cache/world.py` and `tests/scheduler/fake.py`. It prints how
-many steps and seeds it was.
+Five kinds take turns, a seed each: a hypothesis machine over all that a caller of a cache may do,
+random programs, and storms of the real scheduler over either index, without drafts and with right
+and wrong ones. All are audited after every step, against the oracles of `tests/cache/world.py` and
+`tests/scheduler/fake.py`. It prints how many steps and seeds it was.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from hypothesis import seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.cache.test_oracle import CacheMachine, run_world
+from tests.drafts.sources import KINDS as DRAFTS
+from tests.drafts.test_storms import plug_in
 from tests.scheduler.test_storm import storm
 
 FIRST_SEED = 1_000_000
@@ -59,11 +61,19 @@ def run_hash_storm(number: int) -> int:
     return storm(number, STORM_STEPS, kind="hash")["steps"]
 
 
+def run_drafted_storm(number: int) -> int:
+    cache = ("radix", "hash", "states", "windows")[number % 4]
+    drafts = DRAFTS[number % 3]
+    counts = storm(number, STORM_STEPS, cache, lambda driver, rng: plug_in(driver, rng, drafts))
+    return counts["steps"]
+
+
 KINDS: dict[str, Callable[[int], int]] = {
     "hypothesis machine": run_machine,
     "random programs": run_program,
     "scheduler storms, radix": run_radix_storm,
     "scheduler storms, hash": run_hash_storm,
+    "scheduler storms, drafts": run_drafted_storm,
 }
 
 

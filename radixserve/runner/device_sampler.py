@@ -174,9 +174,15 @@ def _read_samples(plan: SamplePlan, arrays: Iterator[NDArray[Any]]) -> list[Samp
 
 
 def _sample_on_host(plan: SamplePlan, logits: Tensor, outputs: list[SampleOutput | None]) -> None:
-    rows = plan.host_rows
-    index = torch.tensor(rows.logits, device=logits.device)
-    sampled = sample(logits.index_select(0, index), rows.specs)
-    for row, output in zip(rows.outputs, sampled, strict=True):
-        outputs[row] = output
-    verify_drafts(logits, plan, outputs)
+    """Sample at once all that needs no turns: each call waits for the device."""
+    rows, places, specs = plan.host_rows, list(plan.host_rows.logits), list(plan.host_rows.specs)
+    drafted = [row for row in plan.drafted if not row.needs_turns]
+    for row in drafted:
+        places += range(row.logit, row.logit + len(row.token_ids))
+        specs += row.later_specs()
+    index = torch.tensor(places, device=logits.device)
+    sampled = iter(sample(logits.index_select(0, index), specs))
+    for number in rows.outputs:
+        outputs[number] = next(sampled)
+    known = {row.output: list(itertools.islice(sampled, len(row.token_ids))) for row in drafted}
+    verify_drafts(logits, plan, outputs, known)

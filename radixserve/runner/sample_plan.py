@@ -71,6 +71,16 @@ class DraftedRow(NamedTuple):
     spec: SampleSpec  # of the first sample
     token_ids: tuple[int, ...]  # the drafts
 
+    @property
+    def needs_turns(self) -> bool:
+        """Whether a draft is sampled after only once it is known to be right: a grammar, or a
+        caller's function, sees the request's own tokens only."""
+        return self.spec.matcher is not None or bool(self.spec.params.logits_processors)
+
+    def later_specs(self) -> list[SampleSpec]:
+        """Returns the sampler's input after each draft, if that and those before it are right."""
+        return list(accumulate(self.token_ids, SampleSpec.after, initial=self.spec))[1:]
+
 
 class Scoring(NamedTuple):
     """Targets to score after consecutive rows of the logits."""

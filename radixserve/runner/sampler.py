@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -74,18 +73,25 @@ def sample_step(
     return tuple(outputs)
 
 
-def verify_drafts(logits: Tensor, plan: SamplePlan, outputs: list[SampleOutput | None]) -> None:
+def verify_drafts(
+    logits: Tensor,
+    plan: SamplePlan,
+    outputs: list[SampleOutput | None],
+    known: Mapping[int, Sequence[SampleOutput]] | None = None,
+) -> None:
     """Add the further samples to the outputs of rows with drafts, whose first token is sampled.
 
-    logits [S, V] of the step. The sample after a draft counts only if the draft equals the sample
-    before it: each sample follows the request's own tokens, as without drafts.
+    logits [S, V] of the step. known: by output the samples after each draft, where they were made.
+    The sample after a draft counts only if the draft equals the sample before it: each sample
+    follows the request's own tokens, as without drafts.
     """
+    known = known or {}
     for row in plan.drafted:
         first = output = outputs[row.output]
         assert first is not None
         assert output is not None
         more: list[SampleOutput] = []
-        samples = samples_after(logits, row)
+        samples = iter(known.get(row.output) or _samples_after(logits, row))
         for draft in row.token_ids:
             if output.token_id != draft or output.is_complete:
                 break
@@ -97,19 +103,14 @@ def verify_drafts(logits: Tensor, plan: SamplePlan, outputs: list[SampleOutput |
             outputs[row.output] = first._replace(more=tuple(more))
 
 
-def samples_after(logits: Tensor, row: DraftedRow) -> Iterator[SampleOutput]:
-    """Yields the sample after each draft, if that and those before it are right.
-
-    A grammar, or a caller's function, sees the request's own tokens only: then a sample is made
-    when it is asked for. All others are made at once.
-    """
-    specs = accumulate(row.token_ids, SampleSpec.after, initial=row.spec)
-    next(specs)  # of the first sample
-    if row.spec.matcher is None and not row.spec.params.logits_processors:
-        yield from sample(logits[row.logit : row.logit + len(row.token_ids)], list(specs))
-    else:
-        for index, spec in enumerate(specs, row.logit):
+def _samples_after(logits: Tensor, row: DraftedRow) -> Iterator[SampleOutput]:
+    """Yields the sample after each draft, if that and those before it are right: made in turns
+    where the row needs that, else at once."""
+    if row.needs_turns:
+        for index, spec in enumerate(row.later_specs(), row.logit):
             yield from sample(logits[index : index + 1], [spec])
+    else:
+        yield from sample(logits[row.logit : row.logit + len(row.token_ids)], row.later_specs())
 
 
 def sample(

@@ -41,6 +41,10 @@ ASKED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+ON_DEVICE = ("plain", "stop", "top_p", "frequency", "bad words", "logprobs", "regex", "jump",
+             "functions", "digest")  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Runtime]:
     with Runtime("demo", max_draft_tokens=0) as runtime:
@@ -59,7 +63,7 @@ def drafted(memory: Memory) -> Iterator[Runtime]:
         yield runtime
 
 
-@pytest.fixture(scope="module", params=["cpu", "device"])
+@pytest.fixture(scope="module")
 def pair(
     request: pytest.FixtureRequest, plain: Runtime, drafted: Runtime, memory: Memory
 ) -> Iterator[tuple[Runtime, Runtime]]:
@@ -96,19 +100,24 @@ def values(completion: Completion) -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize(
+    ("pair", "name"),
+    [*(("cpu", name) for name in ASKED), *(("device", name) for name in ON_DEVICE)],
+    indirect=["pair"],
+)
 def test_they_are_the_same(name: str, pair: tuple[Runtime, Runtime], memory: Memory) -> None:
     plain, drafted = pair
+    num_asked = 1 if isinstance(drafted, DeviceRuntime) else 3  # that is slow
     params = params_of(name)
     expected = plain.generate(PROMPT, params)
     memory.note(expected.prompt_token_ids.tolist(), expected.token_ids)
     before = drafted.cache_stats()["accepted_draft_tokens"]
-    found = [drafted.generate(PROMPT, params) for _ in range(3)]
-    assert [values(completion) for completion in found] == [values(expected)] * 3
+    found = [drafted.generate(PROMPT, params) for _ in range(num_asked)]
+    assert [values(completion) for completion in found] == [values(expected)] * num_asked
     accepted = drafted.cache_stats()["accepted_draft_tokens"] - before
     assert accepted > 0
     assert sum(completion.usage.accepted_draft_tokens for completion in found) == accepted
-    assert sum(completion.usage.drafted_tokens for completion in found) > accepted
+    assert sum(completion.usage.drafted_tokens for completion in found) >= accepted
     assert bool(expected.usage.drafted_tokens) == ("jump" in name)
     drafted.check()
 
