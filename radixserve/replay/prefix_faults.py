@@ -316,7 +316,7 @@ def diagnosis_findings(document: dict[str, Any]) -> list[Finding]:
         rows.append(
             (
                 f"{number} {fault['kind']}",
-                place + (f" and {others:,} others" if others > 0 else ""),
+                place + (f" and {others:,} other{'s' * (others > 1)}" if others > 0 else ""),
                 f"{fault['requests']:,}" if fault["requests"] else "",
                 f"{fault['lost_tokens']:,}",
                 f"{100 * fault['share_of_computed']:.1f}",
