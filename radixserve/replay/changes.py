@@ -179,12 +179,14 @@ class _Comparison:
             return kind_of_order(moved, position, num_prompt), runs
         runs = ordered
         kinds = []
+        is_history = request.session is None or request.session == before.session
         start, other_start = position, position
         for run in runs:
             gap = Gap.between(
                 request.prompt, other, (start, run.start), (other_start, run.other_start)
             )
-            kinds.append(kind_of(gap, self._decode, in_answer=other_start >= num_prompt - 1))
+            in_answer = other_start >= num_prompt - 1
+            kinds.append(kind_of(gap, self._decode, in_answer=in_answer, is_history=is_history))
             start, other_start = run.end, run.other_end
         same = next((n for n, kind in enumerate(kinds) if kind != kinds[0]), len(kinds))
         return kinds[0], runs[:same]

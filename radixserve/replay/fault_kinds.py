@@ -87,14 +87,18 @@ class Gap(NamedTuple):
         )
 
 
-def kind_of(gap: Gap, decode: Decode | None, *, in_answer: bool) -> str:
-    """The kind of a change. `in_answer`: of an answer of the earlier request, not of its prompt."""
+def kind_of(gap: Gap, decode: Decode | None, *, in_answer: bool, is_history: bool) -> str:
+    """The kind of a change.
+
+    in_answer   of an answer of the earlier request, not of its prompt
+    is_history  the earlier request may be of the same conversation
+    """
     num_removed, num_added = len(gap.removed), len(gap.added)
     if decode is not None:
         kind = _kind_of_text(*(decode(part.tolist()) for part in gap))
         if kind in (SPLIT, BLANKS, THOUGHTS) or (max(num_removed, num_added) <= _SHORT and kind):
             return kind
-    if num_removed >= _LONG and num_added < num_removed:
+    if is_history and num_removed >= _LONG and num_added < num_removed:
         return THOUGHTS if in_answer and decode is None else COMPACTED
     return OTHER
 
