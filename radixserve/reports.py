@@ -84,6 +84,7 @@ class WeightStats(TypedDict):
     updates: int
     update_s: float  # in which no step could run for them
     is_paused: int  # 1 while no step runs
+    waiting_tensors: int  # of the buckets before the last one
 
 
 class AdviceStats(TypedDict):
