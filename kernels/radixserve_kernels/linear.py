@@ -64,6 +64,11 @@ class Linear:
         self._bias, self._packed = bias, _pack(weight)
         self._plain = weight if self._packed is None else None
 
+    @property
+    def can_be_copied(self) -> bool:
+        """Whether another weight can be copied into its memory."""
+        return self._packed is None
+
     def __call__(self, x: Tensor) -> Tensor:
         if self._own is not None:
             return self._own(x)

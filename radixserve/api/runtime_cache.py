@@ -46,7 +46,7 @@ class RuntimeCache(RuntimeMethods):
         """Returns how much of `prompt` is cached now for requests with `adapter`, and why not more.
         Changes nothing.
 
-        With `compare_namespaces` False the answer does not depend on other namespaces.
+        With `compare_namespaces` False the answer does not depend on other tenants and salts.
         """
         self._client.core.check_alive()
         reader = self._client.reader

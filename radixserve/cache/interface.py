@@ -124,8 +124,8 @@ class PrefixCache(ABC):
         """Returns the number of tokens that `acquire` would reuse now, and why not more. Changes
         nothing.
 
-        With `compare_namespaces=False` the answer is independent of other namespaces' contents, but
-        for those that differ in the adapter alone.
+        With `compare_namespaces=False` the answer is independent of the contents of namespaces that
+        differ in more than the adapter.
         """
 
     @abstractmethod

@@ -185,6 +185,12 @@ class LanguageModel(ABC):
         del source
         return False
 
+    def is_same_shape(self, source: Any) -> bool:
+        """Whether a `ModelSource` is of a model of the same tensors, and this one can
+        `read_again`."""
+        del source
+        return False
+
     def by_layers(self) -> LayeredModel | None:
         """The model itself if it is a `LayeredModel`, else None."""
         return None

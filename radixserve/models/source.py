@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
+from radixserve.errors import InvalidRequest
 from radixserve.gguf_file import GgufFile, find_gguf
 from radixserve.models.families import FAMILIES
 from radixserve.models.generation_config import read_eos_ids, read_gguf_sampling, read_sampling
@@ -151,6 +154,20 @@ class ModelSource:
         rename = self._stored_rename(is_back=True)
         tensors = {rename(name): tensor for name, tensor in reader.widened().items()}
         return WidenedTensors(tensors, frozenset(map(rename, reader.optional)))
+
+    def in_memory(self, dtype: torch.dtype) -> ModelSource:
+        """With the weights of its files as given ones, read whole. Raises ModelNotSupported or
+        InvalidRequest for a broken checkpoint."""
+        assert self.path is not None
+        if (widened := self.widened(dtype)) is not None:
+            return replace(self, given=widened.tensors)
+        given: dict[str, Tensor] = {}
+        try:
+            for file in tensor_files(self.path):
+                given |= load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise InvalidRequest(f"{self.path}: not a safetensors file: {error}") from None
+        return replace(self, given=given)
 
     def weights_id(self) -> str:
         """Tells the weights from others: those of files by path, size and times of change, others

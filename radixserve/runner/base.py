@@ -212,12 +212,17 @@ class SingleDeviceRunner(ModelRunner):
 
     def update_weights(self, weights: str | Mapping[str, torch.Tensor]) -> str:
         """See `ModelRunner`. Files, which may turn out to be broken in their middle, are read
-        beside the old weights, and so are tensors of models that do not `read_again`."""
+        beside the old weights: for a device, whose memory is taken, on the host. Models that do
+        not `read_again` are made anew beside the old one."""
         if isinstance(weights, str):
-            source = find_model(weights, self._config.seed)
+            source = held = find_model(weights, self._config.seed)
+            if self._device.type != "cpu" and self.model.is_same_shape(source):
+                held = source.in_memory(self.info.dtype)
         else:
-            source = replace(self._source, given=read_given(weights))
-        if source.given is None or not self.model.read_again(source):
+            source = held = replace(self._source, given=read_given(weights))
+        with torch.no_grad():
+            is_done = held.given is not None and self.model.read_again(held)
+        if not is_done:
             self._replace_weights(source)
         self.weights_id = source.weights_id()
         self.weights_are_given = source.given is not None

@@ -14,8 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from radixserve import Completion, InvalidRequest, ModelNotSupported, Runtime, SamplingParams
-from tests.checkpoints import make_checkpoint
+from radixserve.models.in_place import copy_weights
+from tests.checkpoints import NATIVE, NATIVE_PARTS, RECURRENT, SHAPED, make_checkpoint
 from tests.pacing import wait_until
+from tests.runner.on_device import DeviceRuntime
 
 PROMPT = list(range(5, 45))
 LONG = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True, logprobs=0)
@@ -175,6 +177,50 @@ def test_buckets_of_tensors(folders: list[str]) -> None:
             rt.update_weights(first, is_last=False)
         assert same(rt.generate(PROMPT, SHORT), fresh(second))
         rt.check()
+
+
+SOME = ("llama", "gemma2", "phi3", "mixtral", "qwen3_next", "falcon_h1", "lfm2", "gemma4")
+OTHERS = sorted({*NATIVE, *NATIVE_PARTS, *RECURRENT, *SHAPED} - {*SOME})
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize(
+    "family", [*SOME, *(pytest.param(x, marks=pytest.mark.long) for x in OTHERS)]
+)
+def test_tensors_of_each_family(family: str, on_device: bool, tmp_path: Path) -> None:
+    """They are read into the memory of the old ones; on a device graphs read them there."""
+    kind: type[Runtime] = DeviceRuntime if on_device else Runtime
+    first, second = (
+        str(make_checkpoint(tmp_path / str(seed), family, seed=seed)) for seed in range(2)
+    )
+    with kind(second, num_pages=200) as rt:
+        wanted = rt.generate(PROMPT, SHORT)
+    with kind(first, num_pages=200) as rt:
+        old = rt.generate(PROMPT, SHORT)
+        rt.flush_cache()  # warm answers of a device may have other bits
+        for weights, right in ((tensors_of(second), wanted), (first, old)):
+            rt.update_weights(weights)
+            found = rt.generate(PROMPT, SHORT)
+            assert found.token_ids == right.token_ids
+            assert found.logprobs == pytest.approx(right.logprobs, abs=1e-4 if on_device else 0)
+
+
+def test_a_head_that_was_the_embedding(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "tied", "llama", tie_word_embeddings=True)
+    given = tensors_of(str(folder))
+    other = {**given, "lm_head.weight": 2 * given["model.embed_tokens.weight"]}
+    with Runtime(str(folder), num_pages=200) as rt:
+        one = rt.generate(PROMPT, SHORT)
+        rt.update_weights(other)
+        assert rt.generate(PROMPT, SHORT).logprobs != one.logprobs
+        rt.update_weights(given)
+        assert same(rt.generate(PROMPT, SHORT), one)
+    both, new = torch.ones(3), (torch.zeros(3), torch.ones(3))
+    with pytest.raises(InvalidRequest, match="the head is the embedding"):  # on a device
+        copy_weights((both, both), new)
+    assert both.tolist() == [1, 1, 1]
+    copy_weights((both, both), (new[0], new[0]))
+    assert both.tolist() == [0, 0, 0]
 
 
 def test_given_tensors_stay_the_callers(folders: list[str]) -> None:

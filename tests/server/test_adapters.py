@@ -60,6 +60,10 @@ def test_a_model_names_an_adapter(served: LocalServer) -> None:
     score = {"prompt": "a", "candidates": ["b"]}
     scores = [served.post("/v1/score", {**score, "model": name}) for name in ("demo", "sql")]
     assert scores[0]["data"][0]["logprob"] != scores[1]["data"][0]["logprob"]
+    ask = {"query": "a", "documents": ["b"]}
+    ranks = [served.post("/rerank", {**ask, "model": name}) for name in ("demo", "sql")]
+    assert [one["model"] for one in ranks] == ["demo", "sql"]
+    assert ranks[0]["results"] != ranks[1]["results"]
     branch = served.post("/v1/branches", {"prompt": "a", "model": "sql"})
     more = served.post(f"/v1/branches/{branch['id']}/generate", {"max_tokens": 2})
     assert more["model"] == "sql"

@@ -130,6 +130,17 @@ def test_lm_evals_choices_compute_their_context_once(own: LocalServer) -> None:
         assert one["logprobs"] == other["logprobs"]
 
 
+def test_usage_counts_what_scores_compute(own: LocalServer) -> None:
+    body = {"prompt": list(range(90, 130)), "candidates": [[1, 2, 3], [1, 2, 4], [5]]}
+    found = [own.post("/v1/score", body) for _ in range(2)]
+    assert found[0]["data"] == found[1]["data"]
+    usages = [one["usage"] for one in found]
+    computed = [
+        usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] for usage in usages
+    ]
+    assert computed == [44, 3]  # the prompt, two tokens and two last ones; then three last ones
+
+
 def test_documents_are_computed_once_for_all_queries(own: LocalServer) -> None:
     documents = ["A text about cats." * 3, "A text about dogs." * 3, {"text": "Nothing at all."}]
     body: dict[str, Any] = {"query": "cats", "documents": documents, "return_documents": True}
