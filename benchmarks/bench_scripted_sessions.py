@@ -1,8 +1,9 @@
 """Scripted sessions that do not fit: priced admission beside greedy and the best fixed settings.
 
     python benchmarks/bench_scripted_sessions.py [--rooms 3,6,12,30] [--thinks 0,20,200]
-        [--kinds fixed,exponential,mixed] [--engine] [--model PATH] [--scale 1.0] [--limit N]
-        [--step 600,8,20]
+        [--kinds fixed,exponential,mixed] [--scale 1.0] [--limit N] [--step 600,8,20]
+    python benchmarks/bench_scripted_sessions.py --engine [--running 1,2,3,4,6,8,64] [--repeats 3]
+        [--model PATH] [--threads 1] [...]
 
 24 sessions of 8 turns: 600 tokens, then 100 more a turn, 8 answered; with --mixed every second
 one begins with 150 and adds 25. A room for n sessions has 1,500 n tokens. --scale multiplies these
@@ -13,9 +14,12 @@ microseconds of a step, of a prefilled token and of a decoded one.
 
 In simulated time, in which all settings are tried: greedy with fixed max_running_requests, with a
 fixed number of live sessions, and with other orders of eviction, mru and random among them; priced
-with sessions known by name and found by their tokens. With --engine on the real one, a tiny random
-model or --model: priced beside greedy, as plain requests and as branches; their answers are
-compared.
+with sessions known by name and found by their tokens.
+
+With --engine on the real one, with a tiny random model or --model: the default settings, with plain
+requests and with branches, and greedy admission with fixed numbers of running requests; 64 is the
+usual one. A round runs each on a new engine; medians of --repeats rounds. In brackets: seconds over
+those of the best fixed number. All answers must be equal.
 """
 
 from __future__ import annotations
@@ -147,41 +151,60 @@ async def converse(
     return time.perf_counter() - start, answers
 
 
-def measure(
-    model: str, num_tokens: int, added: Any, pauses: Any, limit: int | None, *, as_branch: bool
-) -> dict[str, Any]:
-    """{admission: (computed tokens, mean session seconds, answers)} on the engine."""
+def serve(
+    model: str, num_tokens: int, added: Any, pauses: Any, *, as_branch: bool, **settings: Any
+) -> tuple[int, float, Any]:
+    """Computed tokens, mean session seconds and answers of all sessions on a new engine."""
     from radixserve import Runtime
 
-    by_rule: dict[str, Any] = {}
-    for admission in ("greedy", "priced"):
-        with Runtime(
-            model, num_pages=num_tokens, admission=admission, max_overtake=limit
-        ) as runtime:
+    with Runtime(model, num_pages=num_tokens, **settings) as runtime:
 
-            async def everyone(runtime: Any = runtime) -> list[Any]:
-                talks = [
-                    converse(runtime, turns, rests, as_branch=as_branch)
-                    for turns, rests in zip(added, pauses, strict=True)
-                ]
-                return await asyncio.gather(*talks)
+        async def everyone() -> list[Any]:
+            talks = [
+                converse(runtime, turns, rests, as_branch=as_branch)
+                for turns, rests in zip(added, pauses, strict=True)
+            ]
+            return await asyncio.gather(*talks)
 
-            runtime.generate(list(range(300, 364)))  # compiles and warms up
-            runtime.flush_cache()
-            before = runtime.cache_stats()
-            ended = asyncio.run(everyone())
-            after = runtime.cache_stats()
-            computed = sum(
-                after[name] - before[name] for name in ("prefilled_tokens", "decoded_tokens")
+        runtime.generate(list(range(300, 364)))  # compiles and warms up
+        runtime.flush_cache()
+        before = runtime.cache_stats()
+        ended = asyncio.run(everyone())
+        after = runtime.cache_stats()
+    names = ("prefilled_tokens", "decoded_tokens")
+    computed = sum(after[name] - before[name] for name in names)
+    return computed, float(np.mean([seconds for seconds, _ in ended])), [said for _, said in ended]
+
+
+def measure(
+    model: str, num_tokens: int, added: Any, pauses: Any, args: Any
+) -> dict[str, tuple[int, float]]:
+    """{rule: computed tokens and mean session seconds} on the engine, medians of --repeats rounds
+    in which the rules take turns. The answers must be the same."""
+    rules: dict[str, dict[str, Any]] = {
+        "priced": {"as_branch": False},
+        "branches": {"as_branch": True},
+    }
+    for number in args.running:
+        greedy = {"as_branch": False, "admission": "greedy", "max_running_requests": number}
+        rules[f"{number} running"] = greedy
+    runs: dict[str, list[tuple[int, float]]] = {rule: [] for rule in rules}
+    answers = None
+    for _ in range(args.repeats):
+        for rule, settings in rules.items():
+            *figures, said = serve(
+                model, num_tokens, added, pauses, max_overtake=args.limit, **settings
             )
-            seconds = float(np.mean([seconds for seconds, _ in ended]))
-            by_rule[admission] = computed, seconds, [answers for _, answers in ended]
-    return by_rule
+            runs[rule].append(tuple(figures))
+            answers = said if answers is None else answers
+            assert said == answers, f"{rule}: other answers"
+    medians = {rule: np.median(rows, axis=0).tolist() for rule, rows in runs.items()}
+    return {rule: (round(computed), seconds) for rule, (computed, seconds) in medians.items()}
 
 
 def main() -> None:
     options = {"rooms": [3, 6, 12, 30], "thinks": [0, 20, 200], "limit": int}
-    options["step"] = [600.0, 8.0, 20.0]
+    options |= {"step": [600.0, 8.0, 20.0], "running": [1, 2, 3, 4, 6, 8, 64], "repeats": 3}
     args = parse(
         __doc__, kinds="fixed,exponential,mixed", engine=False, model="", scale=1.0, mixed=False,
         threads=1, **options,
@@ -189,6 +212,10 @@ def main() -> None:
     added = texts(is_mixed=args.mixed, scale=args.scale)
     fixed_s, prefill_token_s, decode_row_s = (1e-6 * part for part in args.step)
     step = StepModel(fixed_s, prefill_token_s, decode_row_s, kv_token_s=0.0)
+    if args.engine:
+        import torch
+
+        torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory(prefix="bench-scripted-") as name:
         model = args.model or name
         if args.engine and not args.model:
@@ -199,7 +226,7 @@ def main() -> None:
                     pauses, num_tokens = thinks(think / 1e3, kind), round(args.scale * room * ROOM)
                     label = f"room {room:2} think {think:3} {kind:11}"
                     if args.engine:
-                        _print_measured(label, model, num_tokens, added, pauses, args.limit)
+                        _print_measured(label, measure(model, num_tokens, added, pauses, args))
                     else:
                         _print_simulated(label, num_tokens, added, pauses, args.limit, step)
 
@@ -221,19 +248,14 @@ def _print_simulated(
     )
 
 
-def _print_measured(
-    label: str, model: str, num_tokens: int, added: Any, pauses: Any, limit: int | None
-) -> None:
-    for as_branch in (False, True):
-        by_rule = measure(model, num_tokens, added, pauses, limit, as_branch=as_branch)
-        greedy, priced = by_rule["greedy"], by_rule["priced"]
-        print(
-            f"{label} {'branch' if as_branch else 'plain':6}"
-            f" greedy {greedy[0]:7,} {greedy[1]:.3f} s  priced {priced[0]:7,} {priced[1]:.3f} s"
-            f"  ({priced[0] / greedy[0]:.2f}, {priced[1] / greedy[1]:.2f})"
-            f"  answers {'equal' if greedy[2] == priced[2] else 'DIFFER'}",
-            flush=True,
-        )
+def _print_measured(label: str, by_rule: dict[str, tuple[int, float]]) -> None:
+    fixed = {rule: figures for rule, figures in by_rule.items() if rule.endswith("running")}
+    best_s = min(seconds for _, seconds in fixed.values())
+    cells = []
+    for rule, (computed, seconds) in by_rule.items():
+        text = f"{rule} {computed:7,} {seconds:.3f} s"
+        cells.append(text if rule in fixed else f"{text} ({seconds / best_s:.2f})")
+    print(label, "  ".join(cells), flush=True)
 
 
 if __name__ == "__main__":

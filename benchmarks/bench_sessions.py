@@ -2,21 +2,23 @@
 
     python benchmarks/bench_sessions.py [--trace FILE] [--every 3] [--conversations 67]
         [--scale 0.25] [--beside 3] [--beside-tokens 375] [--returning 0] [--pool 12000]
-        [--lease-shares 0.5] [--threads N] [--quick] [--json] [--save DIR]
+        [--lease-shares 0.5] [--admissions priced,greedy] [--threads N] [--quick] [--json]
+        [--save DIR]
 
 Agents' conversations are replayed against `radixserve serve`: each request continues the one
-before it and its answer with new tokens. The model is very small, with random weights:
-the counts do not depend on it. Between two of them --beside prompts that
-never come again are sent, without a session. The same requests are sent three times, one after
-another, each to a new server: without a header, with the header that Claude Code sends
-(x-claude-code-session-id), and without one to a pool in which everything fits.
+before it and its answer with new tokens. The model is very small, with random weights: the counts
+do not depend on it. Between two of them --beside prompts that never come again are sent, without a
+session. The same requests are sent one after another to new servers. With each of --admissions:
+without a header, and with the header that Claude Code sends (x-claude-code-session-id); at last
+without one to a pool in which everything fits.
 
 The sizes are those of a trace, or of a built-in shape like tau_airline's: one system prompt of
 4,135 tokens, about 12 requests a conversation, 5 conversations at a time. --scale multiplies all
 lengths, --every takes each so-manieth conversation of the trace. --returning 20 draws the prompts
 beside from 20 that come again and again. --lease-shares 0.5,0.9 sends the requests with the header
-to a server for each of these values of --max-lease-share. Tokens are random: only lengths
-and their order count. Requests are sent one at a time, so that the counts are the same every time.
+to a server for each of these values of --max-lease-share, with greedy admission: priced admission
+has no leases. Tokens are random: only lengths and their order count. Requests are sent one at a
+time, so that the counts of greedy admission are the same every time.
 """
 
 from __future__ import annotations
@@ -241,12 +243,12 @@ def measure(
     args: argparse.Namespace,
     pool: int,
     header: str | None,
-    share: float,
+    *settings: str,
 ) -> Outcome:
     """With a server of its own."""
     with tempfile.TemporaryDirectory() as logs:
         command = [sys.executable, "-m", "radixserve", "serve", str(folder), f"--num-pages={pool}"]
-        command.append(f"--max-lease-share={share:g}")
+        command += settings
         log = Path(logs) / "log"
         served = ServerProcess(command, "/health/ready", log, PYTHONPATH=python_path())
         try:
@@ -258,7 +260,8 @@ def measure(
 def main() -> None:
     args = parse(
         __doc__, trace=Path, every=3, conversations=67, scale=0.25, beside=3, beside_tokens=375,
-        returning=0, pool=12_000, lease_shares="0.5", threads=1, quick=False, **REPORT,
+        returning=0, pool=12_000, lease_shares="0.5", admissions="priced,greedy", threads=1,
+        quick=False, **REPORT,
     )  # fmt: skip
     if args.quick:
         args.conversations, args.scale, args.beside_tokens, args.pool = 8, 0.05, 75, 1_500
@@ -275,17 +278,25 @@ def main() -> None:
         f" requests, {workload.num_shared} shared tokens",
     )  # fmt: skip
     roomy = everything + workload.num_shared + MAX_LENGTH
-    runs = {"no header": (args.pool, None, 0.5)}
-    for share in map(float, args.lease_shares.split(",")):
-        runs[HEADER if share == 0.5 else f"{HEADER}, leases {share:.0%}"] = args.pool, HEADER, share
-    runs["no header, a pool for everything"] = roomy, None, 0.5
+    runs: dict[str, tuple[int, str | None, tuple[str, ...]]] = {}
+    for admission in args.admissions.split(","):
+        setting = f"--admission={admission}"
+        runs[f"{admission}, no header"] = args.pool, None, (setting,)
+        if admission == "priced":
+            runs[f"{admission}, {HEADER}"] = args.pool, HEADER, (setting,)
+            continue
+        for share in args.lease_shares.split(","):
+            leases = f"--max-lease-share={share}"
+            name = f"{admission}, {HEADER}, leases {float(share):.0%}"
+            runs[name] = args.pool, HEADER, (setting, leases)
+    runs["no header, a pool for everything"] = roomy, None, ()
     rows: list[list[Cell]] = []
     data: dict[str, Any] = {}
     model = tempfile.TemporaryDirectory()
     folder = Path(model.name)
     Processes(args.threads).call(save_checkpoint, MODEL, "float32", folder, has_tokenizer=True)
-    for name, (pool, header, share) in runs.items():
-        outcome = measure(folder, workload, args, pool, header, share)
+    for name, (pool, header, settings) in runs.items():
+        outcome = measure(folder, workload, args, pool, header, *settings)
         agents, beside = outcome.agents, outcome.beside
         rows.append([
             name, pool, round(agents.hit_percent, 1), round(beside.hit_percent, 1), agents.computed,

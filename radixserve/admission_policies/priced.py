@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 from sortedcontainers import SortedDict
@@ -20,6 +21,7 @@ from radixserve.scheduler.queue_order import OrderKey, QueueOrder, SortedOrder, 
 from radixserve.scheduler.request_state import RequestState
 
 _MAX_BACKLOGS = 16.0  # that a request waits: the time that all waiting requests take to compute
+_MAX_UNUSED = 16  # victims that are read to tell whether waiting requests fit
 _HELD_BY_WORK = 3  # held requests after which a pass goes on in the plain order
 _MARGIN = 1.4  # by which a gain exceeds the price, and by which it may fall short for the oldest
 
@@ -34,11 +36,11 @@ class Victims(NamedTuple):
 
 
 class HeldOrder(QueueOrder):
-    """A plain order, changed while waiting requests do not fit.
+    """A plain order, changed while requests are held or pages are short.
 
     - If the last pass held a request, that of the oldest session comes first, and once it has
       started that of the next oldest.
-    - With lpm, while the waiting requests do not fit into the free pages, the shortest job comes
+    - With lpm, while pages are short (`PricedAdmission.is_short`), the shortest job comes
       first, see `_work_key`, until three are held: a cached prefix must not wait for small requests
       that are not worth their price.
     """
@@ -50,7 +52,6 @@ class HeldOrder(QueueOrder):
         self._held_in_last_pass = False  # whether the last pass held a request
         self._held_in_this_pass = 0  # requests that this pass has held
         self.oldest: RequestState | None = None  # given for the age of its session, in this scan
-        self.is_short = False  # whether the waiting requests do not all fit, in this scan
 
     def add(self, state: RequestState) -> None:
         self._order.add(state)
@@ -70,7 +71,7 @@ class HeldOrder(QueueOrder):
             self._by_work.update(state)
 
     def scan(self, *, is_short: bool) -> Iterator[RequestState]:
-        self.oldest, self.is_short = None, is_short
+        self.oldest = None
         while self._held_in_last_pass and self.oldest is None and self._by_age:
             self.oldest = oldest = self._by_age.peekitem(0)[1]
             yield oldest  # `note_admitted` clears it
@@ -115,6 +116,10 @@ def _age_key(state: RequestState) -> OrderKey:
     return state.priority_key[0], state.session_arrival, state.arrival
 
 
+def _is_awaited(expected: ReturnEstimate, now: float) -> bool:
+    return expected.is_likely and expected.late_at > now
+
+
 class PricedAdmission(AdmissionPolicy):
     """Whether a waiting request is worth what it would push out, and what the cache should expect.
 
@@ -127,12 +132,13 @@ class PricedAdmission(AdmissionPolicy):
         self._has_adopted = False  # the cache knows what is expected of what was released before
         self._victims: Iterator[tuple[int, ReturnEstimate | None]] | None = None
         self._known: list[tuple[int, ReturnEstimate | None]] = []  # the first victims, once read
+        self._is_short_later = False  # pages are short when the sessions have grown
         self._growth: int | None = None  # tokens that running requests will add, once counted
         self._now = 0.0  # on the cache's clock
 
     def attach(self, view: SchedulerView) -> None:
         self._cache, self._running, self._num_waiting, self.costs = view
-        self.holds_requests = self.measures_steps = view.cache.tracks_returns
+        self.holds_requests = view.cache.tracks_returns
 
     def make_order(self, schedule_policy: str) -> QueueOrder:
         return HeldOrder(schedule_policy) if self.holds_requests else make_order(schedule_policy)
@@ -148,8 +154,9 @@ class PricedAdmission(AdmissionPolicy):
         if not self._has_adopted and (typical := returns.typical(now)) is not None:
             self._has_adopted = True
             self._cache.adopt_returns(typical)
-        watch = state.prefix_watch
-        self._cache.expect_return(watch, waiting_return(now, watch.cached_len))
+        if 2 * self._cache.num_free < self._cache.num_pages:  # else nothing is evicted soon
+            watch = state.prefix_watch
+            self._cache.expect_return(watch, waiting_return(now, watch.cached_len))
 
     def note_ended(self, state: RequestState, reason: str) -> None:
         """Its sequence carries when its session comes back."""
@@ -180,6 +187,26 @@ class PricedAdmission(AdmissionPolicy):
         self._growth = None
         self._now = self._cache.time()
 
+    def is_short(self, num_needed: int) -> bool:
+        """Whether they exceed the pages that are free or hold K/V that is probably not used again.
+        Notes whether they do with the growth of all sessions. O(1): reads no more than _MAX_UNUSED
+        victims."""
+        if not self.holds_requests:
+            return False
+        cache, growth = self._cache, self.returns.possible_growth
+        num_free = cache.num_free
+        missing = num_needed - num_free
+        missing_later = missing + growth * (cache.num_pages - num_free + num_needed)
+        if missing_later > 0:
+            now = cache.time()
+            for num_pages, expected in islice(cache.victims(), _MAX_UNUSED):
+                if expected is None or _is_awaited(expected, now) or missing_later <= 0:
+                    break
+                missing -= num_pages
+                missing_later -= num_pages * (1.0 + growth)  # it does not grow
+        self._is_short_later = missing_later > 0
+        return missing > 0
+
     def note_started(self, state: RequestState) -> None:
         self._victims, self._known = None, []
         if self._growth is not None:
@@ -190,29 +217,22 @@ class PricedAdmission(AdmissionPolicy):
 
     def may_start(self, state: RequestState, order: QueueOrder) -> bool:
         """O(victims), and once a pass O(running requests)."""
-        is_oldest = is_short = False
-        if isinstance(order, HeldOrder):
-            is_oldest, is_short = order.oldest is state, order.is_short
-        is_worth = self.is_worth(state, is_oldest=is_oldest, is_short=is_short)
+        is_oldest = isinstance(order, HeldOrder) and order.oldest is state
+        is_worth = self.is_worth(state, is_oldest=is_oldest)
         self.num_held += not is_worth
         return is_worth
 
-    def is_worth(
-        self, state: RequestState, *, is_oldest: bool = False, is_short: bool = False
-    ) -> bool:
+    def is_worth(self, state: RequestState, *, is_oldest: bool = False) -> bool:
         """Whether the gain exceeds the price. `is_oldest`: the request is that of the oldest
-        waiting session. `is_short`: the waiting requests do not all fit."""
+        waiting session."""
         size, cached_len = self._cache.page_size, state.prefix_watch.cached_len
         num_output = self.returns.expected_output(state)
         num_tokens = state.tokens.size - cached_len + num_output
         wanted = -(-num_tokens // size)
         reserved = self._reserved_pages(wanted)
-        has_room = self._cache.num_free >= reserved + wanted
-        if has_room and not is_short:
-            return True
-        if not self._should_share_steps(num_tokens, num_output):
+        if self._is_short_later and not self._should_share_steps(num_tokens, num_output):
             return False
-        if has_room:
+        if self._cache.num_free >= reserved + wanted:
             return True
         victims = self._find_victims(wanted, reserved)
         own_len = cached_len
@@ -230,11 +250,13 @@ class PricedAdmission(AdmissionPolicy):
     def _should_share_steps(self, num_tokens: int, num_output: int) -> bool:
         """Whether all that run and wait end sooner on average if a request that computes so many
         tokens runs beside the others, and not after one of them."""
+        tokens_s = num_tokens * self.costs.prefill_token_s
+        steps_s = num_output * self.costs.shared_step_s
+        if tokens_s <= steps_s:
+            return True
         num_running = len(self._running)
         num_open = num_running + self._num_waiting()
-        saved_s = num_open * num_output * self.costs.shared_step_s
-        delay_s = num_tokens * self.costs.prefill_token_s
-        return num_running * (num_running + 1) * delay_s <= saved_s
+        return num_running * (num_running + 1) * tokens_s <= num_open * steps_s
 
     def _reserved_pages(self, wanted: int) -> float:
         """Room for what runs, and for what the sessions that are kept will still add, when a
@@ -252,7 +274,7 @@ class PricedAdmission(AdmissionPolicy):
         for num_pages, expected in self._read_victims():
             if pages_found >= needed:
                 break
-            if expected is None or not expected.is_likely or expected.late_at <= self._now:
+            if expected is None or not _is_awaited(expected, self._now):
                 pages_found += num_pages * (1.0 + growth)  # it does not grow
                 continue
             # The part of it that is taken for this request, not for those that run.

@@ -182,6 +182,14 @@ class ReturnTimes:
         growth = self._turns_left.value * self._turn_growth.value
         return growth / max(self._mean_length.value, 1.0)
 
+    @property
+    def possible_growth(self) -> float:
+        """`growth_share`, but before the first growth is seen it is assumed of all sessions."""
+        if self._turn_growth.value or self._has_names:
+            return self.growth_share
+        continued, known = self._return_odds[False, True]
+        return _UNKNOWN_GROWTH * continued / known
+
     # -- inside -------------------------------------------------------------------------------
 
     def _expected_turns(self, conversation: _Conversation) -> float:

@@ -10,7 +10,8 @@ ancestors are never in a class that is evicted earlier:
     leased    reached by an open session with a lease: evicted after all others but
     retained  reached by an open session that retains until a fixed time
 
-Each end node has its own lease, which begins when a sequence ends there. A lease ends at its
+Each end node has its own lease, which begins when a sequence ends there, unless the policy knows
+when it is expected to be used again: that says more than a fixed time. A lease ends at its
 deadline. While all leased nodes together fill more than a share of the pool, the leases that began
 first end early; a path longer than that share gets none. A retaining session's leases end at its
 `retain_until`; the caller that opens it bounds their pages. Leased and retained pages remain
@@ -42,6 +43,7 @@ from radixserve.retention.hinted_nodes import demotable, nodes_above, num_demote
 from radixserve.retention.partings import NUM_COMPARED, Partings, SessionPartings, checksum
 
 LEASE_S = 300.0  # seconds that an open session's pages are preferred after their last use
+_NEVER = ReturnEstimate(math.inf, math.inf, -math.inf, 0.0, is_regular=False)
 _MAX_ENDS = 32  # of a session that supersedes some: it uses more in turn
 
 Deadline = tuple[float, int]  # a lease's end on the cache's clock; a number that makes it unique
@@ -289,10 +291,16 @@ class SessionRetention(RetentionPolicy):
         self._policy.expect(node, expected)
 
     def adopt(self, wait_s: float, late_s: float, probability: float, is_regular: bool) -> None:
+        """Leases end: what is expected takes their place."""
+        for node in self._leased.chosen:
+            self._policy.add(node)
+        self._leased.chosen.clear()
+        while (oldest := self._leased.oldest()) is not None:
+            self._end_lease(*oldest)
         self._policy.adopt(wait_s, late_s, probability, is_regular)
 
     def expected_return(self, node: Node) -> ReturnEstimate | None:
-        return None if node in self._closed else self._policy.expected_return(node)
+        return _NEVER if node in self._closed else self._policy.expected_return(node)
 
     def on_resized(self, node: Node) -> None:
         self._policy.on_resized(node)
@@ -317,8 +325,6 @@ class SessionRetention(RetentionPolicy):
         lease = LEASE_S if lease_s is None else check_float("lease_s", lease_s, 0.0, math.inf)
         if retain_until is not None:
             retain_until = check_float("retain_until", retain_until, 0.0, math.inf)
-        if self.tracks_returns:
-            lease = 0.0  # what is expected of its sequences says more than a fixed time
         session = RadixSession(self, name, lease, retain_until)
         self.open_sessions.add(session)
         return session
@@ -372,7 +378,8 @@ class SessionRetention(RetentionPolicy):
         for above in path(node.parent):
             if session in _refs(above).sessions:
                 self._remove_end(session, above)
-        if session.lease_s or session.retain_until is not None:
+        is_foreseen = self.tracks_returns and self._policy.expected_return(node) is not None
+        if session.retain_until is not None or (session.lease_s and not is_foreseen):
             self._begin_lease(session, node)
 
     def close(self, session: RadixSession) -> None:

@@ -179,6 +179,8 @@ class Admission:
                 outstanding += page_budget.pages_ahead(state)
                 spare = self._cache.num_available - outstanding
                 layer_pages = page_budget.num_layer_pages()
+            elif fits:
+                policy.begin_pass()  # the attempt has changed what is evicted next
             if self._running and not may_fit(waiting.min_page_need):
                 return  # no later candidate fits either
             waiting.pass_unfitting(state, may_fit)

@@ -41,7 +41,7 @@ class Batch:
         self.token_budget = token_budget
         self.guess_budget = token_budget // 2
         self.is_out_of_pages = False  # a request found no free page: none is admitted
-        self.begun_at = 0.0  # seconds, where steps are measured
+        self.begun_at = 0.0  # when it was dispatched, on the scheduler's clock
         self.num_ending_in_flight = 0  # running requests whose last row is in flight
         self.states: list[RequestState] = []  # [R] each row's request
         self.sequences: list[CacheSequence] = []  # [R] and its sequence at that time

@@ -35,7 +35,6 @@ class AdmissionPolicy:
     """
 
     holds_requests = False  # whether `may_start` may be false; if not, it is never called
-    measures_steps = False  # whether `SchedulerView.costs` is to be kept up to date
     num_held = 0  # calls of `may_start` that were false, since the start
 
     def attach(self, view: SchedulerView) -> None:
@@ -51,6 +50,11 @@ class AdmissionPolicy:
         many tokens of all waiting requests are to be computed."""
         del num_tokens
         return math.inf
+
+    def is_short(self, num_needed: int) -> bool:
+        """Whether pages are short for waiting requests that need so many; orders are told. O(1)."""
+        del num_needed
+        return False
 
     def begin_pass(self) -> None:
         """A pass over the waiting requests begins. O(1)."""

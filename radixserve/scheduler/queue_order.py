@@ -42,7 +42,7 @@ class QueueOrder(ABC):
     @abstractmethod
     def scan(self, *, is_short: bool) -> Iterator[RequestState]:
         """Yields the requests in order, each at least once. The one just given may be removed;
-        nothing else may change. `is_short`: all waiting requests need more pages than are free."""
+        nothing else may change. `is_short`: `AdmissionPolicy.is_short`, of all waiting requests."""
 
     @abstractmethod
     def __len__(self) -> int: ...

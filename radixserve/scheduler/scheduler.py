@@ -66,7 +66,6 @@ class Scheduler:
             cache, policy, max_overtake, max_wait_s, clock, self.policy
         )
         self._page_budget = PageBudget(cache, self._running, self._waiting)
-        self._measures_steps = False  # where the policy or the shares need it
         self.sessions = Sessions(cache, self.policy.note_session_closed)
         self._extensions: list[SchedulerExtension] = []
         self._admission = Admission(
@@ -292,7 +291,8 @@ class Scheduler:
             return None
         if self._drafter is not None and self._drafter.needs_output(len(self._running)):
             return None
-        batch = Batch(self.counts.steps, self._step_tokens())
+        num_tokens = self._shares.step_tokens(self._chunked_prefill_size)
+        batch = Batch(self.counts.steps, num_tokens)
         keep = self._shares.tokens_to_keep
         if not plan_ahead(self._in_flight[0], batch, self._running, self._cache, keep):
             return None
@@ -305,20 +305,14 @@ class Scheduler:
     def _dispatch(self, batch: Batch) -> SchedulerOutput:
         self.counts.steps += 1
         self._in_flight.append(batch)
-        if self._measures_steps:
-            batch.begun_at = self._step_costs.clock()
+        batch.begun_at = self._clock()
         schedule = batch.build(self._cache.layers, has_adapters=self._has_adapters)
         self._shares.note_dispatched(batch, schedule)
         return schedule
 
-    def _step_tokens(self) -> int:
-        """Prefill tokens that a step may compute. Decides whether this step is measured."""
-        num_tokens = self._shares.step_tokens(self._chunked_prefill_size)
-        self._measures_steps = self.policy.measures_steps or self._shares.measures_steps
-        return num_tokens
-
     def _new_batch(self) -> Batch:
-        batch = Batch(self.counts.steps, self._step_tokens())
+        num_tokens = self._shares.step_tokens(self._chunked_prefill_size)
+        batch = Batch(self.counts.steps, num_tokens)
         self._plan_running(batch)
         if self._waiting.num_tokens:
             self._admission.admit(batch)
@@ -333,9 +327,10 @@ class Scheduler:
         now = self._clock()
         if now >= self._recent.due:
             self._recent.read(now)
+            self._step_costs.read()
         step, sampled = self._in_flight.pop(0), output.outputs
-        if step.begun_at:
-            self._step_costs.note_step(schedule, step.begun_at)
+        num_tokens = schedule.num_prefill_tokens, schedule.num_decode_tokens
+        self._step_costs.unread.append((step.begun_at, now, *num_tokens))
         failed: list[tuple[RequestState, SampleOutput]] = []
         scored: list[tuple[RequestState, int, SampleOutput]] = []  # with the row's end
         states, samples, other_rows = self._commit_decodes(step, sampled)

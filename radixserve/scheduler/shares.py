@@ -21,8 +21,6 @@ class Shares:
     to one scheduler, which makes all calls.
     """
 
-    measures_steps = False  # whether `SchedulerParts.costs` is to be kept up to date
-
     def make_running(self, max_running_requests: int) -> RunningRequests:
         """Called once, before all others."""
         return RunningRequests(max_running_requests)
@@ -57,8 +55,7 @@ class Shares:
         return True
 
     def step_tokens(self, max_tokens: int) -> int:
-        """Returns the prefill tokens that the next step may compute, at most `max_tokens`. May set
-        `measures_steps`, for that step."""
+        """Returns the prefill tokens that the next step may compute, at most `max_tokens`."""
         return max_tokens
 
     def tokens_to_keep(self, batch: Batch, prefills: Sequence[RequestState]) -> int:

@@ -358,7 +358,7 @@ class WaitingQueue:
         )
 
     def _candidates_of(self, queue: RequestQueue) -> Iterator[RequestState]:
-        return queue.candidates(self._since, is_short=self._num_needed > self._cache.num_free)
+        return queue.candidates(self._since, is_short=self._admission.is_short(self._num_needed))
 
     def _since(self) -> float:
         """When a request was queued that has reached its bound in seconds."""

@@ -69,8 +69,7 @@ class TenantShares(Shares):
     def step_tokens(self, max_tokens: int) -> int:
         """With requests of several tenants, their chunks take no longer than the decode rows: no
         tenant's prompts hold up another's tokens."""
-        self.measures_steps = self.times.are_shared
-        if not self.measures_steps:
+        if not self.times.are_shared:
             return max_tokens
         return self._parts.costs.tokens_beside_decodes(max_tokens)
 

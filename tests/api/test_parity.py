@@ -164,6 +164,8 @@ def run(
     """Cold, then warm in another order; a tight pool must evict and preempt. Returns the stats."""
     size = settings.get("page_size", 1)
     tokens = max(3 * size, 160) if is_tight else 8192
+    if is_tight:
+        settings = {"admission": "greedy", **settings}  # which preempts more
     with kind(
         str(expected.folder), num_pages=tokens // size, max_running_requests=8, **settings
     ) as rt:

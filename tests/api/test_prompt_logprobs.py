@@ -88,7 +88,8 @@ def test_beside_others_in_a_small_pool(folder: Path, model: Any) -> None:
     rng = random.Random(0)
     prompts = [PROMPT[: rng.randint(1, 40)] + [rng.randrange(256) for _ in range(9)]
                for _ in range(12)]  # fmt: skip
-    with Runtime(str(folder), num_pages=130, chunked_prefill_size=16, max_running_requests=6) as rt:
+    settings: Any = {"chunked_prefill_size": 16, "max_running_requests": 6, "admission": "greedy"}
+    with Runtime(str(folder), num_pages=130, **settings) as rt:
         alone = [rt.generate(prompt, params(None, max_tokens=20)).token_ids for prompt in prompts]
         mixed = [params(3 if at % 2 else None, max_tokens=20) for at in range(len(prompts))]
 

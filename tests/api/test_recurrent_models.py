@@ -153,7 +153,8 @@ def test_branches_and_samples(model: Any, rt: Runtime) -> None:
 def test_a_small_pool_preempts_and_evicts(model: Any, make: Make) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     prompts = [RNG.integers(3, 250, 50).tolist() for _ in range(8)]
-    with make(model, num_pages=180, num_states=12, max_running_requests=6) as rt:
+    settings = {"num_pages": 180, "num_states": 12, "max_running_requests": 6}
+    with make(model, admission="greedy", **settings) as rt:
         found = rt.generate(prompts, params)
         for prompt, one in zip(prompts, found, strict=True):
             check(model, prompt, one.token_ids)

@@ -39,7 +39,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def tight(model: Path) -> Iterator[Runtime]:
     """Too small for all that run: requests are preempted, prompts come in chunks."""
     settings: dict[str, Any] = {"num_pages": 1_000, "max_running_requests": 16}
-    with Runtime(model, chunked_prefill_size=24, **settings) as runtime:
+    with Runtime(model, chunked_prefill_size=24, admission="greedy", **settings) as runtime:
         yield runtime
 
 

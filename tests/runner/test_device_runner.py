@@ -233,8 +233,9 @@ def expected(checkpoints: dict[str, Path]) -> list[Completion]:
             "page_size": 16,
             "num_pages": 9,
             "chunked_prefill_size": 20,
+            "admission": "greedy",
         },  # so few pages that it preempts
-        {"page_size": 1, "num_pages": 125},
+        {"page_size": 1, "num_pages": 125, "admission": "greedy"},
         {"page_size": 2, "cache": "off", "cascade_attention": False},
     ],
     ids=lambda fields: " ".join(f"{name}={value}" for name, value in fields.items()),

@@ -31,6 +31,7 @@ from tests.pacing import PATIENCE_S, held, wait_until
 from tests.runner.test_worker_group import is_alive
 
 SETTINGS: dict[str, Any] = {
+    "admission": "greedy",  # preemptions do not depend on times
     "device": "cpu",
     "dtype": "float32",
     "page_size": 4,

@@ -6,7 +6,6 @@ import math
 import os
 import random
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +13,7 @@ from radixserve.admission_policies.priced import PricedAdmission
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.request import BeamParams
+from radixserve.schedule import WindowLayers
 from radixserve.scheduler.step_costs import StepCosts
 from tests.scheduler.fake import Driver, random_prompt
 from tests.scheduler.test_scheduler import prompt
@@ -38,7 +38,7 @@ class PricedDriver(Driver):
 
 
 class FixedCosts(StepCosts):
-    prefill_share = prefill_token_s = 0.0
+    prefill_share = prefill_token_s = decode_step_s = 0.0
 
     def __init__(self, prefill_share: float, prefill_token_s: float) -> None:
         super().__init__(lambda: 0.0)
@@ -139,8 +139,8 @@ def test_the_oldest_session_starts_at_a_price_that_holds_others() -> None:
     pricing = driver.pricing
     state = driver.states["cold"]
     seen = set()
-    for exponent in range(41):
-        driver.fix_costs(prefill_share=0.5**exponent)
+    for exponent in range(81):
+        driver.fix_costs(prefill_share=0.7**exponent)
         pricing.begin_pass()
         seen.add((pricing.is_worth(state), pricing.is_worth(state, is_oldest=True)))
     assert seen == {(True, True), (False, True), (False, False)}
@@ -236,20 +236,18 @@ def test_the_share_of_prefill_is_that_of_the_last_minute() -> None:
     for num_prefill, seconds in [(0, 0.01)] * 100 + [(512, 1.01)] * 5:
         begun_at = now
         now += seconds
-        schedule = SimpleNamespace(num_prefill_tokens=num_prefill, num_decode_tokens=1)
-        costs.note_step(schedule, begun_at)  # type: ignore[arg-type]
+        costs.unread.append((begun_at, now, num_prefill, 1))
     assert costs.prefill_share == pytest.approx(5 / 6.05, rel=0.05)
     for _ in range(2_000):
         begun_at = now
         now += 0.1
-        schedule = SimpleNamespace(num_prefill_tokens=0, num_decode_tokens=1)
-        costs.note_step(schedule, begun_at)  # type: ignore[arg-type]
+        costs.unread.append((begun_at, now, 0, 1))
     assert costs.prefill_share < 0.02
 
 
 def test_sessions_that_share_most_of_their_prompts_are_not_held() -> None:
     """32 sessions with 90 % in common: a shared prefix counts once."""
-    driver = PricedDriver(1_400, max_running_requests=32, chunked_prefill_size=256)
+    driver = PricedDriver(1_800, max_running_requests=32, chunked_prefill_size=256)
     common = prompt(999, 180)
     texts = [common + prompt(number, 20) for number in range(32)]  # 820 tokens, not 6,400
     for turn in range(4):
@@ -311,6 +309,30 @@ def test_a_finished_session_tells_the_cache_when_it_comes_back() -> None:
     assert estimates[0].seconds_left(driver.now - 5.0) == pytest.approx(5.0, rel=0.1)
 
 
+def test_until_think_times_are_known_sessions_are_kept_by_leases() -> None:
+    """A chat beside prompts that are sent once, the first of both kinds."""
+    driver = PricedDriver(400)
+    text = prompt(0, 60)
+    driver.add("chat", text, max_tokens=2, ignore_eos=True, session="chat")
+    driver.run()
+    assert [lease["session"] for lease in driver.cache.stats()["leases"]] == ["chat"]
+    for number in range(30):
+        driver.add(f"{number}", prompt(100 + number, 50), max_tokens=1)
+        driver.run()
+    text = text + driver.output("chat") + prompt(1, 5)
+    driver.add("chat-1", text, max_tokens=2, ignore_eos=True, session="chat")
+    driver.run()
+    assert driver.finished["chat-1"].usage.cached_tokens == 61
+    for turn in range(2, 8):
+        driver.now += 1.0
+        text = text + driver.output(f"chat-{turn - 1}") + prompt(turn, 5)
+        driver.add(f"chat-{turn}", text, max_tokens=2, ignore_eos=True, session="chat")
+        driver.run()
+    assert driver.cache.stats()["leases"] == []
+    estimates = [estimate for _, estimate in driver.cache.victims()]
+    assert any(estimate is not None and estimate.is_regular for estimate in estimates)
+
+
 def test_prompts_that_never_come_again_are_told_from_named_sessions() -> None:
     """Unnamed prompts that are sent once make no session less likely to return."""
     driver = PricedDriver(4_000)
@@ -348,7 +370,6 @@ def test_think_times_stay_regular_while_they_vary_a_little_more() -> None:
 
 def test_priced_admission_needs_its_order_of_eviction() -> None:
     assert EngineConfig(admission="priced").eviction == "expected-return"
-    assert EngineConfig().eviction == "lru"
     for wrong in ({"eviction": "lru"}, {"cache": "hash"}, {"cache": "off"}):
         with pytest.raises(InvalidRequest, match="priced"):
             EngineConfig(admission="priced", **wrong)  # type: ignore[arg-type]
@@ -356,14 +377,74 @@ def test_priced_admission_needs_its_order_of_eviction() -> None:
         EngineConfig(admission="cheap")
 
 
+def test_priced_admission_is_the_default_where_nothing_else_is_asked_for() -> None:
+    priced, greedy = ("priced", "expected-return", 4096), ("greedy", "lru", 64)
+    for settings, expected in [
+        ({}, priced),
+        ({"eviction": "expected-return"}, priced),
+        ({"max_overtake": 7}, (*priced[:2], 7)),
+        ({"admission": "greedy"}, greedy),
+        ({"admission": "greedy", "eviction": "expected-return"}, ("greedy", "expected-return", 64)),
+        ({"eviction": "lru"}, greedy),
+        ({"eviction": "lfu"}, ("greedy", "lfu", 64)),
+        ({"cache": "hash"}, greedy),
+        ({"cache": "off"}, greedy),
+    ]:
+        config = EngineConfig(**settings)  # type: ignore[arg-type]
+        assert (config.admission, config.eviction, config.max_overtake) == expected, settings
+    assert "admission" not in repr(EngineConfig())
+    assert "admission='greedy'" in repr(EngineConfig(admission="greedy"))
+
+
+def roomy_schedules(admission: str, policy: str) -> list[object]:
+    """The steps of sessions, branches of one prompt, tenants, priorities and aborts, where the pool
+    has room for all."""
+    driver = Driver(20_000, policy=policy, admission=admission, clock=lambda: 0.0)
+    rng = random.Random(5)
+    texts, names = [prompt(number, 40) for number in range(12)], list[str]()
+    for _ in range(100):
+        for _ in range(rng.choice([0, 0, 0, 1, 5])):
+            number, name = rng.randrange(12), f"r{len(names)}"
+            if number < 8:
+                texts[number] = texts[number] + prompt(len(names), rng.randrange(1, 30))
+            params = {"priority": rng.choice([0, 0, 1]), "namespace": rng.choice(["", "b/x"])}
+            session = f"s{number}" if number % 2 else ""
+            driver.add(
+                name, texts[number], max_tokens=rng.randrange(1, 9), session=session, **params
+            )
+            names.append(name)
+        if rng.random() < 0.05 and names:
+            driver.abort(rng.choice(names[-5:]))
+        if rng.random() < 0.05:
+            driver.scheduler.sessions.close(f"s{rng.randrange(12)}")
+        driver.now += rng.choice([0.0, 0.1, 5.0])
+        driver.step()
+    driver.run()
+    assert driver.cache.stats()["evicted_tokens"] == 0
+    return [
+        (rows.request_ids, rows.starts, rows.num_tokens, rows.slots, list(rows.input_ids))
+        for rows in (schedule.rows for schedule in driver.schedules)
+    ]
+
+
+@pytest.mark.parametrize("policy", ["lpm", "fcfs", "dfs-weight"])
+def test_where_all_fits_the_schedules_are_those_of_greedy_admission(policy: str) -> None:
+    greedy, priced = (roomy_schedules(name, policy) for name in ("greedy", "priced"))
+    assert max(len(step[0]) for step in greedy) == 8  # slots are short at times
+    assert priced == greedy
+
+
 def storm(seed: int, steps: int) -> Counter[str]:
     """Bursts, tenants, sessions that never return or close in mid-flight, beams, aborts,
-    preemptions and resets; an audit after each step."""
+    preemptions and resets, with layers beside K/V every second time; an audit after each step."""
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 16])
+    num_pages = max(4, rng.choice([60, 120, 300]) // page_size)
     driver = PricedDriver(
-        max(4, rng.choice([60, 120, 300]) // page_size),
+        num_pages,
         page_size,
+        num_states=4 * (seed % 4 == 1),
+        windows=WindowLayers(max(4, num_pages // 2), 12) if seed % 4 == 2 else None,
         policy=rng.choice(["lpm", "fcfs", "dfs-weight"]),
         chunked_prefill_size=rng.choice([7, 16, 64]),
         max_running_requests=rng.choice([2, 4, 8]),
