@@ -1,14 +1,15 @@
 """What LoRA adapters cost beside the model alone, which is what merging one by hand costs.
 
     python benchmarks/bench_adapters.py [--model smollm2] [--dtype bfloat16] [--rank 16]
-        [--rounds 5]
+        [--rounds 5] [--threads 1] [--only "decode 1,mixed 32"]
 
-One runtime answers the same prompts with and without adapters in turns. The figures are medians of
-the pairs' ratios, by the seconds of all threads.
+Two runtimes answer the same prompts in turns, one with adapters. The figures are medians of the
+pairs' ratios, by the seconds of all threads, and the lowest and highest ratio.
 
-prefill     one adapter computes a prompt of 512 tokens
-decode N    one adapter computes N rows
-mixed 32    eight adapters compute 32 rows
+prefill       one adapter computes a prompt of 512 tokens
+decode N      one adapter computes N rows
+mixed 32      eight adapters compute 32 rows
+unused ...    the same without adapters, in the runtime that has eight of them
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from harness.arguments import parse
+from harness.arguments import Names, parse
 from harness.report import print_table
 from safetensors.torch import save_file
 
@@ -30,6 +31,11 @@ from radixserve import Runtime, SamplingParams
 from radixserve.models.source import find_model
 
 NUM_ADAPTERS, PROMPT_TOKENS, NUM_TOKENS = 8, 512, 16
+
+
+class Case(NamedTuple):
+    num_tokens: int  # to generate; 1: the prompt is computed, else its K/V is cached
+    names: list[str]  # of each row's adapter
 
 
 def make_adapter(folder: Path, config: Any, rank: int, seed: int) -> str:
@@ -60,8 +66,7 @@ def make_adapter(folder: Path, config: Any, rank: int, seed: int) -> str:
 
 
 def seconds(runtime: Runtime, prompts: list[list[int]], names: Sequence[str], count: int) -> float:
-    """Of all threads, to generate `count` tokens after each prompt, whose K/V is cached but for
-    count 1."""
+    """Of all threads, to generate `count` tokens after each prompt."""
     params = [
         SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, adapter=name)
         for name in names
@@ -75,45 +80,73 @@ def seconds(runtime: Runtime, prompts: list[list[int]], names: Sequence[str], co
     return time.process_time() - begun
 
 
+def cases(names: list[str]) -> dict[str, Case]:
+    """By their labels."""
+    alone = [""]
+    return {
+        "prefill": Case(1, names[:1]),
+        "decode 1": Case(NUM_TOKENS, names[:1]),
+        "decode 8": Case(NUM_TOKENS, names[:1] * 8),
+        "decode 32": Case(NUM_TOKENS, names[:1] * 32),
+        "mixed 32": Case(NUM_TOKENS, names * 4),
+        "unused prefill": Case(1, alone),
+        "unused decode 1": Case(NUM_TOKENS, alone),
+        "unused decode 32": Case(NUM_TOKENS, alone * 32),
+    }
+
+
+def ratios(rt: Runtime, plain: Runtime, case: Case, rounds: int) -> tuple[float, list[float]]:
+    """Seconds of the runtime without adapters, and the other's as multiples of them, ascending."""
+    length = PROMPT_TOKENS if case.num_tokens == 1 else 16
+    prompts = [
+        [(7 * row + 3 * place) % 1000 for place in range(length)] for row in range(len(case.names))
+    ]
+    bases, found = [], []
+    for number in range(rounds + 1):
+        taken = {}
+        for runtime in (rt, plain) if number % 2 else (plain, rt):
+            names = case.names if runtime is rt else [""] * len(prompts)
+            taken[runtime] = seconds(runtime, prompts, names, case.num_tokens)
+        if number:  # the first warms up
+            bases.append(taken[plain])
+            found.append(taken[rt] / taken[plain])
+    return median(bases), sorted(found)
+
+
 def main() -> None:
+    names = [f"a{number}" for number in range(NUM_ADAPTERS)]
     args = parse(
-        __doc__, model="smollm2", dtype="bfloat16", rank=16, rounds=5, threads=1, json=False
+        __doc__,
+        model="smollm2",
+        dtype="bfloat16",
+        rank=16,
+        rounds=5,
+        threads=1,
+        only=Names("cases", cases(names)),
+        json=False,
     )
     torch.set_num_threads(args.threads)
     config = find_model(args.model).config
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        names = [f"a{number}" for number in range(NUM_ADAPTERS)]
         adapters = {
             name: make_adapter(Path(folder) / name, config, args.rank, number)
             for number, name in enumerate(names)
         }
-        settings: dict[str, Any] = {"dtype": args.dtype, "adapters": adapters}
-        with Runtime(args.model, num_pages=20_000, adapter_memory="8GB", **settings) as runtime:
-            cases: list[tuple[str, int, int, list[str]]] = [
-                ("prefill", 1, 1, names[:1]),
-                ("decode 1", 1, NUM_TOKENS, names[:1]),
-                ("decode 8", 8, NUM_TOKENS, names[:1] * 8),
-                ("decode 32", 32, NUM_TOKENS, names[:1] * 32),
-                ("mixed 32", 32, NUM_TOKENS, names * 4),
-            ]
-            for label, count, tokens, own in cases:
-                length = PROMPT_TOKENS if tokens == 1 else 16
-                prompts = [
-                    [(7 * row + 3 * place) % 1000 for place in range(length)]
-                    for row in range(count)
-                ]
-                pairs = [
-                    (
-                        seconds(runtime, prompts, own, tokens),
-                        seconds(runtime, prompts, [""] * count, tokens),
-                    )
-                    for _ in range(args.rounds + 1)
-                ][1:]
-                ratio = median(with_adapter / alone for with_adapter, alone in pairs)
-                base = median(alone for _, alone in pairs)
-                rows.append([label, f"{1e3 * base:.1f}", f"{100 * (ratio - 1):+.1f} %"])
-    print_table(args, ["case", "alone, ms of CPU time", "with adapters"], rows)
+        settings: dict[str, Any] = {"dtype": args.dtype, "num_pages": 20_000, "max_draft_tokens": 0}
+        more: dict[str, Any] = {"adapters": adapters, "adapter_memory": "8GB"}
+        with (
+            Runtime(args.model, **settings) as plain,
+            Runtime(args.model, **settings, **more) as rt,
+        ):
+            for label in args.only:
+                base, found = ratios(rt, plain, cases(names)[label], args.rounds)
+                shown = (
+                    f"{100 * (own - 1):+.1f} %" for own in (median(found), found[0], found[-1])
+                )
+                rows.append([label, f"{1e3 * base:.1f}", *shown])
+    columns = ["case", "alone, ms of CPU time", "with adapters", "lowest", "highest"]
+    print_table(args, columns, rows)
 
 
 if __name__ == "__main__":

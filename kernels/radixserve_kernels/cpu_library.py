@@ -221,6 +221,7 @@ _INTERFACE: dict[str, tuple[Any, tuple[Any, ...]]] = {  # of cpu/library.cpp
     "lanes": (_FLAG, ()),
     "set_threads": (None, (_FLAG,)),
     "packed_size": (_NUMBER, (_FLAG, _NUMBER, _NUMBER)),
+    "lora_depth": (_NUMBER, (_FLAG, _NUMBER)),
     "pack": (None, (_FLAG, _POINTER, _NUMBER, _NUMBER, _POINTER)),
     "integer_dot": (_FLAG, ()),
     "use_forms": (None, (_POINTER,)),

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from radixserve_kernels.cpu_library import cpu_library, is_bf16
 from radixserve_kernels.cpu_weights import Arena, PackedWeight, WeightRecord
 
 Weights = TypeVar("Weights")  # an adapter, ready to compute: `PackedLora`
@@ -34,7 +35,11 @@ class AdapterRows(NamedTuple, Generic[Weights]):
 
 
 class _Product(ctypes.Structure):
-    _fields_ = (("a", WeightRecord), ("b", WeightRecord))
+    _fields_ = (
+        ("a", WeightRecord),
+        *((name, ctypes.c_void_p) for name in ("b", "firsts")),
+        *((name, ctypes.c_int64) for name in ("vectors", "count")),
+    )
 
 
 class _Layer(ctypes.Structure):
@@ -58,11 +63,46 @@ class PackedLora:
         self.num_bytes = 0
         for record, layer in zip(self.records, layers, strict=True):
             for name, product in layer.items():
-                a, b = (PackedWeight(part.to(dtype), arena=arena) for part in product)
-                packed += [a, b]
-                setattr(record, name, _Product(a.record, b.record))
-                self.num_bytes += a.num_bytes + b.num_bytes
+                a = PackedWeight(product.a.to(dtype), arena=arena)
+                b, firsts, size = _pack_b(product.b.to(dtype), arena)
+                packed += [a, b, firsts]
+                setattr(record, name, _Product(a.record, b.ctypes.data, firsts.ctypes.data, *size))
+                self.num_bytes += a.num_bytes + b.nbytes + firsts.nbytes
         self._borrowed = packed  # by C
+
+
+def _pack_b(b: Tensor, arena: Arena) -> tuple[NDArray[Any], NDArray[np.int32], tuple[int, int]]:
+    """`LoraProduct.b` [N, R] as C's: for each vector of columns the ranks in which it is not zero,
+    [vectors, ranks / P, lanes, P] with P numbers of a lane beside each other; the first of these
+    ranks; (vectors, ranks)."""
+    library = cpu_library(b.dtype)
+    lanes, rank = library.radixserve_lanes(), b.shape[1]
+    columns = padded_rows(b, [len(b)]).T.reshape(rank, -1, lanes)  # [R, vectors, lanes]
+    used = (columns != 0).any(-1).T.numpy()  # [vectors, R]
+    starts, ends = used.argmax(1), rank - used[:, ::-1].argmax(1)
+    ranks = int(np.where(used.any(1), ends - starts, 1).max())
+    ranks = library.radixserve_lora_depth(is_bf16(b.dtype), ranks)
+    most = -(-rank // (2 * lanes)) * 2 * lanes - ranks  # a x has whole panels of ranks
+    firsts = arena.take(4 * len(used)).view(np.int32)
+    firsts[:] = np.minimum(starts, most)
+    places = torch.from_numpy(firsts[:, None] + np.arange(ranks))  # [vectors, ranks]
+    own = torch.nn.functional.pad(columns, (0, 0, 0, 0, 0, max(0, int(places.max()) + 1 - rank)))
+    own = own.transpose(0, 1).gather(1, places[..., None].expand(-1, -1, lanes))
+    side = 4 // b.dtype.itemsize
+    own = own.view(len(used), -1, side, lanes).transpose(2, 3).reshape(-1)
+    packed = arena.take(own.numel() * own.itemsize)
+    packed[:] = own.view(torch.uint8).numpy()
+    return packed, firsts, (len(used), ranks)
+
+
+def padded_rows(b: Tensor, counts: Sequence[int]) -> Tensor:
+    """Rows of b [N, R] with zeros after each of the parts of so many rows, up to whole panels."""
+    panel = 2 * cpu_library(b.dtype).radixserve_lanes()
+    parts = [
+        torch.nn.functional.pad(part, (0, 0, 0, -len(part) % panel))
+        for part in b.split(list(counts))
+    ]
+    return torch.cat(parts)
 
 
 def group_records(groups: Sequence[AdapterRows[PackedLora]]) -> Any:

@@ -145,9 +145,14 @@ class PackedWeight:
         return packed
 
     @property
+    def columns_by_form(self) -> list[int]:
+        """Columns of each of the weights that make this one."""
+        more = [] if self._next is None else self._next.columns_by_form
+        return [int(self.record.columns), *more]
+
+    @property
     def num_columns(self) -> int:
-        next_columns = 0 if self._next is None else self._next.num_columns
-        return int(self.record.columns) + next_columns
+        return sum(self.columns_by_form)
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x @ weight.T + bias`: x [M, K], returns [M, N]."""

@@ -29,7 +29,7 @@ from radixserve.models.mlp_tensors import ExpertTensors, MlpTensors, WeightAndBi
 from radixserve.models.source import ModelSource
 from radixserve_kernels.cpu_decoder import FusedDecoder
 from radixserve_kernels.cpu_experts import PackedExperts
-from radixserve_kernels.cpu_lora import PackedLora
+from radixserve_kernels.cpu_lora import PackedLora, padded_rows
 from radixserve_kernels.cpu_recurrent import CompiledStates, PackedRecurrence, PackedShortConv
 from radixserve_kernels.cpu_weights import PackedWeight, interleave, interleave_weights
 from radixserve_kernels.decoder_layer import (
@@ -104,6 +104,10 @@ class CpuDecoder(LanguageModel):
     def pack_adapter(self, modules: Mapping[str, LoraModule]) -> PackedLora:
         layers = lora_layers(self._shape, modules)
         for number, products in enumerate(layers):
+            if "qkv" in products:
+                product = products["qkv"]
+                columns = self._read.layers[number].qkv.columns_by_form
+                products["qkv"] = product._replace(b=padded_rows(product.b, columns))
             if "gate_up" in products:
                 product, inner = products["gate_up"], self._shape.intermediate_sizes[number]
                 b = interleave(product.b[:inner], product.b[inner:])

@@ -63,8 +63,10 @@ def lora_layers(
     for number, own in wanted.items():
         products = _products(shape, number)
         known = {part.name for product in products.values() for part in product.parts}
+        built = (product for product in products.values() if not product.reason)
+        names = ", ".join(sorted(part.name for product in built for part in product.parts))
         wrong += [
-            f"layers.{number}.{name}: possible are {', '.join(sorted(known))}"
+            f"layers.{number}.{name}: possible are {names or 'none'}"
             for name in own
             if name not in known
         ]

@@ -2,7 +2,7 @@
 //
 //   products FORM ROWS BITS REPEATS   FORM: of WeightForm, 0 is bfloat16; BITS: of rounded rows
 #include "forms.cpp"
-#include "layers.h"
+#include "lora.h"
 #include "tiles_f32.cpp"
 
 bool has_amx = false;

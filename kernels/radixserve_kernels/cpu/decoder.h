@@ -92,10 +92,8 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
         input = input_scratch.get<A>(tokens * hidden_stride);
         qkv_rows = qkv_scratch.get<float>(tokens * qkv_stride), attended = attended_scratch.get<A>(tokens * q_stride);
         inner = inner_scratch.get<A>(tokens * inner_stride);
-        int64_t gate_up_columns = 0;
-        for (const Layer<T> &layer : layers) gate_up_columns = std::max(gate_up_columns, layer.mlp.gate_up.columns);
-        adapters.prepare((const LoraGroup<T> *)step.adapters, step.num_adapters, tokens, gate_up_columns);
-        double ns = price(2 * tokens * this->num_numbers, this->num_bytes) + mixing + adapters.work(layers.size());
+        adapters.prepare((const LoraGroup<T> *)step.adapters, step.num_adapters, tokens, layers.size());
+        double ns = price(2 * tokens * this->num_numbers, this->num_bytes) + mixing + adapters.work();
         for (size_t number = 0; number < layers.size(); number++) {
             const Layer<T> &layer = layers[number];
             if (layer.attends()) ns += attentions[shape_of_layer[number]].work();
@@ -225,8 +223,10 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
         for (size_t number = 0; number < layers.size(); number++) {
             const Layer<T> &layer = layers[number];
             const bool is_last = number + 1 == layers.size();
-            if (layer.mixes()) linear<float>(thread, input, hidden_stride, tokens, layer.qkv, nullptr, qkv_rows, qkv_stride);
-            adapters.add(thread, number, &LoraLayer<T>::qkv, false, input, hidden_stride, qkv_rows, qkv_stride);
+            if (layer.mixes()) {
+                const auto lora = adapters.term(thread, number, &LoraLayer<T>::qkv, false, input, hidden_stride);
+                linear<float>(thread, input, hidden_stride, tokens, layer.qkv, nullptr, qkv_rows, qkv_stride, 1, lora.get());
+            }
             if (layer.attends()) attend(thread, step, layer, attentions[shape_of_layer[number]], kv[layer.kv_layer]);
             if (layer.recurrence)
                 run_recurrence(thread, *layer.recurrence, *step.states, *states++, tokens, shape.eps, qkv_rows, qkv_stride,
@@ -301,25 +301,24 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
 
     // Adds scale x W^T to the residual; where it is normed before, `make_input` does so, without the scale.
     void add_product(const TeamThread &thread, const A *x, int64_t stride, int64_t count, const Weight<T> &w,
-                     const float *post_norm, float scale) {
+                     const float *post_norm, float scale, const LoraTerm<T, A> *lora = nullptr) {
         if (post_norm)
-            linear<float>(thread, x, stride, count, w, nullptr, projected, residual_stride);
+            linear<float>(thread, x, stride, count, w, nullptr, projected, residual_stride, 1, lora);
         else
-            linear<float>(thread, x, stride, count, w, residual, residual, residual_stride, scale * shape.residual_scale);
+            linear<float>(thread, x, stride, count, w, residual, residual, residual_stride, scale * shape.residual_scale,
+                          lora);
     }
 
-    // `add_product` of rows that have an adapter, which adds to it.
-    void add_lora(const TeamThread &thread, const A *x, int64_t stride, size_t number, LoraProduct<T> LoraLayer<T>::*product,
-                  const float *post_norm, float scale) {
-        const bool is_sampled = number + 1 == layers.size();
-        adapters.add(thread, number, product, is_sampled, x, stride, post_norm ? projected : residual, residual_stride,
-                     post_norm ? 1 : scale * shape.residual_scale);
+    // What adapters add to a product after a layer's attention.
+    LoraTerm<T, A> lora(const TeamThread &thread, size_t number, LoraProduct<T> LoraLayer<T>::*product, const A *x,
+                        int64_t stride) const {
+        return adapters.term(thread, number, product, number + 1 == layers.size(), x, stride);
     }
 
     void add_mixed(const TeamThread &thread, int64_t count, const Layer<T> &layer, size_t number) {
         const float scale = layer.attends() ? shape.attention_out_scale : layer.recurrence ? layer.recurrence->out_scale : 1;
-        add_product(thread, attended, q_stride, count, layer.o, layer.post_attention_norm, scale);
-        add_lora(thread, attended, q_stride, number, &LoraLayer<T>::o, layer.post_attention_norm, scale);
+        const LoraTerm<T, A> more = lora(thread, number, &LoraLayer<T>::o, attended, q_stride);
+        add_product(thread, attended, q_stride, count, layer.o, layer.post_attention_norm, scale, more.get());
         if (layer.beside.columns)
             add_product(thread, attended + beside_at(), q_stride, count, layer.beside, nullptr, layer.recurrence->out_scale);
     }
@@ -328,15 +327,15 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
         if (layer.mlp.experts)
             return expert_mlp.run(thread, *layer.mlp.experts, input, hidden_stride, count, residual, residual_stride,
                                   shape.residual_scale);
-        const LoraDelta *delta = adapters.gate_up(thread, number, number + 1 == layers.size(), input, hidden_stride);
+        const LoraTerm<T, A> to_gate_up = lora(thread, number, &LoraLayer<T>::gate_up, input, hidden_stride);
         if (shape.has_gated_mlp)
             gated_linear(thread, input, hidden_stride, count, layer.mlp.gate_up, Activation(shape.activation),
-                         shape.gate_scale, inner, inner_stride, delta), pad_inner(thread, count, layer.mlp.down.depth);
+                         shape.gate_scale, inner, inner_stride, to_gate_up.get()), pad_inner(thread, count, layer.mlp.down.depth);
         else
             activated_linear(thread, input, hidden_stride, count, layer.mlp.gate_up, Activation(shape.activation), inner,
                              inner_stride);
-        add_product(thread, inner, inner_stride, count, layer.mlp.down, layer.post_mlp_norm, shape.mlp_out_scale);
-        add_lora(thread, inner, inner_stride, number, &LoraLayer<T>::down, layer.post_mlp_norm, shape.mlp_out_scale);
+        const LoraTerm<T, A> to_down = lora(thread, number, &LoraLayer<T>::down, inner, inner_stride);
+        add_product(thread, inner, inner_stride, count, layer.mlp.down, layer.post_mlp_norm, shape.mlp_out_scale, to_down.get());
     }
 
     // Zeros after the columns of an MLP that is narrower than others.

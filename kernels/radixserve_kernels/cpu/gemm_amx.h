@@ -95,9 +95,35 @@ class AmxBf16 {
             prefetcher.writes(tile, top, count, panel);
             panel_gemm(x + top * stride, stride, count, panels[panel], panels.depth, sums, PANEL, false,
                           prefetcher,
-                          [&](int first, int some) { finish_rows(sums, top, first, some, panel, epilogue); });
+                          [&](int first, int some) { epilogue(top + first, some, panel, sums + first * PANEL, PANEL); });
         });
         release_tiles();
+    }
+
+    // The sums of some rows over a panel, [rows][sums_stride], go on over `count` of k, a multiple of 32: those of its
+    // vector n with x + firsts[n] and tiles [count / 2][16][2] of b.
+    static void continue_sums(const bf16 *x, int64_t stride, int rows, const bf16 *b, const int32_t *firsts, int64_t count,
+                              float *sums, int64_t sums_stride) {
+        for (int top = 0; top < rows; top += 32, x += 32 * stride, sums += 32 * sums_stride) {
+            const bool has_lower = rows - top > 16;
+            float *below = sums + 16 * sums_stride;
+            configure(min(rows - top, 32));
+            load_upper(sums, sums_stride * 4);
+            if (has_lower) load_lower(below, sums_stride * 4);
+            for (int n = 0; n < 2; n++)
+                for (int64_t k = 0; k < count; k += 32) {
+                    const bf16 *from = x + firsts[n] + k;
+                    _tile_loadd(6, b + (n * count + k) * 16, 64);
+                    _tile_loadd(4, from, stride * 2);
+                    if (has_lower) _tile_loadd(5, from + 16 * stride, stride * 2);
+                    if (n == 0) _tile_dpbf16ps(0, 4, 6);
+                    else _tile_dpbf16ps(1, 4, 6);
+                    if (has_lower && n == 0) _tile_dpbf16ps(2, 5, 6);
+                    else if (has_lower) _tile_dpbf16ps(3, 5, 6);
+                }
+            store_upper(sums, sums_stride * 4);
+            if (has_lower) store_lower(below, sums_stride * 4);
+        }
     }
 
   private:
@@ -151,9 +177,9 @@ class AmxBf16 {
     static void panel_gemm(const bf16 *x, int64_t stride, int rows, const bf16 *panel, int64_t depth,
                               float *out, int64_t out_stride, bool adds, Fetch prefetcher, After &&after) {
         const int whole = rows / 32 * 32;
-        if (whole) configure(32);
         for (int64_t k = 0; whole && k < depth; k += TILE_DEPTH)
             for (int row = 0; row < whole; row += 32) {
+                configure(32);  // `after` may have used the tiles
                 tile_gemm(x + row * stride + k, stride, 32, panel + k * PANEL, min(depth - k, TILE_DEPTH),
                              out + row * out_stride, out_stride, !adds && !k, prefetcher);
                 if (k + TILE_DEPTH >= depth) after(row, 32);
@@ -241,7 +267,7 @@ class AmxBf16 {
                 two_panels(tiles, rows, panels[panel], panels.size, panels.depth, sums);
             else
                 one_panel(tiles, rows, panels[panel], panels.depth, sums);
-            for (int p = 0; p < some; p++) finish_rows(sums + p * rows * PANEL, 0, 0, rows, panel + p, epilogue);
+            for (int p = 0; p < some; p++) epilogue(0, rows, panel + p, sums + p * rows * PANEL, PANEL);
         }
         release_tiles();
     }

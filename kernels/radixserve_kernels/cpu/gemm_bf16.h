@@ -25,13 +25,6 @@ template <class Block> inline void for_bf16_blocks(int rows, const Panels<bf16> 
             block(top, min(rows - top, BF16_SUM_ROWS), panel, sums);
 }
 
-// `count` finished rows of sums, from `first` on, to epilogue(row + top, panel, low, high).
-template <class Epilogue>
-inline void finish_rows(const float *sums, int top, int first, int count, int panel, Epilogue &&epilogue) {
-    for (int m = first; m < first + count; m++)
-        epilogue(top + m, panel, load(sums + m * PANEL), load(sums + m * PANEL + LANES));
-}
-
 // The interface of VectorF32.
 class VectorBf16 {
   public:
@@ -65,7 +58,7 @@ class VectorBf16 {
                 prefetcher.writes(tile, top + first, some, panel);
                 tile_rows<Store>(some, x + (top + first) * stride, stride, panels[panel], panels.depth,
                                  sums + first * PANEL, PANEL, prefetcher);
-                finish_rows(sums, top, first, some, panel, epilogue);
+                epilogue(top + first, some, panel, sums + first * PANEL, PANEL);
             });
         });
     }
@@ -79,7 +72,7 @@ class VectorBf16 {
         PanelPrefetch prefetcher;
         for (int panel = 0; panel < panels.count; panel++) {
             tile_rows<Store>(rows, x, stride, panels[panel], panels.depth, sums, PANEL, prefetcher);
-            finish_rows(sums, 0, 0, rows, panel, epilogue);
+            epilogue(0, rows, panel, sums, PANEL);
         }
     }
 

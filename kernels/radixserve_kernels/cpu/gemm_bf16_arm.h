@@ -28,7 +28,7 @@ class MatrixBf16 {
                     vec sums[count][2];
                     first == 0 ? tile<count, PanelPrefetch>(x, 0, panels[panel], panels.depth, sums)
                                : tile<count, NoPrefetch>(x, first, panels[panel], panels.depth, sums);
-                    for (int m = 0; m < count; m++) epilogue(first + m, panel, sums[m][0], sums[m][1]);
+                    epilogue(first, int(count), panel, (float *)sums, PANEL);
                 });
             });
     }

@@ -49,7 +49,8 @@ template <class T, class W = T> class VectorF32 {
             });
     }
 
-    // Calls epilogue(row, panel, low, high) with each row's sums over a panel's two vectors of columns.
+    // Calls epilogue(first row, rows, panel, sums, stride) for each panel with the sums of some rows, [rows][stride],
+    // which it may change.
     // With more than FEW_ROWS rows the memory at `tile` is prefetched for the epilogue's writes.
     template <class Epilogue>
     static void packed_gemm(const Rows &of, int rows, const Panels<W> &panels, const OutputTile &tile,
@@ -76,8 +77,7 @@ template <class T, class W = T> class VectorF32 {
                     is_last ? prefetcher.writes(tile, first, some, panel) : prefetcher.writes(next, 0, some, 0);
                     tile_rows_f32(k ? Accumulate : Store, some, x + first * stride + k, stride, from, deep, sums,
                                   prefetcher);
-                    for (int m = 0; m < some && is_last; m++)
-                        epilogue(first + m, panel, load(sums + m * PANEL), load(sums + m * PANEL + LANES));
+                    if (is_last) epilogue(first, some, panel, sums, PANEL);
                 });
             }
         };
@@ -141,11 +141,7 @@ template <class T, class W = T> class VectorF32 {
                 multiply(std::integral_constant<int, 1>());
             else if constexpr (IS_WIDENED)
                 some == 4 ? multiply(std::integral_constant<int, 4>()) : multiply(std::integral_constant<int, 2>());
-            for (int p = 0; p < some; p++, panel++)
-                for (int m = 0; m < rows; m++) {
-                    const float *row = sums + (m * some + p) * PANEL;
-                    epilogue(m, panel, load(row), load(row + LANES));
-                }
+            for (int p = 0; p < some; p++, panel++) epilogue(0, rows, panel, sums + p * PANEL, some * PANEL);
         }
     }
 };

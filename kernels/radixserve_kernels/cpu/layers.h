@@ -122,13 +122,7 @@ struct Step {
     int64_t num_adapters;
 };
 
-// What adapters add to the rows of a product before its activation.
-struct LoraDelta {
-    const float *rows;
-    int64_t stride;
-    const uint8_t *has_row;  // of each row, whether it has an adapter
-    const float *of(int64_t row) const { return has_row[row] ? rows + row * stride : nullptr; }
-};
+template <class T, class A> struct LoraTerm;  // what adapters add to a product, see lora.h; in products null for nothing
 
 constexpr int64_t BLOCK_BYTES = 1100 << 10;  // of the second-level cache, for rows of x
 
@@ -150,10 +144,19 @@ inline int block_rows(int64_t rows, int64_t row_bytes, int unit) {
 constexpr int64_t OWN_ROWS = 4;  // rows of x up to which each thread of a team quantises all of them
 constexpr int64_t QUANTIZED_ROWS = 256;  // rows of x in 8 bits that a panel is multiplied with at a time
 
+// Calls epilogue(row, first column, low, high) for the sums of `count` rows over a panel, [count][stride], to which
+// adapters may add before.
+template <class T, class A, class Epilogue>
+inline void finish_rows(float *sums, int64_t stride, int64_t row, int64_t count, int64_t panel, const LoraTerm<T, A> *lora,
+                        Epilogue &&epilogue) {
+    if (lora) lora->add(row, count, panel, sums, stride);
+    for (int64_t i = 0; i < count; i++, sums += stride) epilogue(row + i, panel * PANEL, load(sums), load(sums + LANES));
+}
+
 // Panels [first, last) of a weight in one of the other forms, see `gemm`.
-template <class T, class Epilogue>
+template <class T, class A, class Epilogue>
 void quantized_panels(const QuantizedRows &x, int64_t rows, const Weight<T> &w, int64_t first, int64_t last,
-                      Epilogue &&epilogue) {
+                      const LoraTerm<T, A> *lora, Epilogue &&epilogue) {
     alignas(64) float sums[QUANTIZED_ROWS * PANEL];
     const QuantizedForm &form = quantized_form(w.form);
     const int64_t panel_bytes = num_blocks(w.depth) * form.block_bytes;
@@ -162,15 +165,14 @@ void quantized_panels(const QuantizedRows &x, int64_t rows, const Weight<T> &w, 
         for (int64_t panel = first; panel < last; panel++) {
             const int some = int(min(rows - top, most));
             form.multiply(x.from(top), some, (const uint8_t *)w.panels + panel * panel_bytes, sums);
-            for (int m = 0; m < some; m++)
-                epilogue(top + m, panel * PANEL, load(sums + m * PANEL), load(sums + m * PANEL + LANES));
+            finish_rows(sums, PANEL, top, some, panel, lora, epilogue);
         }
 }
 
 // `gemm` for the other forms.
 template <class A, class T, class Epilogue>
 void quantized_gemm(const TeamThread &thread, const A *x, int64_t stride, int64_t rows, const Weight<T> &w,
-                    Epilogue &&epilogue) {
+                    const LoraTerm<T, A> *lora, Epilogue &&epilogue) {
     static thread_local Scratch own_numbers, own_blocks;
     const bool is_shared = thread.size > 1 && rows > OWN_ROWS;
     Scratch &number_scratch = is_shared ? thread.state.scratches[0] : own_numbers;
@@ -201,7 +203,7 @@ void quantized_gemm(const TeamThread &thread, const A *x, int64_t stride, int64_
     const QuantizedRows quantized{numbers, row_blocks, blocks, int(w.activation_bits)};
     const double ns = price(0.25 * w.activation_bits * rows * w.columns * w.depth, double(w.num_panels()) * panel_bytes);
     thread.share(w.num_panels(), ns, [&](int64_t first, int64_t last) {
-        quantized_panels(quantized, rows, w, first, last, epilogue);
+        quantized_panels(quantized, rows, w, first, last, lora, epilogue);
     });
     thread.barrier();
 }
@@ -217,13 +219,16 @@ template <class Level> struct HeldRows {
 // them, see `gemm`.
 template <class W, class Level, class A, class T, class Epilogue>
 void dense_block(Level level, HeldRows<Level> &held, const A *x, int64_t stride, int64_t top, int64_t count,
-                 const Weight<T> &w, int64_t first, int64_t last, const OutputTile &tile, Epilogue &&epilogue) {
+                 const Weight<T> &w, int64_t first, int64_t last, const OutputTile &tile, const LoraTerm<T, A> *lora,
+                 Epilogue &&epilogue) {
     if (held.first != top)
         held.rows = level.read_rows(x + top * stride, stride, int(count), padded_depth<W>(w.depth)), held.first = top;
     level.packed_gemm(
         held.rows, int(count), w.template slice<W>(int(first), int(last)),
         OutputTile{tile.first + top * tile.stride + first * tile.size, tile.stride, tile.size},
-        [&](int m, int panel, vec low, vec high) { epilogue(top + m, (first + panel) * PANEL, low, high); });
+        [&](int m, int some, int panel, float *sums, int64_t sums_stride) {
+            finish_rows(sums, sums_stride, top + m, some, first + panel, lora, epilogue);
+        });
 }
 
 // `dense_block` for all of `rows` rows.
@@ -233,7 +238,7 @@ void dense_panels(Level level, const A *x, int64_t stride, int64_t rows, const W
     const int64_t most = block_rows(rows, level.row_bytes(padded_depth<W>(w.depth)), level.ROW_UNIT);
     HeldRows<Level> held;
     for (int64_t top = 0; top < rows; top += most)
-        dense_block<W>(level, held, x, stride, top, min(rows - top, most), w, first, last, tile, epilogue);
+        dense_block<W, Level, A, T>(level, held, x, stride, top, min(rows - top, most), w, first, last, tile, nullptr, epilogue);
 }
 
 // Calls call(level) with the level that multiplies rows in A with weights in T.
@@ -246,7 +251,7 @@ template <class A, class T, class Call> void with_dense_level(Call &&call) {
 // once.
 template <class W, class Level, class A, class T, class Epilogue>
 void dense_gemm(Level level, const TeamThread &thread, const A *x, int64_t stride, int64_t rows, const Weight<T> &w,
-                const OutputTile &tile, Epilogue &&epilogue) {
+                const OutputTile &tile, const LoraTerm<T, A> *lora, Epilogue &&epilogue) {
     const int64_t deep = padded_depth<W>(w.depth), panels = w.num_panels();
     const int64_t most = block_rows(rows, level.row_bytes(deep), level.ROW_UNIT), blocks = (rows + most - 1) / most;
     const double numbers = double(panels) * PANEL * deep;
@@ -256,7 +261,7 @@ void dense_gemm(Level level, const TeamThread &thread, const A *x, int64_t strid
             const int64_t start = first / panels * panels, top = first / panels * most;
             next = min(last, start + panels);
             dense_block<W>(level, held, x, stride, top, min(rows - top, most), w, first - start, next - start, tile,
-                           epilogue);
+                           lora, epilogue);
         }
     }, blocks == 1 ? 2 : 1);  // few rows read two or four panels at a time
     thread.barrier();
@@ -266,15 +271,15 @@ void dense_gemm(Level level, const TeamThread &thread, const A *x, int64_t strid
 // of the weight. `tile` is where it writes.
 template <class A, class T, class Epilogue>
 void gemm(const TeamThread &thread, const A *x, int64_t stride, int64_t rows, const Weight<T> &w, const OutputTile &tile,
-          Epilogue &&epilogue) {
+          const LoraTerm<T, A> *lora, Epilogue &&epilogue) {
     if (!rows) return;
     if (w.form == DENSE)
         return with_dense_level<A, T>(
-            [&](auto level) { dense_gemm<T>(level, thread, x, stride, rows, w, tile, epilogue); });
+            [&](auto level) { dense_gemm<T>(level, thread, x, stride, rows, w, tile, lora, epilogue); });
     if constexpr (std::is_same<T, float>::value)
         if (w.form == FLOAT16)
-            return dense_gemm<half>(VectorF32<float, half>(), thread, x, stride, rows, w, tile, epilogue);
-    quantized_gemm(thread, x, stride, rows, w, epilogue);
+            return dense_gemm<half>(VectorF32<float, half>(), thread, x, stride, rows, w, tile, lora, epilogue);
+    quantized_gemm(thread, x, stride, rows, w, lora, epilogue);
 }
 
 // One vector of a row, cut off after the last column.
@@ -293,13 +298,18 @@ template <class T> inline vec load_tail(const T *row, int64_t column, int64_t co
 // out = (x W^T + bias) * scale + residual, which may be out itself; bias and residual may be null.
 template <class Out, class A, class T>
 void linear(const TeamThread &thread, const A *x, int64_t stride, int64_t rows, const Weight<T> &w,
-            const Out *residual, Out *out, int64_t out_stride, float scale = 1) {
-    if (w.next)
+            const Out *residual, Out *out, int64_t out_stride, float scale = 1, const LoraTerm<T, A> *lora = nullptr) {
+    if (w.next && lora) {
+        const LoraTerm<T, A> more = lora->from(w.num_panels());
+        linear<Out>(thread, x, stride, rows, *w.next, residual ? residual + w.columns : nullptr, out + w.columns,
+                    out_stride, scale, &more);
+    } else if (w.next) {
         linear<Out>(thread, x, stride, rows, *w.next, residual ? residual + w.columns : nullptr, out + w.columns,
                     out_stride, scale);
+    }
     const OutputTile tile{(char *)out, out_stride * int64_t(sizeof(Out)), PANEL * int64_t(sizeof(Out))};
     const vec factor = broadcast(scale);
-    gemm(thread, x, stride, rows, w, tile, [&](int64_t row, int64_t column, vec low, vec high) {
+    gemm(thread, x, stride, rows, w, tile, lora, [&](int64_t row, int64_t column, vec low, vec high) {
         if (column + PANEL <= w.columns && !w.bias) {
             low *= factor, high *= factor;
             if (residual) {
@@ -344,26 +354,25 @@ template <class A, class T>
 void activated_linear(const TeamThread &thread, const A *x, int64_t stride, int64_t rows, const Weight<T> &w,
                       Activation activation, A *out, int64_t out_stride) {
     const OutputTile tile{(char *)out, out_stride * int64_t(sizeof(A)), PANEL * int64_t(sizeof(A))};
-    gemm(thread, x, stride, rows, w, tile, [&](int64_t row, int64_t column, vec low, vec high) {
+    gemm<A, T>(thread, x, stride, rows, w, tile, nullptr, [&](int64_t row, int64_t column, vec low, vec high) {
         if (w.bias) low += load_tail(w.bias, column, w.columns), high += load_tail(w.bias, column + LANES, w.columns);
         store_tail(out + row * out_stride, column, out_stride, activate<A>(activation, low));
         store_tail(out + row * out_stride, column + LANES, out_stride, activate<A>(activation, high));
     });
 }
 
-// out = activation(scale * gate) * up, for a weight whose panels hold LANES rows of gate and as many of up. delta: is added
-// to both, or null.
+// out = activation(scale * gate) * up, for a weight whose panels hold LANES rows of gate and as many of up.
 template <class A, class T>
 void gated_linear(const TeamThread &thread, const A *x, int64_t stride, int64_t rows, const Weight<T> &w,
-                  Activation activation, float scale, A *out, int64_t out_stride, const LoraDelta *delta = nullptr) {
+                  Activation activation, float scale, A *out, int64_t out_stride,
+                  const LoraTerm<T, A> *lora = nullptr) {
     const vec factor = broadcast(scale);
     const OutputTile tile{(char *)out, out_stride * int64_t(sizeof(T)), LANES * int64_t(sizeof(A))};
-    gemm(thread, x, stride, rows, w, tile, [&](int64_t row, int64_t column, vec gate, vec up) {
+    gemm(thread, x, stride, rows, w, tile, lora, [&](int64_t row, int64_t column, vec gate, vec up) {
         if (w.bias) {
             gate += load_tail(w.bias, column, w.columns);
             up += load_tail(w.bias, column + LANES, w.columns);
         }
-        if (const float *more = delta ? delta->of(row) : nullptr) gate += load(more + column), up += load(more + column + LANES);
         store_tail(out + row * out_stride, column / 2, out_stride, activate<A>(activation, gate * factor) * up);
     });
 }

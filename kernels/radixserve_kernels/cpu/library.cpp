@@ -87,6 +87,11 @@ int64_t radixserve_packed_size(int kind, int64_t columns, int64_t depth) {
     return round_up(columns, PANEL) * (kind == 1 ? padded_depth<bf16>(depth) : depth);
 }
 
+// Ranks that a vector of an adapter's b has room for, see lora.h.
+int64_t radixserve_lora_depth(int is_bf16, int64_t ranks) {
+    return with_type(is_bf16, [&](auto zero) { return lora_depth<decltype(zero)>(ranks); });
+}
+
 // weight [columns][depth] to `panels`, which are zero.
 void radixserve_pack(int kind, const void *weight, int64_t columns, int64_t depth, void *panels) {
     auto pack = [&](auto zero) {
