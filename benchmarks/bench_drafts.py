@@ -5,8 +5,8 @@
 
 One runtime answers each round's requests twice, with drafts and without, in turns; the answers are
 compared. So both have the same weights in the same memory: two runtimes of one process differ by up
-to 5 % through where their weights lie. What is cached lies in namespaces of their own. small: a
-bfloat16 model with random weights.
+to 5 % through where their weights lie. What is cached lies in namespaces of their own. `drafted`
+and `right` are shares of the answers' tokens. small: a bfloat16 model with random weights.
 
 again       the same questions as before, whose answers the cache has
 edit        a text of 300 tokens with few changes, beside the text as `prediction`; the answer's
@@ -199,7 +199,7 @@ def main() -> None:
             for more in ((), ("--spec-type", arguments.lookup)):
                 server = LlamaServer(llama_command(arguments, path, *more))
                 peers.append(Peer(stack.enter_context(closing(server))))
-        columns = ["answers", "without, tokens/s", "with", "ratio", "worst", "steps saved"]
+        columns = ["answers", "without, tokens/s", "with", "ratio", "worst", "drafted", "right"]
         if peers:
             columns += ["llama.cpp without", "with", "ratio"]
         rows = []
@@ -216,11 +216,11 @@ def measure(
     """The medians of all rounds, the median ratio of a round, and the worst."""
     now = time.process_time if clock == "cpu" else time.perf_counter
     rates: dict[Any, list[float]] = {each: [] for each in (PLAIN, DRAFTED, *peers)}
-    num_saved = num_tokens = 0
+    num_tokens, counts = 0, dict.fromkeys(("drafted_tokens", "accepted_draft_tokens"), 0)
     for number in range(rounds + 1):  # the first one warms up
         answers: list[list[list[int]]] = []
         completions: list[Completion] = []
-        before = runtime.cache_stats()["accepted_draft_tokens"]
+        before = dict(runtime.cache_stats())
         for namespace in (PLAIN, DRAFTED) if number % 2 else (DRAFTED, PLAIN):
             SwitchedDrafts.made.switch(is_on=namespace == DRAFTED)
             began = now()
@@ -236,14 +236,17 @@ def measure(
             rates[peer].append(count / (peer.seconds(clock) - since))
         if number:
             num_tokens += count
-            num_saved += runtime.cache_stats()["accepted_draft_tokens"] - before
+            stats = dict(runtime.cache_stats())
+            for name in counts:
+                counts[name] += stats[name] - before[name]
     cells: list[Cell] = []
     for first, second in ((PLAIN, DRAFTED), tuple(peers)) if peers else ((PLAIN, DRAFTED),):
         without, with_drafts = rates[first][1:], rates[second][1:]
         ratios = [b / a for a, b in zip(without, with_drafts, strict=True)]
         cells += [f"{median(without):.1f}", f"{median(with_drafts):.1f}", f"{median(ratios):.3f}"]
         if first == PLAIN:
-            cells += [f"{min(ratios):.3f}", f"{num_saved / num_tokens:.0%}"]
+            cells += [f"{min(ratios):.3f}"]
+            cells += [f"{count / num_tokens:.0%}" for count in counts.values()]
     return cells
 
 

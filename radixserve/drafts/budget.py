@@ -11,6 +11,9 @@ _LEAST_COST, _MOST_COST = 0.005, 1.0
 _MARGIN = 1.1  # of the tokens per second that a draft must gain, since costs are averages
 _MEMORY = 0.85  # of earlier drafts, and of the first odds, with each verified draft of a request
 _WEIGHT = 2.0  # of the first odds, in tokens
+_LEARNED = 0.05  # of a verified draft's share of right tokens, in the first odds of later requests
+_UNLEARNED = 0.02  # of what they have learned, with each request
+_LEAST_FIRST = 0.3  # for one row alone such odds are still tried
 _REST_TOKENS = 16  # without drafts after some that did not pay, the first time
 _MOST_REST = 256
 
@@ -64,6 +67,25 @@ class DraftBudget:
 def _first_cost(num_rows: int) -> float:
     """Of a further token, in steps of so many rows."""
     return _FIRST_COST / (1.0 + _FIRST_COST * (num_rows - 1))
+
+
+class FirstOdds:
+    """How often a source's drafts are right before a request has shown it, by requests before."""
+
+    def __init__(self, given: float) -> None:
+        """`given`: before any."""
+        self._given = self._value = given
+
+    def of_request(self) -> float:
+        """Returns the first odds of another request. Each forgets a little, so that a source that
+        does not pay is tried again."""
+        self._value += _UNLEARNED * (self._given - self._value)
+        return max(self._value, _LEAST_FIRST)
+
+    def note(self, num_drafts: int, num_right: int) -> None:
+        """Drafts were verified, up to the first that was wrong."""
+        num_seen = num_right + (num_right < num_drafts)
+        self._value += _LEARNED * (num_right / num_seen - self._value)
 
 
 class Odds:

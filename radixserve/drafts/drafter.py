@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from radixserve.cache import PrefixCache
-from radixserve.drafts.budget import MOST_ROWS, DraftBudget, Odds
+from radixserve.drafts.budget import MOST_ROWS, DraftBudget, FirstOdds, Odds
 from radixserve.drafts.source import DraftContext, DraftSource
 from radixserve.request import MAX_TOKEN_IDS, num_unmarked
 from radixserve.scheduler.drafter import Drafter
@@ -33,6 +33,7 @@ class Drafts(Drafter):
         self.sources = list(sources)
         self._max_tokens = max_tokens
         self._budget = DraftBudget(max_tokens)
+        self._first_odds: dict[DraftSource, FirstOdds] = {}
         self._drafted: Counter[str] = Counter()  # tokens by source
         self._accepted: Counter[str] = Counter()
         # The last call of `propose`: its time, its rows, and the counters then.
@@ -59,7 +60,8 @@ class Drafts(Drafter):
                 if state.tokens.size == state.num_prompt:
                     continue
                 most = _most_drafts(state, self._max_tokens)
-                record = state.drafts = RequestDrafts(state, self.sources if most else (), most)
+                sources = self._sources_of_request() if most else []
+                record = state.drafts = RequestDrafts(state, sources, most)
             if record.rests_until > state.tokens.size or (is_crowded and not record.has_sure):
                 continue
             guess = self._guess(state, record, is_crowded=is_crowded)
@@ -88,6 +90,7 @@ class Drafts(Drafter):
     def note_verified(self, state: RequestState, num_drafts: int, num_accepted: int) -> None:
         source, odds = state.drafts.proposed
         odds.note(num_drafts, num_accepted)
+        self._first_odds[source].note(num_drafts, num_accepted)
         self._num_verified += num_drafts
         self._drafted[source.name] += num_drafts
         self._accepted[source.name] += num_accepted
@@ -112,6 +115,11 @@ class Drafts(Drafter):
             }
             for source in self.sources
         }
+
+    def _sources_of_request(self) -> list[tuple[DraftSource, Odds]]:
+        for source in self.sources:
+            self._first_odds.setdefault(source, FirstOdds(source.first_odds))
+        return [(source, Odds(self._first_odds[source].of_request())) for source in self.sources]
 
     def _guess(
         self, state: RequestState, record: RequestDrafts, *, is_crowded: bool
@@ -184,9 +192,11 @@ class RequestDrafts:
 
     __slots__ = ("context", "has_sure", "most", "proposed", "rests_until", "sources")
 
-    def __init__(self, state: RequestState, sources: Iterable[DraftSource], most: int) -> None:
+    def __init__(
+        self, state: RequestState, sources: list[tuple[DraftSource, Odds]], most: int
+    ) -> None:
         self.context, self.most = context_of(state), most
-        self.sources = [(source, Odds(source.first_odds)) for source in sources]
+        self.sources = sources  # in turn
         self.proposed: tuple[DraftSource, Odds]  # whose drafts were proposed last
         self._settle()
 

@@ -64,14 +64,15 @@ def drafted(memory: Memory) -> Iterator[Runtime]:
 
 
 @pytest.fixture(scope="module")
-def pair(
-    request: pytest.FixtureRequest, plain: Runtime, drafted: Runtime, memory: Memory
-) -> Iterator[tuple[Runtime, Runtime]]:
-    """A runtime without drafts and one with them; on the path of a device, too."""
-    if request.param == "cpu":
-        yield plain, drafted
-        return
-    settings = {"num_pages": 2_000, "exact": True}
+def on_cpu(plain: Runtime, drafted: Runtime) -> tuple[Runtime, Runtime]:
+    """A runtime without drafts, and one with them."""
+    return plain, drafted
+
+
+@pytest.fixture(scope="module")
+def on_device(memory: Memory) -> Iterator[tuple[Runtime, Runtime]]:
+    """The same on the path of a device."""
+    settings: dict[str, Any] = {"num_pages": 2_000, "exact": True}
     with (
         DeviceRuntime("demo", max_draft_tokens=0, **settings) as without,
         DeviceRuntime("demo", max_draft_tokens=8, **settings) as with_drafts,
@@ -101,12 +102,13 @@ def values(completion: Completion) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(
-    ("pair", "name"),
-    [*(("cpu", name) for name in ASKED), *(("device", name) for name in ON_DEVICE)],
-    indirect=["pair"],
+    ("where", "name"),
+    [*(("on_cpu", name) for name in ASKED), *(("on_device", name) for name in ON_DEVICE)],
 )
-def test_they_are_the_same(name: str, pair: tuple[Runtime, Runtime], memory: Memory) -> None:
-    plain, drafted = pair
+def test_they_are_the_same(
+    where: str, name: str, request: pytest.FixtureRequest, memory: Memory
+) -> None:
+    plain, drafted = request.getfixturevalue(where)
     num_asked = 1 if isinstance(drafted, DeviceRuntime) else 3  # that is slow
     params = params_of(name)
     expected = plain.generate(PROMPT, params)

@@ -87,6 +87,18 @@ def test_wrong_guesses_cost_little(num_rows: int, num_tokens: int) -> None:
     assert source.num_asked < 0.3 * num_rows * num_tokens
 
 
+def test_what_did_not_pay_is_tried_less_with_later_requests() -> None:
+    """Short answers, each of which would try some drafts; and it is found out when they pay
+    again."""
+    source = Guessing(is_right=False)
+    timed, plain_s = TimedSteps([source]), TimedSteps([]).seconds(3, 40)
+    seconds = [timed.seconds(3, 40) for _ in range(10)]
+    assert seconds[0] > 1.01 * plain_s
+    assert seconds[-1] < 1.01 * plain_s
+    source.is_right = True
+    assert min(timed.seconds(3, 40) for _ in range(40)) < 0.8 * plain_s
+
+
 def test_many_rows_ask_sure_sources_alone() -> None:
     num_rows = MOST_ROWS + 1
     sure, unsure = Guessing(is_right=True, is_sure=True, has_any=False), Guessing(is_right=True)
