@@ -94,6 +94,7 @@ class EngineSettings(TypedDict, total=False):
     exact: bool | None
     adapters: Mapping[str, str] | None
     adapter_memory: int | str
+    image_memory: int | str
     kv_store: str | None
     kv_store_size: int | str
     kv_store_write: KVStoreWrite
@@ -171,6 +172,7 @@ class ModelSettings(SettingsGroup):
                         theirs, see docs/adapters.md
     adapter_memory      most bytes of adapters in memory; the least recently used ones leave it and
                         are read again when a request names them
+    image_memory        most bytes of embeddings of pictures, and of their pixels once more
     seed                seed of random weights, and of the requests that have none
     """
 
@@ -188,6 +190,7 @@ class ModelSettings(SettingsGroup):
     exact: bool | None = None
     adapters: Mapping[str, str] | None = field(default=None, hash=False)
     adapter_memory: int | str = "1GB"
+    image_memory: int | str = "512MB"
     seed: int = 0
 
     def _check(self) -> None:
@@ -196,6 +199,7 @@ class ModelSettings(SettingsGroup):
         if self.exact is not None:
             self._check_bools("exact")
         parse_bytes(self.adapter_memory, "adapter_memory")
+        parse_bytes(self.image_memory, "image_memory")
         if self.adapters is not None:
             object.__setattr__(self, "adapters", _check_adapters(self.adapters))
         if self.activation_bits not in (8, 16):

@@ -29,7 +29,7 @@ MAX_BEAM_WIDTH = 256
 MAX_LENGTH_PENALTY = 10.0
 LEAST_PRIORITY = -(2**31)  # the priority of prefetches
 MAX_TOKEN_IDS = 1 << 20  # token ids of a vocabulary; the cache has numbers above for `AdapterUse`
-MAX_ACTIVATED = (1 << 31) // MAX_TOKEN_IDS - 1  # the largest `AdapterUse.mark`
+FIRST_PICTURE_ID = 1 << 30  # token ids from here on are rows of a `Picture`
 
 _NOT_GIVEN = (NotGivenFloat, NotGivenInt)
 
@@ -44,7 +44,7 @@ class AdapterUse(NamedTuple):
 
     number: int  # of the adapter in the runner
     start: int = 0  # position of its first token
-    mark: int = 0  # of an activated adapter, 1 to MAX_ACTIVATED; 0: of another one
+    mark: int = 0  # of an activated adapter, 1 to 1,023; 0: of another one
 
     @property
     def token_mark(self) -> int:
@@ -411,20 +411,21 @@ def keyed_tokens(token_ids: IntArray, adapter: AdapterUse | None) -> IntArray:
 
 def unkeyed(lookup: Lookup) -> Lookup:
     """Returns a look-up of keyed tokens without their marks. Tokens that differ in nothing else are
-    of another adapter."""
+    of another adapter; rows of pictures are of another picture."""
     expected, found = lookup.expected, lookup.found
     if expected is None or found is None or max(expected, found) < MAX_TOKEN_IDS:
         return lookup
-    expected, found = expected % MAX_TOKEN_IDS, found % MAX_TOKEN_IDS
+    if min(expected, found) >= FIRST_PICTURE_ID:
+        return lookup._replace(reason="picture")
+    expected, found = unmarked(np.array([expected, found], np.int32)).tolist()
     if expected == found:
         return lookup._replace(reason="adapter", expected=None, found=None)
     return lookup._replace(expected=expected, found=found)
 
 
-def num_unmarked(keyed: IntArray) -> int:
-    """Returns how many leading tokens of the cache have no mark of an `AdapterUse`."""
-    marked = keyed >= MAX_TOKEN_IDS
-    return int(marked.argmax()) if marked.any() else len(keyed)
+def unmarked(keyed: IntArray) -> IntArray:
+    """Returns tokens of the cache without marks of an `AdapterUse`; negative ones stay."""
+    return np.where(keyed < FIRST_PICTURE_ID, np.fmod(keyed, MAX_TOKEN_IDS), keyed)
 
 
 class Digest(Protocol):
@@ -460,6 +461,7 @@ class Request:
     num_resumed_tokens: int = 0  # last tokens of `token_ids` that the answer begins with
     adapter: AdapterUse | None = None
     trace_headers: Mapping[str, str] | None = None  # W3C trace context of its caller
+    pictures: tuple[Any, ...] = ()  # `Picture`s whose rows are among the prompt's tokens
     namespace: Namespace = field(init=False)  # params.namespace as a record
 
     def __post_init__(self) -> None:

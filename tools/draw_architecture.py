@@ -38,6 +38,7 @@ ORDER = (  # from left to right within a layer
         "drafts",
         "epochs",
         "spans",
+        "images",
         "engine",
         "admission_policies",
         "beams",

@@ -116,6 +116,7 @@ class _Step(ctypes.Structure):
             )
         ),
         ("num_adapters", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("given_rows", "given")),
     )
 
 
@@ -140,6 +141,13 @@ class CompiledStep(NamedTuple):
 
     plan: CpuAttentionPlan
     kv: DecoderKV
+
+
+class CompiledRows(NamedTuple):
+    """Tokens whose embeddings are given."""
+
+    rows: NDArray[np.int64]  # [T] of each token, its row of `embeddings`, -1: of none
+    embeddings: Tensor  # [n, H] float32, contiguous
 
 
 class FusedDecoder:
@@ -198,6 +206,7 @@ class FusedDecoder:
         window_page_ids: NDArray[np.int32] | None = None,  # in the places of the plan's
         states: CompiledStates | None = None,  # of layers that have some
         adapters: Sequence[AdapterRows[PackedLora]] = (),
+        given: CompiledRows | None = None,
     ) -> Tensor:
         """Logits [S, V] float32 after the tokens `sampled`; writes K and V of the new tokens.
 
@@ -220,6 +229,8 @@ class FusedDecoder:
         groups = group_records(adapters) if adapters else None  # lives as long as the call
         step.adapters = None if groups is None else ctypes.addressof(groups)
         step.num_adapters = len(adapters)
+        step.given_rows = None if given is None else given.rows.ctypes.data
+        step.given = None if given is None else given.embeddings.data_ptr()
         self._library.radixserve_set_threads(torch.get_num_threads())
         plan, kv = attention
         if kv is not self._checked_kv:

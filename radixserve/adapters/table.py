@@ -10,10 +10,17 @@ from radixserve.cache.namespace import Namespace, as_namespace
 from radixserve.cache.tokens import token_bytes
 from radixserve.checks import check_str, shown, suggestion
 from radixserve.errors import InvalidRequest
-from radixserve.request import MAX_ACTIVATED, AdapterUse, SamplingParams, keyed_tokens
+from radixserve.request import (
+    FIRST_PICTURE_ID,
+    MAX_TOKEN_IDS,
+    AdapterUse,
+    SamplingParams,
+    keyed_tokens,
+)
 from radixserve.text.token_search import find_last
 
 MAX_NAME = 256  # characters
+MAX_ACTIVATED = FIRST_PICTURE_ID // MAX_TOKEN_IDS - 1  # the largest `AdapterUse.mark`
 
 
 class AdapterInfo(NamedTuple):

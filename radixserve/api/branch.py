@@ -36,6 +36,7 @@ from radixserve.engine.output_collector import Event
 from radixserve.errors import BranchBusy, InvalidRequest
 from radixserve.logits_digest import with_digest
 from radixserve.output import Usage, add_usages
+from radixserve.picture import Picture
 from radixserve.request import Request, SamplingParams
 
 _LEAST_PRUNED = 16  # minimum number of forks of a branch before dead references are pruned
@@ -197,6 +198,10 @@ class Branch:
         self._client = client
         self._tokens = tokens
         self._namespace = namespace
+        # They are kept as long as it may have to compute their rows again.
+        self._pictures: tuple[Picture, ...] = (
+            client.reader.pictures_in(tokens) if parent is None else parent._pictures
+        )
         self._parent = None if parent is None else weakref.ref(parent)
         self._move_lock = threading.Lock()
         self._usage = Usage(0, 0, 0, 0)
@@ -316,7 +321,9 @@ class Branch:
         InvalidRequest, and changes nothing, where the branch would be longer than `max_seq_len`.
         """
         with self._moving():
-            self._move_to(self._joined(self._client.reader.read_more(tokens)))
+            joined = self._joined(self._client.reader.read_more(tokens))
+            self._pictures = self._client.reader.pictures_in(joined)
+            self._move_to(joined)
 
     def truncate(self, length: int) -> None:
         """Roll back to the first `length` tokens.

@@ -25,6 +25,7 @@ from radixserve.cache.diagnosis import is_time, text_at
 from radixserve.checks import check_int, check_str, shown
 from radixserve.completion import Chunk, Completion
 from radixserve.errors import EngineDead, InvalidRequest
+from radixserve.picture import Pictures
 from radixserve.request import SamplingParams
 from radixserve.text.chat_format import ChatFormat
 from radixserve.text.chat_options import ChatOptions, begun_answer
@@ -252,12 +253,12 @@ class ChatSession:
         list holds several messages, such as the results of tool calls. If the last message has the
         role "assistant", the answer continues its text.
         """
-        with self._answering(_as_messages(message), self._params_of(params)) as answer:
+        with self._answering(self._read(message), self._params_of(params)) as answer:
             return answer.add(self._branch.generate(answer.params))
 
     async def asend(self, message: Said, params: SamplingParams | None = None) -> Completion:
         """`send` for asyncio. Cancelling the task leaves the chat unchanged."""
-        with self._answering(_as_messages(message), self._params_of(params)) as answer:
+        with self._answering(self._read(message), self._params_of(params)) as answer:
             return answer.add(await self._branch.agenerate(answer.params))
 
     def add(self, message: Said) -> None:
@@ -265,7 +266,7 @@ class ChatSession:
 
         Computes nothing. The template checks the message when it is sent.
         """
-        messages = _as_messages(message)
+        messages = self._read(message)
         with self._turn():
             self._added += messages
 
@@ -278,14 +279,14 @@ class ChatSession:
         if the loop got no chunk, and after an error.
         """
         self._check()
-        return self._stream(_as_messages(message), self._params_of(params))
+        return self._stream(self._read(message), self._params_of(params))
 
     def astream(
         self, message: Said, params: SamplingParams | None = None
     ) -> AsyncGenerator[Chunk, None]:
         """`stream` for asyncio."""
         self._check()
-        return self._astream(_as_messages(message), self._params_of(params))
+        return self._astream(self._read(message), self._params_of(params))
 
     def undo(self) -> list[Message]:
         """Remove the last turn, or the messages added since. Returns the removed messages, the
@@ -341,6 +342,9 @@ class ChatSession:
         return cls(client, read_chat(path, model, client.reader.vocab_size), params)
 
     # -- inside -------------------------------------------------------------------------------
+
+    def _read(self, message: Said) -> list[Message]:
+        return _as_messages(message, self._client.reader.pictures)
 
     def _check(self) -> None:
         if self._branch.is_released:
@@ -516,7 +520,7 @@ class _Answering:
         self.completion = chunk.completion
 
 
-def _as_messages(said: object) -> list[Message]:
+def _as_messages(said: object, pictures: Pictures | None) -> list[Message]:
     """Returns one message or a list of them as a list of plain dicts. Raises InvalidRequest."""
     several = list(said) if isinstance(said, list | tuple) else [said]
     if not several:
@@ -534,7 +538,7 @@ def _as_messages(said: object) -> list[Message]:
                 f"a chat's system message is given when it is made, got {shown(message)}"
             )
         messages.append(message)
-    return check_messages(messages)
+    return check_messages(messages, pictures)
 
 
 def _messages_of(turn: Turn) -> list[Message]:

@@ -24,6 +24,8 @@ from radixserve.epochs.extension import WeightEpochs
 from radixserve.errors import InvalidRequest
 from radixserve.hints.extension import HintExtension
 from radixserve.hints.hint import HintLimits
+from radixserve.images.extension import PictureExtension
+from radixserve.images.table import PictureTable
 from radixserve.scheduler import Scheduler
 from radixserve.scores import KeptScores
 from radixserve.store.connector import open_connector
@@ -40,11 +42,12 @@ def make_engine(
     cache: PrefixCache | None = None,
     *,
     adapters: AdapterTable | None = None,
+    pictures: PictureTable | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Engine:
     """`cache`: used instead of the cache that `config` names; it manages the runner's pages.
-    `adapters`: those that its requests may have. `clock`: of the scheduler, in seconds. Raises
-    InvalidRequest for an extension that cannot be opened."""
+    `adapters`, `pictures`: those that its requests may have. `clock`: of the scheduler, in seconds.
+    Raises InvalidRequest for an extension that cannot be opened."""
     if cache is None:
         cache = _make_cache(runner, config)
     scheduler = Scheduler(
@@ -62,11 +65,14 @@ def make_engine(
     scheduler.plug_in(KeptScores())
     engine = Engine(runner, cache, scheduler, overlap=config.overlap)
     try:
-        _extend(engine, config, adapters)
+        _extend(engine, config, adapters, pictures)
         if adapters is not None:
             memory = parse_bytes(config.adapter_memory, "adapter_memory")
             read = partial(read_again, runner)
             engine.extend(AdapterExtension(engine, adapters, read, memory))
+        if pictures is not None:
+            itemsize = runner.info.dtype.itemsize
+            engine.extend(PictureExtension(engine, runner.pictures, itemsize))
     except BaseException:
         engine.close()
         raise
@@ -105,7 +111,12 @@ def _make_cache(runner: ModelRunner, config: EngineConfig) -> PrefixCache:
     )
 
 
-def _extend(engine: Engine, config: EngineConfig, adapters: AdapterTable | None) -> None:
+def _extend(
+    engine: Engine,
+    config: EngineConfig,
+    adapters: AdapterTable | None,
+    pictures: PictureTable | None,
+) -> None:
     limits = HintLimits(config.hint_seconds, config.max_hint_seconds, config.max_hint_share)
     engine.extend(HintExtension(engine, limits))
     if config.advice and config.cache != "off":  # before extensions that hold requests back
@@ -118,7 +129,8 @@ def _extend(engine: Engine, config: EngineConfig, adapters: AdapterTable | None)
         engine.extend(TraceRecorder(config.trace, config.trace_hash_block))
     main = None
     if config.kv_store is not None or config.host_cache_memory is not None:
-        main = open_connector(engine, config)
+        as_stored = None if pictures is None else pictures.as_stored
+        main = open_connector(engine, config, as_stored=as_stored)
         engine.extend(main)
     engine.extend(SavedCaches(engine, config, main))
     most = most_drafts(config.max_draft_tokens, engine.runner)

@@ -27,6 +27,7 @@ from radixserve.sampling_defaults import NEUTRAL, SamplingDefault
 from radixserve.text.chat_options import ChatOptions
 from radixserve.text.prompts import Prompt, PromptReader
 from radixserve.text.turn_marks import turn_marks, turn_starts
+from radixserve.token_marks import with_placeholders
 
 NUM_SEEDS = 2**63
 
@@ -295,12 +296,15 @@ class RequestBuilder:
         if seed is None:
             with self._random_lock:
                 seed = self._random.getrandbits(63)
+        pictures = self.reader.pictures_in(ids)
         first = 1 + params.logprob_start_len
         scores_prompt = params.prompt_logprobs is not None and len(ids) > first
         if params.namespace.startswith("\0"):  # of an adapter
             place, adapter = self.adapters.use(as_namespace(params.namespace), ids)
             make = partial(make, params=replace(params, namespace=str(place)), adapter=adapter)
-        return make(
+            if adapter is not None and adapter.mark and pictures:
+                self._check_activated(ids[adapter.start :])
+        request = make(
             request_id=request_id or self._new_id(),
             token_ids=ids,
             seed=seed,
@@ -309,7 +313,19 @@ class RequestBuilder:
             also_generate=scores_prompt,
             turn_starts=turn_starts(ids, self._turn_marks),
             trace_headers=self._trace_headers(),
+            pictures=pictures,
         )
+        if not pictures or request.logprob_targets is None:
+            return request
+        targets = with_placeholders(request.logprob_targets, pictures[0].placeholder_id)
+        return replace(request, logprob_targets=targets)
+
+    def _check_activated(self, ids: IntArray) -> None:
+        """Raise InvalidRequest if an activated adapter would compute rows of pictures."""
+        if self.reader.pictures_in(ids):
+            raise InvalidRequest(
+                "pictures after the invocation of an activated adapter are not built"
+            )
 
     def _maker(self, params: SamplingParams) -> MakeRequest:
         """Returns a maker of requests with the fields that all requests of the same params share.

@@ -37,7 +37,7 @@ from radixserve.api.settings import ChatSettings, chat_options
 from radixserve.arrays import IntArray
 from radixserve.checks import check_choice, check_int, check_str, shown
 from radixserve.completion import Score
-from radixserve.config import EngineConfig, EngineSettings
+from radixserve.config import EngineConfig, EngineSettings, parse_bytes
 from radixserve.decisions import Decision, Question
 from radixserve.drafts.extension import AddDraftSource
 from radixserve.drafts.source import DraftSource
@@ -47,6 +47,9 @@ from radixserve.engine.engine_thread import AddExtension, EngineThread
 from radixserve.engine.extension import EngineExtension
 from radixserve.engine.output_notifier import OutputNotifier
 from radixserve.errors import InvalidRequest
+from radixserve.images.processor import PictureProcessor
+from radixserve.images.reader import PictureReader
+from radixserve.images.table import PictureTable
 from radixserve.models.names import check_model_name
 from radixserve.request import MAX_TOKEN_IDS, SamplingParams, TruncationSide
 from radixserve.sampling_defaults import NO_SAMPLING, SamplingDefault, in_force
@@ -92,6 +95,8 @@ class Runtime(RuntimeGeneration, RuntimeCache, RuntimeHints, RuntimeWeights):
             runner.close()
             raise
 
+    no_pictures = "replicas in other processes take no pictures"  # why; "": they are taken
+
     def _make_runner(self, model_path: str) -> Any:
         """Returns the model runner, which computes the steps. A subclass may return another one."""
         from radixserve.runner.factory import make_runner
@@ -109,11 +114,18 @@ class Runtime(RuntimeGeneration, RuntimeCache, RuntimeHints, RuntimeWeights):
         )
         notifier = OutputNotifier()
         adapters = AdapterTable()
-        engine = make_engine(runner, self.config, adapters=adapters)
+        table = None
+        if runner.pictures is not None:
+            table = PictureTable(parse_bytes(self.config.image_memory, "image_memory"))
+        engine = make_engine(runner, self.config, adapters=adapters, pictures=table)
         core = EngineThread(engine, notifier)
         self._pack_adapter = runner.pack_adapter
         self._finalizer: Any = weakref.finalize(self, _close, core, runner)
-        self._use(facts, core, notifier, adapters)
+        pictures = None
+        if table is not None:
+            pictures = PictureReader(PictureProcessor(runner.model_path), table)
+        self.no_pictures = runner.no_pictures
+        self._use(facts, core, notifier, adapters, pictures)
         for name, folder in (self.config.adapters or {}).items():
             self.load_adapter(name, folder)
 
@@ -123,9 +135,12 @@ class Runtime(RuntimeGeneration, RuntimeCache, RuntimeHints, RuntimeWeights):
         core: EngineCoreClient,
         notifier: OutputNotifier,
         adapters: AdapterTable | None = None,
+        pictures: PictureReader | None = None,
     ) -> None:
         """Set up the tokenizer, the request builder and the client for an engine `core`.
-        `adapters`: those that it computes with; None: it has none."""
+        `adapters`: those that it computes with; None: it has none. `pictures`: reads those of
+        prompts; None: it takes none."""
+        self.pictures = pictures
         self._adapters = AdapterTable() if adapters is None else adapters
         self.tokenizer: Tokenizer | None = Tokenizer.load(
             facts.model_path, parses_special=self.config.parse_special_tokens
@@ -133,13 +148,16 @@ class Runtime(RuntimeGeneration, RuntimeCache, RuntimeHints, RuntimeWeights):
         if self.tokenizer is not None:
             vocab_size = facts.model.vocab_size
             self.tokenizer.check_size(vocab_size)
+            self.tokenizer.pictures = pictures
             end_ids = (token_id for token_id in self.tokenizer.end_ids if token_id < vocab_size)
             eos_ids = tuple(sorted({*facts.model.eos_ids, *end_ids}))
             facts = facts._replace(model=replace(facts.model, eos_ids=eos_ids))
         self.facts = facts
         self.max_seq_len: int
         self.max_seq_len, limit = sequence_limit(self.config, facts.model, facts.capacity)
-        reader = PromptReader(self.tokenizer, facts.model.vocab_size, self.max_seq_len, limit)
+        reader = PromptReader(
+            *(self.tokenizer, facts.model.vocab_size, self.max_seq_len, limit), pictures=pictures
+        )
         tracing: dict[str, Any] = {}
         if self.config.otlp_traces_endpoint is not None:
             from radixserve.spans.context import current_headers

@@ -24,9 +24,9 @@ from radixserve.reports import (
     FlatTreeDump,
     TreeDump,
 )
-from radixserve.request import num_unmarked
 from radixserve.store.messages import FindStored, ListStored, LoadPrefix, OpenStore, SavePrefix
 from radixserve.text.prompts import Prompt, check_prompts
+from radixserve.token_marks import num_unmarked
 
 _IDLE_POLL_S = 0.02  # until an engine that is busy is asked again
 

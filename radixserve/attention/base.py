@@ -99,6 +99,13 @@ class WindowBatch:
         return self.page_table[self.host.kv_indices]
 
 
+class GivenRows(NamedTuple):
+    """Tokens whose embeddings are given: rows of pictures."""
+
+    places: IndexArray  # [n] of the tokens in the step, distinct
+    embeddings: Tensor  # [n, H], as the first layer takes them, in host memory
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """One step's rows, concatenated: T new tokens of R sequences.
@@ -117,6 +124,7 @@ class ForwardBatch:
     window: WindowBatch | None = None  # of layers that have window pages
     adapters: Sequence[AdapterRows[Any]] = ()  # of the rows that have one
     lora: StepLora | None = None  # the same where the device has it
+    given: GivenRows | None = None  # what `input_ids` has in their places is not read
 
     @property
     def num_tokens(self) -> int:

@@ -8,6 +8,7 @@ MissReason = Literal[
     "full",
     "diverged",
     "date",
+    "picture",
     "evicted",
     "epoch",
     "adapter",
@@ -40,6 +41,7 @@ class Lookup(NamedTuple):
       full        all tokens that may be reused are cached
       diverged    cached sequences continue with another token at `position`
       date        the same, inside the date or time that the chat template prints; of chat messages
+      picture     the same, where both tokens are of pictures: the prompt has another picture there
       evicted     the next tokens were cached and have been evicted
       epoch       more of these tokens was computed with other weights, and is cached
       adapter     more of these tokens is cached of another adapter, or of the model alone
@@ -57,8 +59,8 @@ class Lookup(NamedTuple):
     cached_len: int  # tokens that acquire() would reuse now
     reason: MissReason
     position: int  # first position of the prompt that does not match cached tokens
-    expected: int | None = None  # for diverged and date: a token cached at that position
-    found: int | None = None  # for diverged and date: the prompt's token there
+    expected: int | None = None  # for diverged, date and picture: a token cached at that position
+    found: int | None = None  # for diverged, date and picture: the prompt's token there
     stored: StoredLookup | None = None  # of an engine with a kv_store
 
     @property

@@ -12,10 +12,11 @@ import numpy as np
 from radixserve.cache import PrefixCache
 from radixserve.drafts.budget import MOST_ROWS, DraftBudget, FirstOdds, Odds
 from radixserve.drafts.source import DraftContext, DraftSource
-from radixserve.request import MAX_TOKEN_IDS, num_unmarked
+from radixserve.request import MAX_TOKEN_IDS
 from radixserve.scheduler.drafter import Drafter
 from radixserve.scheduler.request_state import RequestState
 from radixserve.scheduler.stats import SchedulerStats
+from radixserve.token_marks import num_unmarked
 
 _log = logging.getLogger("radixserve")
 _NEVER = 1 << 62  # tokens

@@ -50,7 +50,8 @@ class EngineExtension:
         release: Callable[[int], None],  # noqa: ARG002
     ) -> bool:
         """A request arrives. Returns True to hold it back until `release` is called with the number
-        of its prompt's tokens that were loaded meanwhile.
+        of its prompt's tokens that were loaded meanwhile. Then the extensions after this one may
+        hold it.
 
         `queued_at`: by the scheduler's clock. `release` may be called in the engine's thread only,
         after this call; further calls of it do nothing.

@@ -29,7 +29,8 @@ from radixserve.cache.events import ROOT, Appended, Event, Reset, Split, Stored,
 from radixserve.cache.namespace import as_namespace
 from radixserve.cache.tokens import TOKEN_BYTES
 from radixserve.kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from radixserve.request import MAX_TOKEN_IDS, num_unmarked
+from radixserve.request import FIRST_PICTURE_ID, MAX_TOKEN_IDS, unmarked
+from radixserve.token_marks import num_before_mark
 
 
 class _Node:
@@ -130,7 +131,7 @@ class BlockView:
         width, end = self._width, len(node.hashes)
         data = np.frombuffer(bytes(node.tokens[first * width : end * width]), np.int32)
         keyed = data.reshape(-1, self._block_size)
-        num_plain = num_unmarked(data) // self._block_size
+        num_plain = num_before_mark(data) // self._block_size
         for begin, part in ((first, keyed[:num_plain]), (first + num_plain, keyed[num_plain:])):
             if len(part):
                 yield self._blocks(node, begin, part)
@@ -139,7 +140,9 @@ class BlockView:
         """Returns the event of a node's blocks from index `begin` on, whose tokens the cache has as
         `keyed` [blocks, block size]."""
         end, is_root = begin + len(keyed), node.first_block + begin == 0
-        number, name, salt = self._owner(node.namespace, int(keyed[-1, -1]) // MAX_TOKEN_IDS)
+        last = int(keyed[-1, -1])
+        mark = 0 if last >= FIRST_PICTURE_ID else last // MAX_TOKEN_IDS
+        number, name, salt = self._owner(node.namespace, mark)
         own = () if name is None else (name,)
         keys = [own] * len(keyed)
         if is_root and salt:
@@ -147,7 +150,7 @@ class BlockView:
         return BlockStored(
             block_hashes=node.hashes[begin:end],
             parent_block_hash=None if is_root else node.hashes[begin - 1] if begin else node.above,
-            token_ids=(keyed % MAX_TOKEN_IDS if name else keyed).flatten().tolist(),
+            token_ids=(unmarked(keyed) if name else keyed).flatten().tolist(),
             block_size=self._block_size,
             lora_id=number,
             medium="GPU",

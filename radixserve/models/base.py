@@ -154,6 +154,8 @@ class LanguageModel(ABC):
     info: ModelInfo
     can_capture: ClassVar[bool] = False  # whether a CUDA graph can be made of `forward`
     reads_state_rows: ClassVar[bool] = False  # recurrent layers read `RecurrentRows.ids`
+    # Why it cannot compute `ForwardBatch.given`; "": it can.
+    no_pictures: ClassVar[str] = "pictures beside a text model in transformers' code are not built"
 
     @abstractmethod
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixserve.attention.base import AttentionBackend, ForwardBatch, RecurrentRows
+from radixserve.attention.base import AttentionBackend, ForwardBatch, GivenRows, RecurrentRows
 from radixserve.models.base import LanguageModel, ModelInfo
 from radixserve.models.decoder_tensors import (
     DecoderTensors,
@@ -27,7 +27,7 @@ from radixserve.models.in_place import copy_weights
 from radixserve.models.lora import LoraModule, lora_layers
 from radixserve.models.mlp_tensors import ExpertTensors, MlpTensors, WeightAndBias
 from radixserve.models.source import ModelSource
-from radixserve_kernels.cpu_decoder import FusedDecoder
+from radixserve_kernels.cpu_decoder import CompiledRows, FusedDecoder
 from radixserve_kernels.cpu_experts import PackedExperts
 from radixserve_kernels.cpu_lora import PackedLora, padded_rows
 from radixserve_kernels.cpu_recurrent import CompiledStates, PackedRecurrence, PackedShortConv
@@ -44,6 +44,8 @@ from radixserve_kernels.quantized import AnyWeight
 
 class CpuDecoder(LanguageModel):
     """See `LanguageModel`. Made by `load_cpu_decoder`."""
+
+    no_pictures = ""
 
     def __init__(self, read: DecoderTensors, activation_bits: int = 16) -> None:
         self.info: ModelInfo = read.info
@@ -74,6 +76,7 @@ class CpuDecoder(LanguageModel):
             window_page_ids=None if window is None else window.kv_indices,
             states=None if batch.recurrent is None else compiled_states(batch.recurrent),
             adapters=batch.adapters,
+            given=None if batch.given is None else _given_rows(batch.given, len(batch.input_ids)),
         )
 
     def read_again(self, source: ModelSource) -> bool:
@@ -132,6 +135,13 @@ def _round_finely(read: DecoderTensors) -> None:
         if isinstance(layer.mlp, Mlp):
             layer.mlp.gate_up.round_finely()
             layer.mlp.down.round_finely()
+
+
+def _given_rows(given: GivenRows, num_tokens: int) -> CompiledRows:
+    """The given embeddings as the compiled decoder takes them."""
+    rows = np.full(num_tokens, -1, np.int64)
+    rows[given.places] = np.arange(len(given.places))
+    return CompiledRows(rows, given.embeddings.float().contiguous())
 
 
 def compiled_states(recurrent: RecurrentRows) -> CompiledStates:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from radixserve.attention.base import AttentionBackend, ForwardBatch, LayerKV
+from radixserve.attention.base import AttentionBackend, ForwardBatch, GivenRows, LayerKV
 from radixserve.errors import InvalidRequest, ModelNotSupported
 from radixserve.models.base import LanguageModel, LayeredModel, ModelInfo, StateShape
 from radixserve.models.decoder_shape import (
@@ -67,6 +67,7 @@ class Decoder(LayeredModel):
 
     can_capture = True
     reads_state_rows = True
+    no_pictures = ""
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class Decoder(LayeredModel):
         self, batch: ForwardBatch, backend: AttentionBackend, out: Tensor | None = None
     ) -> Tensor:
         last = len(self._layers) - 1
-        x, residual = self.embed(batch.input_ids)
+        x, residual = self.embed(batch.input_ids, batch.given)
         lora = batch.lora
         if lora is None and batch.adapters:
             lora = lora_of(batch.adapters, x.device)
@@ -165,10 +166,13 @@ class Decoder(LayeredModel):
                 "start have adapter_memory reserved"
             ) from None
 
-    def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def embed(self, input_ids: Tensor, given: GivenRows | None = None) -> tuple[Tensor, Tensor]:
         residual = F.embedding(input_ids, self._embedding)
         if self._shape.embedding_scale != 1:
             residual = residual * self._shape.embedding_scale
+        if given is not None:
+            places = torch.from_numpy(given.places).to(residual.device)
+            residual.index_copy_(0, places, given.embeddings.to(residual))
         return self._normed(residual, self._layers[0].pre_attention_norm), residual
 
     def kv_layer(self, number: int) -> int | None:

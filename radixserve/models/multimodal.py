@@ -15,6 +15,11 @@ WRAPPERS = (
     *("Lfm2Vl", "LightOnOcr", "Llama4", "Llava", "LlavaNext", "LlavaOnevision", "Mistral3"),
     *("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "SmolVLM"),
 )
+# Wrappers whose text model computes the rows of a picture as it computes text: a token sees those
+# before it, and its position is its place in the sequence.
+WITH_PICTURES = (*("Idefics3", "InternVL", "Llava", "LlavaNext", "Mistral3", "SmolVLM"),)
+# Text models that scale all embeddings in their forward pass, those of pictures too.
+_SCALING = ("granite",)
 # These text models rotate queries and keys by time, height and width. For text all three are the
 # position in the sequence, so that the model computes what the model_type on the right computes.
 _FAMILIES = {
@@ -57,6 +62,19 @@ def text_config(config: Any) -> Any | None:
     if (quantization := getattr(config, "quantization_config", None)) is not None:
         text.quantization_config = quantization
     return text
+
+
+def picture_refusal(config: Any) -> str:
+    """Returns why a checkpoint, by transformers' config of it, takes no pictures here; "" if it
+    does."""
+    names = getattr(config, "architectures", None) or ("",)
+    family = str(names[0]).removesuffix("ForConditionalGeneration")
+    if family not in WITH_PICTURES:
+        return f"pictures of {names[0]} are not built; built are {', '.join(WITH_PICTURES)}"
+    text = config.get_text_config().model_type
+    if text in _SCALING:
+        return f"pictures beside a text model of the family {text} are not built"
+    return ""
 
 
 def text_name(name: str) -> str | None:

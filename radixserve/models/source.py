@@ -21,7 +21,7 @@ from radixserve.models.gguf_config import gguf_config, gguf_eos_ids
 from radixserve.models.gguf_source import GgufWeights, rope_factors
 from radixserve.models.given_weights import GivenWeights, digest_of
 from radixserve.models.hub import find_or_fetch
-from radixserve.models.multimodal import TRANSPOSABLE, text_config, text_name
+from radixserve.models.multimodal import TRANSPOSABLE, picture_refusal, text_config, text_name
 from radixserve.models.names import (
     CONFIG_FILE,
     PACKAGED,
@@ -89,6 +89,7 @@ class ModelSource:
     seed: int = 0  # of random weights
     gguf: GgufFile | None = None  # the open file, where `path` is one
     is_text_part: bool = False  # of a checkpoint that has parts for images too
+    no_pictures: str = "the model takes text only"  # why pictures are refused; "": they are not
     packaged: str = ""  # its name in PACKAGED
     given: Mapping[str, Tensor] | None = None  # weights to use in place of those of `path`
 
@@ -235,4 +236,4 @@ def checkpoint(folder: Path) -> ModelSource:
         text = text_config(config)
     if text is None:
         return ModelSource(config, folder)
-    return ModelSource(text, folder, is_text_part=True)
+    return ModelSource(text, folder, is_text_part=True, no_pictures=picture_refusal(config))

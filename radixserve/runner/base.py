@@ -19,16 +19,18 @@ import torch
 from radixserve.attention.base import AttentionBackend
 from radixserve.attention.choice import BACKENDS
 from radixserve.checks import shown
-from radixserve.config import EngineConfig
+from radixserve.config import EngineConfig, parse_bytes
 from radixserve.errors import InvalidRequest, ModelNotSupported
 from radixserve.models.base import LanguageModel, ModelInfo
 from radixserve.models.given_weights import read_given
 from radixserve.models.parallel import TPGroup
 from radixserve.models.registry import load_model
 from radixserve.models.source import ModelSource, find_model
+from radixserve.models.vision_tower import VisionTower
 from radixserve.runner.device import check_dtype, choose_kv_dtype, describe_device
 from radixserve.runner.kv_layout import KVLayout
 from radixserve.runner.kv_pool import KVPool
+from radixserve.runner.picture_rows import PictureRows
 from radixserve.runner.rounding_check import RoundingCheck
 from radixserve.schedule import ModelRunnerOutput, SchedulerOutput, WindowLayers
 from radixserve_kernels.cpu_library import code_fingerprint
@@ -96,6 +98,8 @@ class ModelRunner(ABC):
     num_pages: int
     num_states: int = 0  # recurrent states, of a model with such layers
     windows: WindowLayers | None = None  # layers whose K and V have window pages
+    pictures: PictureRows | None = None  # of a model that takes pictures
+    no_pictures: str = "several ranks take no pictures"  # why it takes none; "": it does
     overlap_depth: int  # steps that may be in flight when the next one is launched: 0 or 1
     backend_name: str
     resolved_config: ResolvedConfig
@@ -177,6 +181,11 @@ class SingleDeviceRunner(ModelRunner):
         self._adapters: dict[int, Any] = {}  # by their numbers
         self._source, self._load_config = parts.source, parts.config
         self.weights_id = parts.source.weights_id()
+        self.no_pictures = parts.source.no_pictures or parts.model.no_pictures
+        if not self.no_pictures and parts.source.path is not None:
+            tower = VisionTower(parts.source.path, info.dtype, parts.device)
+            most = parse_bytes(config.image_memory, "image_memory")
+            self.pictures = PictureRows(tower, info.hidden_size, most)
 
     def pack_adapter(self, modules: Mapping[str, Any]) -> Any:
         return self.model.pack_adapter(modules)
@@ -228,6 +237,9 @@ class SingleDeviceRunner(ModelRunner):
         self.weights_are_given = source.given is not None
         if source.given is None:
             self.model_path = source.path
+            if self.pictures is not None and source.path is not None:
+                tower = VisionTower(source.path, self.info.dtype, self._device)
+                self.pictures.set_tower(tower)
         self._source = replace(source, given=None)  # the caller's tensors are not kept
         return self.weights_id
 

@@ -107,6 +107,8 @@ class CpuModelRunner(SingleDeviceRunner):
         elif self._states.tensors and (states := self._states.plan(schedule.rows)) is not None:
             tensors = {name: torch.from_numpy(array) for name, array in states.arrays.items()}
             batch = replace(batch, recurrent=self._states.begin(states, tensors))
+        if self.pictures is not None:
+            batch = replace(batch, given=self.pictures.take(inputs.input_ids))
         if schedule.rows.adapters:
             batch = replace(batch, adapters=adapter_rows(inputs, self._adapters))
         if self._window_table is not None:

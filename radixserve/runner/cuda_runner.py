@@ -202,8 +202,10 @@ class CudaModelRunner(SingleDeviceRunner):
     def _launch(self, schedule: SchedulerOutput, began: float) -> PendingStep:
         states = self._plan_states(schedule)
         inputs = prepare_inputs(schedule.rows, self.pool.page_size)
+        given = None if self.pictures is None else self.pictures.take(inputs.input_ids)
         groups = adapter_rows(inputs, self._adapters) if schedule.rows.adapters else []
-        graph = (self._graphs_with_adapters() if groups else self._graphs).pick(inputs)
+        graphs = self._graphs_with_adapters() if groups else self._graphs
+        graph = graphs.pick(inputs) if given is None else None
         if graph is not None:
             inputs = inputs.padded(graph.num_rows)
         lora = None
@@ -231,6 +233,8 @@ class CudaModelRunner(SingleDeviceRunner):
             recurrent = self._states.begin(states, device_tensors)
             if batch.recurrent is None:
                 batch = replace(batch, recurrent=recurrent)
+        if given is not None:
+            batch = replace(batch, given=given)
         if graph is None:
             self.backend.plan(batch)
             prepared = time.perf_counter()
@@ -293,7 +297,7 @@ class CudaModelRunner(SingleDeviceRunner):
     def _forward(self, batch: ForwardBatch) -> Tensor:
         graphs = self._piecewise
         is_short = graphs is not None and batch.num_tokens <= graphs.sizes[-1]
-        if graphs is not None and is_short and batch.lora is None:
+        if graphs is not None and is_short and batch.lora is None and batch.given is None:
             return graphs.forward(batch, self.backend)
         return self.model.forward(batch, self.backend)
 

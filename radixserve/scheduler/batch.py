@@ -10,7 +10,7 @@ import numpy as np
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, PrefixCache
 from radixserve.cache.layers import CacheLayers
-from radixserve.request import MAX_TOKEN_IDS
+from radixserve.request import FIRST_PICTURE_ID, unmarked
 from radixserve.schedule import (
     PLACEHOLDER,
     LogprobTargets,
@@ -210,7 +210,7 @@ class Batch:
                 rows.adapters[row] = adapter
         if any(adapter.mark for adapter in rows.adapters.values()):
             input_ids = np.frombuffer(rows.input_ids, np.int32)
-            np.remainder(input_ids, MAX_TOKEN_IDS, out=input_ids, where=input_ids >= 0)
+            input_ids[:] = unmarked(input_ids)
 
     # -- in flight ----------------------------------------------------------------------------
 
@@ -283,7 +283,9 @@ def _sample_spec(state: RequestState, num_placeholders: int = 0) -> SampleSpec:
     is_greedy_only = is_plain and request.params.is_greedy_only
     token_ids = state.tokens.view()
     if state.token_mark:
-        token_ids = token_ids % MAX_TOKEN_IDS
+        token_ids = unmarked(token_ids)
+    if pictures := request.pictures:
+        token_ids = np.where(token_ids < FIRST_PICTURE_ID, token_ids, pictures[0].placeholder_id)
     spec = SampleSpec(
         params=request.params,
         seed=request.seed,

@@ -50,6 +50,10 @@ class ServerConfig(StrictFields):
                         reaches the port may use the model and reads and flushes the one cache
     allowed_host        another name by which a server without keys is reached, beside localhost and
                         host; requests for other names are answered 403
+    allowed_media_domains  hosts from whose http and https URLs pictures of prompts are fetched;
+                        none by default. Redirects must lead to them, too, and their addresses must
+                        be of the internet
+    media_fetch_timeout  seconds for a picture, its redirects included
     cors_origin         origin of web pages that may use the server, such as https://chat.example;
                         * is any; other pages get 403 without keys
     max_connections     most open connections; more are answered 503
@@ -117,6 +121,8 @@ class ServerConfig(StrictFields):
     api_key_file: str | None = None
     allow_unauthenticated_network_access: bool = False
     allowed_host: str | Iterable[str] = ()
+    allowed_media_domains: str | Iterable[str] = ()
+    media_fetch_timeout: float = 5.0
     cors_origin: str | Iterable[str] = ()
     max_connections: int = 4096
     max_connections_per_address: int = 2048
@@ -187,7 +193,8 @@ class ServerConfig(StrictFields):
         check_choice("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
         for name in ("ping_interval", "shutdown_timeout", "ready_timeout", "session_lease"):
             check_float(name, getattr(self, name), 0.0, 1e6)
-        check_float("write_timeout", self.write_timeout, 0.001, 1e6)
+        for name in ("write_timeout", "media_fetch_timeout"):
+            check_float(name, getattr(self, name), 0.001, 1e6)
         if self.served_model_name is not None:
             names = _read_names("served_model_name", self.served_model_name)
             object.__setattr__(self, "served_model_name", names or None)
@@ -195,7 +202,7 @@ class ServerConfig(StrictFields):
             value = getattr(self, name)
             if value is not None and not check_str(name, value):
                 raise InvalidRequest(f"{name} must not be empty")
-        for name in ("allowed_host", "cors_origin"):
+        for name in ("allowed_host", "allowed_media_domains", "cors_origin"):
             object.__setattr__(self, name, _read_names(name, getattr(self, name)))
         for name in ("max_body", "max_response_bytes"):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))

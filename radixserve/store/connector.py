@@ -268,11 +268,16 @@ def _mapped(future: Future[Any], function: Callable[[Any], Any]) -> Future[Any]:
 
 
 def open_connector(
-    engine: Engine, config: EngineConfig, *, is_main: bool = True, limits: StoreLimits | None = None
+    engine: Engine,
+    config: EngineConfig,
+    *,
+    is_main: bool = True,
+    limits: StoreLimits | None = None,
+    as_stored: Callable[[IntArray], IntArray] | None = None,
 ) -> KVConnector:
-    """Returns the connector of an engine to the store that `config` names. Reads the store, and for
-    a fingerprint the weights. Raises InvalidRequest if the model's K/V cannot be stored or the
-    store cannot be used."""
+    """Returns the connector of an engine to the store that `config` names. `as_stored`: of its
+    pictures, see `PictureTable`. Reads the store, and for a fingerprint the weights. Raises
+    InvalidRequest if the model's K/V cannot be stored or the store cannot be used."""
     assert isinstance(engine.cache, RadixCache)
     runner = engine.runner
     pool, layout, settings = runner.storable_pool()
@@ -288,7 +293,7 @@ def open_connector(
         return model_fingerprint(path, name, settings, folder.expanduser())
 
     return KVConnector(
-        StoredPrefixes(store, fingerprint(), layout),
+        StoredPrefixes(store, fingerprint(), layout, as_stored),
         pool,
         engine.cache,
         policy=config.kv_store_write,

@@ -27,7 +27,7 @@ from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, RadixCache
 from radixserve.cache.namespace import is_within
 from radixserve.errors import OutOfPages
-from radixserve.request import Request, num_unmarked
+from radixserve.request import Request
 from radixserve.runner.kv_layout import ByteArray
 from radixserve.store.buffers import BufferedRun, BufferPool, slots_of
 from radixserve.store.counts import StoreCounts
@@ -129,7 +129,7 @@ class KVLoader:
         """Queue a request to load its stored prefix before it is scheduled. Returns False, and does
         nothing, if that is sure not to pay: the prompt is cached, or computed sooner than loaded.
         `queued_at`: by the scheduler's clock."""
-        tokens, namespace = _reusable_tokens(request), request.params.namespace
+        tokens, namespace = self._reusable_tokens(request), request.params.namespace
         if len(tokens) < self._limits.min_tokens or not self.may_ask:
             return False
         num_missing = len(tokens) - self._cached_len(tokens, namespace)
@@ -438,8 +438,8 @@ class KVLoader:
             return True
         return self._reader.busy_s > 0 or self._reader.is_stuck
 
-
-def _reusable_tokens(request: Request) -> IntArray:
-    """Returns the tokens of a prompt that may be loaded: neither the last one nor scored ones."""
-    wanted = request.keyed_tokens()[: request.score_start + 1]
-    return wanted[: num_unmarked(wanted[:-1])]
+    def _reusable_tokens(self, request: Request) -> IntArray:
+        """Returns the tokens of a prompt that may be loaded: neither the last one nor scored
+        ones."""
+        wanted = request.keyed_tokens()[: request.score_start + 1]
+        return wanted[: self._prefixes.num_storable(wanted[:-1])]

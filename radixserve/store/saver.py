@@ -24,7 +24,6 @@ import numpy as np
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, RadixCache
 from radixserve.cache.namespace import is_within
-from radixserve.request import num_unmarked
 from radixserve.runner.kv_layout import ByteArray
 from radixserve.store.buffers import BufferedRun, BufferPool, slots_of
 from radixserve.store.counts import StoreCounts
@@ -125,7 +124,7 @@ class KVSaver:
         if length < least or sequence.is_stale:
             return
         tokens, namespace = sequence.tokens[:length].copy(), sequence.namespace
-        tokens = tokens[: num_unmarked(tokens)]  # marks are this process's
+        tokens = tokens[: self._prefixes.num_storable(tokens)]
         if (length := len(tokens)) < least:
             return
         num_wanted = self.policy.num_wanted(

@@ -22,6 +22,7 @@ import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.cache.namespace import is_within
+from radixserve.request import FIRST_PICTURE_ID
 from radixserve.runner.kv_layout import ByteArray, KVLayout
 from radixserve.store.run_file import (
     BadRun,
@@ -34,6 +35,7 @@ from radixserve.store.run_file import (
     encode_run,
 )
 from radixserve.store.run_store import NotAFile, RunStore
+from radixserve.token_marks import num_before_mark
 
 _log = logging.getLogger("radixserve")
 
@@ -44,6 +46,17 @@ _MAX_ERRORS = 3  # of a store, after which a list of its runs is given up
 _MAX_HEADS = 65_536  # that are kept
 _MAX_NAMESPACES = 4096  # whose folders are kept
 _DIGEST_BYTES = 16
+
+
+def _before_pictures(tokens: IntArray) -> IntArray:
+    is_row = tokens >= FIRST_PICTURE_ID
+    return tokens[: int(is_row.argmax())] if is_row.any() else tokens
+
+
+def _is_inside(tokens: IntArray, length: int) -> bool:
+    """Whether the tokens before and after a place may be rows of the same picture."""
+    before, after = int(tokens[length - 1]), int(tokens[length])
+    return before >= FIRST_PICTURE_ID and after == before + 1
 
 
 class StoredRun(NamedTuple):
@@ -71,9 +84,17 @@ class StoredPrefix(NamedTuple):
 class StoredPrefixes:
     """Any thread may call. Only `known` never reads or writes the store."""
 
-    def __init__(self, store: RunStore, model: str, layout: KVLayout) -> None:
-        """`model`: see `set_model`."""
+    def __init__(
+        self,
+        store: RunStore,
+        model: str,
+        layout: KVLayout,
+        as_stored: Callable[[IntArray], IntArray] | None = None,
+    ) -> None:
+        """`model`: see `set_model`. `as_stored`: see `PictureTable`; None: there are no
+        pictures."""
         self.store = store
+        self._as_stored = _before_pictures if as_stored is None else as_stored
         self.layout = layout
         self.num_refused = 0  # files that were damaged or not what their names say
         self._model = model
@@ -110,6 +131,7 @@ class StoredPrefixes:
     def _match(
         self, tokens: IntArray, namespace: str, find: Callable[[str, int], RunHead | None]
     ) -> StoredPrefix:
+        given, tokens = tokens, self._as_stored(tokens)
         folder, hasher = self.folder(namespace), self._hasher(namespace)
         runs: list[StoredRun] = []
         position = 0
@@ -118,12 +140,32 @@ class StoredPrefixes:
             head = find(name, position)
             count = 0 if head is None else _num_equal(head.tokens, tokens[position:])
             if head is None or not count:
-                return StoredPrefix(position, runs, name)
+                return self._without_part(StoredPrefix(position, runs, name), given, namespace)
             runs.append(StoredRun(name, position, count, head))
             begin, position = position, position + count
             if position < len(tokens):
                 hasher.update(_as_bytes(tokens[begin:position]))
         return StoredPrefix(position, runs, "")
+
+    def num_storable(self, tokens: IntArray) -> int:
+        """How many leading tokens a store may have: those after are of this process alone."""
+        return len(self._as_stored(tokens[: num_before_mark(tokens)]))
+
+    def _without_part(self, prefix: StoredPrefix, tokens: IntArray, namespace: str) -> StoredPrefix:
+        """Returns a prefix without a picture that `tokens` go on with: only whole ones are sure to
+        be the same."""
+        length, runs = prefix.length, list(prefix.runs)
+        while 0 < length < len(tokens) and _is_inside(tokens, length):
+            length -= 1
+        if length == prefix.length:
+            return prefix
+        while runs and runs[-1].start >= length:
+            runs.pop()
+        if runs:
+            runs[-1] = runs[-1]._replace(num_tokens=length - runs[-1].start)
+        hasher, own = self._hasher(namespace), self._as_stored(tokens)
+        hasher.update(_as_bytes(own[:length]))
+        return StoredPrefix(length, runs, _name(self.folder(namespace), hasher, int(own[length])))
 
     def put(
         self, tokens: IntArray, namespace: str, stored: StoredPrefix, kv: Iterable[ByteArray]
@@ -133,6 +175,7 @@ class StoredPrefixes:
         kv  of each run [layers, 2, MAX_RUN_TOKENS, row bytes]; the last may have fewer tokens. An
             array is not used any more once its run was yielded. Raises OSError.
         """
+        tokens = self._as_stored(tokens)
         start, parent = stored.length, stored.parent
         folder, hasher = self.folder(namespace), self._hasher(namespace)
         hasher.update(_as_bytes(tokens[:start]))
@@ -174,7 +217,7 @@ class StoredPrefixes:
             raise BadRun(f"{run.name} was put aside: {error}") from error
         if stored.tokens is not run.head.tokens:  # another engine has written the run again
             self._heads.pop(run.name, None)
-            own = tokens[run.start : run.start + run.num_tokens]
+            own = self._as_stored(tokens)[run.start : run.start + run.num_tokens]
             if stored.start != run.start or _num_equal(stored.tokens, own) < run.num_tokens:
                 return None  # with another continuation
         return stored.kv[:, :, : run.num_tokens]
@@ -223,7 +266,7 @@ class StoredPrefixes:
             end = head.start + len(head.tokens)
             if (folder, name, end) not in begins:  # none begins where it ends
                 tokens = _path(heads, folder, name)
-                if tokens is not None:
+                if tokens is not None and len(tokens := _before_pictures(tokens)):
                     yield head.namespace, tokens
 
     def folder(self, namespace: str) -> str:

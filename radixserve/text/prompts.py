@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -14,9 +15,16 @@ from numpy.typing import NDArray
 from radixserve.arrays import IntArray, pack_int32
 from radixserve.checks import shown
 from radixserve.errors import InvalidRequest, PromptTooLong
-from radixserve.request import TruncationSide
+from radixserve.picture import Picture, Pictures
+from radixserve.request import FIRST_PICTURE_ID, TruncationSide
 from radixserve.text.chat_clocks import ChatClocks, clock_span
 from radixserve.text.chat_options import ChatOptions
+from radixserve.text.picture_parts import (
+    has_pictures,
+    is_picture_part,
+    is_text_part,
+    read_pictures,
+)
 from radixserve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Mapping[str, Any]]
@@ -39,6 +47,7 @@ class PromptReader:
     max_seq_len: int  # of prompt and output together
     limit_name: str  # for errors: the setting or size that limits it
     clocks: ChatClocks = field(default_factory=lambda: ChatClocks(_MAX_CONVERSATIONS))
+    pictures: Pictures | None = None  # None: the model takes text only
 
     def read(
         self,
@@ -55,7 +64,8 @@ class PromptReader:
         """
         if isinstance(prompt, str):
             self.check_length(prompt, is_prompt=keep_last is None)
-        ids = self._ids(prompt, options)
+        held: list[Any] = []  # with the pictures, until their tokens have been checked
+        ids = self._ids(prompt, options, held)
         if keep_last is not None:
             ids = ids[:keep_last] if truncation_side == "right" else ids[-keep_last:]
         if not len(ids):
@@ -74,7 +84,7 @@ class PromptReader:
             return options
         if not self._tokenizer().reads_clock(how.template):
             return options
-        known = [(message["role"], repr(message)) for message in check_messages(prompt)]
+        known = [(message["role"], repr(message)) for message in self._messages(prompt)]
         start = self.clocks.start_of("", known, is_noted=is_noted)
         return replace(how, now=start.began)
 
@@ -84,7 +94,7 @@ class PromptReader:
         how = options or ChatOptions()
         if how.now is None or not is_conversation(prompt):
             return False
-        messages, tokenizer = check_messages(prompt), self._tokenizer()
+        messages, tokenizer = self._messages(prompt), self._tokenizer()
 
         def encode(at: datetime) -> list[int]:
             return tokenizer.encode_chat(messages, replace(how, now=at))
@@ -127,18 +137,39 @@ class PromptReader:
         return self._checked(ids)
 
     def _checked(self, ids: NDArray[np.integer[Any]]) -> IntArray:
+        """Returns an array that keeps its pictures alive."""
+        pictures: tuple[Picture, ...] = ()
         if len(ids):
             low, high = int(ids.min()), int(ids.max())
+            if FIRST_PICTURE_ID <= high < 2**31 and self.pictures is not None:
+                pictures = self.pictures.in_tokens(ids.astype(np.int32))  # raises for others
+                high = int(ids[ids < FIRST_PICTURE_ID].max(initial=0))
             if low < 0 or high >= self.vocab_size:
                 raise InvalidRequest(
                     f"token id {low if low < 0 else high} is out of range: "
                     f"allowed are 0 to {self.vocab_size - 1}"
                 )
-        return ids.astype(np.int32)
+        checked = ids.astype(np.int32)
+        if pictures:
+            weakref.finalize(checked, len, pictures).atexit = False
+        return checked
 
-    def _ids(self, prompt: Prompt, options: ChatOptions | None) -> NDArray[np.integer[Any]]:
+    def pictures_in(self, token_ids: IntArray) -> tuple[Picture, ...]:
+        """Returns the pictures that have rows among checked tokens. Raises InvalidRequest for one
+        that is not kept any more."""
+        if self.pictures is None or not len(token_ids) or token_ids.max() < FIRST_PICTURE_ID:
+            return ()
+        return self.pictures.in_tokens(token_ids)
+
+    def _messages(self, prompt: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        return check_messages(prompt, self.pictures)
+
+    def _ids(
+        self, prompt: Prompt, options: ChatOptions | None, held: list[Any]
+    ) -> NDArray[np.integer[Any]]:
         if is_conversation(prompt):
-            messages = check_messages(prompt)
+            messages = self._messages(prompt)
+            held += messages
             begun = self.at_its_start(messages, options)
             return np.asarray(self._tokenizer().encode_chat(messages, begun), np.int64)
         if options is not None and options.is_given:
@@ -204,33 +235,38 @@ def check_prompts(given: object) -> list[Any]:
     return prompts
 
 
-def check_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns chat messages as plain dicts. Raises InvalidRequest."""
+def check_messages(
+    messages: Sequence[Any], pictures: Pictures | None = None
+) -> list[dict[str, Any]]:
+    """Returns chat messages as plain dicts, with a `Picture` in each part that is one. pictures:
+    reads them; None: the model takes text only. Raises InvalidRequest."""
+    checked, count = [], 0
     for message in messages:
         if not isinstance(message.get("role"), str) or "content" not in message:
             raise InvalidRequest(
                 'a chat message is {"role": ..., "content": ...}; got ' + shown(message)
             )
-        if not ROLE.fullmatch(message["role"]):
+        role, content = message["role"], message["content"]
+        if not ROLE.fullmatch(role):
             raise InvalidRequest(
-                f"a role must be 1 to 64 letters, digits, _ and -, got {shown(message['role'])}"
+                f"a role must be 1 to 64 letters, digits, _ and -, got {shown(role)}"
             )
-        if not _is_text(message["content"]) and not message.get("tool_calls"):
+        if pictures is not None and has_pictures(content):
+            count += sum(map(is_picture_part, content))
+            pictures.check_count(count)
+            content = read_pictures(content, role, pictures)
+        elif not _is_text(content) and not message.get("tool_calls"):
             raise InvalidRequest(
                 "a chat message's content must be text or a list of "
-                f'{{"type": "text", "text": ...}}, got {shown(message["content"])}'
+                f'{{"type": "text", "text": ...}}, got {shown(content)}'
             )
-    return [dict(message) for message in messages]
+        checked.append({**message, "content": content})
+    return checked
 
 
 def _is_text(content: object) -> bool:
     if isinstance(content, list | tuple):
-        return bool(content) and all(
-            isinstance(part, Mapping)
-            and part.get("type") == "text"
-            and isinstance(part.get("text"), str)
-            for part in content
-        )
+        return bool(content) and all(map(is_text_part, content))
     return isinstance(content, str)
 
 

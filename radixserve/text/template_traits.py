@@ -16,6 +16,7 @@ from typing import Any
 from radixserve.errors import InvalidRequest
 from radixserve.text.chat_options import KNOWN_ROLES
 from radixserve.text.content_marks import THINK_TAGS, unmarked
+from radixserve.text.picture_parts import as_parts, has_pictures, is_picture_part
 from radixserve.text.tainted_str import ASSISTANT, concatenated, tainted
 
 Message = dict[str, Any]
@@ -269,15 +270,26 @@ def _result(content: str, call_id: str) -> Message:
 
 def _merged(messages: Sequence[Message], role: str) -> Message:
     """Returns one message with the texts of several, separated by empty lines."""
+    if any(has_pictures(message.get("content")) for message in messages):
+        parts = [as_parts(message.get("content")) for message in messages]
+        return {**messages[0], "role": role, "content": _joined(parts, "\n\n")}
     texts = [_text_of(message) for message in messages]
     return {**messages[0], "role": role, "content": "\n\n".join(text for text in texts if text)}
+
+
+def _joined(contents: Sequence[list[Message]], separator: str) -> list[Message]:
+    """Returns the parts of several messages as those of one."""
+    joined: list[Message] = []
+    for parts in filter(None, contents):
+        joined += [*([{"type": "text", "text": separator}] if joined else []), *parts]
+    return joined
 
 
 def _text_of(message: Mapping[str, Any]) -> str:
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
-    return "\n".join(part["text"] for part in content)
+    return "\n".join(part["text"] for part in content if not is_picture_part(part))
 
 
 def _without_user_runs(messages: Sequence[Message]) -> list[Message]:
@@ -293,8 +305,11 @@ def _without_user_runs(messages: Sequence[Message]) -> list[Message]:
 def _with_calls_as_text(message: Message) -> Message:
     """Returns a message with its tool calls, or its tool result, as text in the generic form."""
     if message["role"] == "tool":
-        content = f"<tool_response>\n{_text_of(message)}\n</tool_response>"
-        return _said("user", content)
+        opening, closing = "<tool_response>\n", "\n</tool_response>"
+        if has_pictures(message["content"]):
+            parts = [*as_parts(opening), *message["content"], *as_parts(closing)]
+            return {"role": "user", "content": parts}
+        return _said("user", f"{opening}{_text_of(message)}{closing}")
     texts = [_text_of(message)] if _text_of(message) else []
     calls = [f"{TOOL_CALL}\n{call}\n{TOOL_CALL_END}" for call in _calls_as_json(message)]
     return _without_calls(message, "\n".join(texts + calls)) if calls else message

@@ -20,6 +20,8 @@ from typing import Any
 from radixserve.arrays import IntArray
 from radixserve.errors import InvalidRequest
 from radixserve.gguf_file import SUFFIX, GgufFile
+from radixserve.picture import Picture, Pictures
+from radixserve.request import FIRST_PICTURE_ID
 from radixserve.text.byte_fallback import ByteFallback, decodes_by_appending
 from radixserve.text.byte_level import ByteLevel, ByteLevelDetokenizer
 from radixserve.text.chat_options import KNOWN_ROLES, ChatOptions, ToolsIgnored, begun_answer
@@ -29,6 +31,15 @@ from radixserve.text.content_marks import (
     SpecialToken,
     split_at_marks,
     unmarked,
+)
+from radixserve.text.picture_parts import (
+    PICTURE_MARK,
+    as_parts,
+    check_no_marks,
+    split_marks,
+    taken_out,
+    with_marks,
+    with_rows,
 )
 from radixserve.text.tainted_str import ASSISTANT, CALLER, TEMPLATE, taint_of
 from radixserve.text.template_traits import (
@@ -45,6 +56,7 @@ _BYTES_A_TOKEN = 4  # a text with fewer bytes per allowed token is tokenised wit
 _SLICE = 16_384  # characters of a long text that are counted at once
 _CUT = 16  # tokens of a slice that may not occur in the whole text, since the slice was cut
 _MAX_OPEN = 3  # most tokens of an incomplete character: its last one is missing
+_WORD = "quorzel"  # a sample text to test a template
 _END_TOKENS = ("eos_token", "eot_token", "eom_token")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -66,6 +78,8 @@ class Tokenizer:
         self._parses_special = parses_special
         self._templates_with_tools: set[str | None] = set()  # templates tested for tools
         self._traits: dict[str | None, TemplateTraits] = {}  # by template
+        self.pictures: Pictures | None = None  # of a model that takes some
+        self._takes_parts: dict[str, bool] = {}  # of such a model, by template
         self._encode_lock = threading.Lock()
         self._decode_lock = threading.Lock()
 
@@ -87,11 +101,11 @@ class Tokenizer:
         from radixserve.text.fast_tokenizer import load_fast_tokenizer
 
         if (fast := load_fast_tokenizer(path)) is not None:
-            return wrapped(fast)
+            return wrapped(_with_template(fast, path))
         from transformers import AutoTokenizer
 
         try:
-            return wrapped(AutoTokenizer.from_pretrained(path))
+            return wrapped(_with_template(AutoTokenizer.from_pretrained(path), path))
         except Exception as error:  # tokenizers raises Exception itself
             reason = " ".join(str(error).split()) or type(error).__name__
             raise InvalidRequest(f"the tokenizer of {path} cannot be read: {reason}") from error
@@ -237,6 +251,10 @@ class Tokenizer:
     def encode_rendered(self, text: str) -> list[int]:
         """Returns the token ids of a text from `render_chat`, or of a piece of it. Special tokens
         of the template become special tokens, those in messages are text."""
+        if PICTURE_MARK in text and self.pictures is not None:
+            plain, digests = split_marks(text)
+            pictures = [self.pictures.by_digest(digest) for digest in digests]
+            return with_rows(self.encode_rendered(plain), self.pictures.marker_id, pictures)
         if MARK not in text:
             return self._encode_own(text, is_first=True)
         ids: list[int] = []
@@ -311,6 +329,11 @@ class Tokenizer:
             raise InvalidRequest(
                 "the model's tokenizer has no chat template: give one, or give text"
             )
+        pictures: list[Picture] = []
+        if self.pictures is not None:
+            messages, pictures = taken_out(messages)
+            if self._reads_parts(source):
+                messages = [{**one, "content": as_parts(one.get("content"))} for one in messages]
         try:
             from radixserve.text import chat_template  # imports Jinja
 
@@ -326,7 +349,29 @@ class Tokenizer:
             )
         except Exception as error:  # the template is the model's own code
             raise InvalidRequest(f"the chat template refused the messages: {error}") from error
+        if self.pictures is not None:
+            check_no_marks(text)
+            if pictures:
+                text = with_marks(text, self.pictures.marker, pictures)
         return self._marks.mark(text, bytes(len(text)) if self._parses_special else taint_of(text))
+
+    def _reads_parts(self, source: str) -> bool:
+        """Whether a template reads contents as lists of parts only; tested once per template."""
+        known = self._takes_parts.get(source)
+        if known is None:
+            from radixserve.text import chat_template  # imports Jinja
+
+            def shows(content: Any) -> bool:
+                special = self._tokenizer.special_tokens_map
+                try:
+                    said = [{"role": "user", "content": content}]
+                    return _WORD in chat_template.render(source, said, special_tokens=special)
+                except Exception:  # the template is the model's own code
+                    return False
+
+            known = not shows(_WORD) and shows(as_parts(_WORD))
+            self._takes_parts[source] = known
+        return known
 
     @cached_property
     def _special_tokens(self) -> list[SpecialToken]:
@@ -377,9 +422,12 @@ class Tokenizer:
     def decode(
         self, token_ids: Sequence[int], *, keep_special: bool | Collection[int] = False
     ) -> str:
-        """Returns the text of the tokens, with U+FFFD for invalid bytes. `keep_special`: whether
+        """Returns the text of the tokens, with U+FFFD for invalid bytes and none for rows
+        of pictures. `keep_special`: whether
         special tokens are part of the text, or the ids of those that are."""
         ids = list(token_ids)
+        if self.pictures is not None:
+            ids = [token_id for token_id in ids if token_id < FIRST_PICTURE_ID]
         if not isinstance(keep_special, bool):
             if keep_special:
                 left_out = self.special_ids.difference(keep_special)
@@ -405,6 +453,8 @@ class Tokenizer:
     def bytes_of(self, token_id: int) -> bytes | None:
         """Returns the UTF-8 bytes of a token, the name of a special one; None if the token is part
         of a character and the tokenizer does not tell its bytes."""
+        if token_id >= FIRST_PICTURE_ID:
+            return b""
         if self._byte_level is not None:
             return self._byte_level.bytes_of([token_id], {})
         byte = None if self._bytes is None else self._bytes.byte_of(token_id)
@@ -531,6 +581,14 @@ class Tokenizer:
             for token_id in self.special_ids
             if self.decode([token_id], keep_special=True) != unknown
         )
+
+
+def _with_template(tokenizer: Any, folder: Path) -> Any:
+    """Returns a tokenizer with the chat template of its processor, where it has none itself."""
+    file = folder / "chat_template.json"  # of older checkpoints that take pictures
+    if not tokenizer.chat_template and file.is_file():
+        tokenizer.chat_template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+    return tokenizer
 
 
 def _check_unicode(text: str) -> None:

@@ -63,7 +63,7 @@ TABLE: list[tuple[str, Any, str]] = [
     (M, after({"type": "tool_result"}), "messages[2].content[0].tool_use_id is required"),
     (M, after({"type": "tool_result", "tool_use_id": "t2"}), "does not name a tool_use"),
     (M, after({"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "image"}]}),
-     "messages[2].content[0].content[0].type must be 'text'"),
+     "messages[2].content[0].type 'image' is not supported by this server here: the model takes"),
     (M, after({"type": "tool_result", "tool_use_id": "t1", "content": 5}),
      "messages[2].content[0].content must be text or a list"),
     (M, m([{"type": "text", "text": "a", "cache_control": {"type": "permanent"}}]),

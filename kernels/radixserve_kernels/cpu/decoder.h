@@ -213,8 +213,13 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
                                               std::deque<Attention<T, A>> &attentions, const LayerKV *kv) {
         const int64_t tokens = step.num_tokens;
         thread.share(tokens, price(0, 2.0 * tokens * shape.hidden * sizeof(float)), [&](int64_t first, int64_t last) {
-            for (int64_t i = first; i < last; i++)
-                embed(embedding, step.input_ids[i], shape.hidden, shape.embedding_scale, residual + i * residual_stride);
+            for (int64_t i = first; i < last; i++) {
+                float *to = residual + i * residual_stride;
+                if (step.given_rows && step.given_rows[i] >= 0)
+                    memcpy(to, step.given + step.given_rows[i] * shape.hidden, shape.hidden * sizeof(float));
+                else
+                    embed(embedding, step.input_ids[i], shape.hidden, shape.embedding_scale, to);
+            }
         });
         thread.barrier();
         for (const LayerInputs<T> &own : this->inputs) make_layer_inputs(thread, step, own);

@@ -120,6 +120,8 @@ struct Step {
     const StepStates *states;  // of layers with recurrent states; null where none has any
     const void *adapters;      // LoraGroup [num_adapters] of rows that have an adapter, see lora.h
     int64_t num_adapters;
+    const int64_t *given_rows;  // [num_tokens] of tokens whose embeddings are given, else -1; null: of none
+    const float *given;         // [rows][hidden] these embeddings
 };
 
 template <class T, class A> struct LoraTerm;  // what adapters add to a product, see lora.h; in products null for nothing

@@ -14,6 +14,9 @@ from radixserve.api.runtime import Runtime
 from radixserve.cache.namespace import as_namespace
 from radixserve.checks import shown
 from radixserve.epochs.messages import KVAfterUpdate
+from radixserve.errors import InvalidRequest
+from radixserve.images.sources import FetchUrl
+from radixserve.picture import Pictures
 from radixserve.reports import EngineStatus
 from radixserve.server.answer.parser_configs import OutputParserConfigs
 from radixserve.server.config import ServerConfig
@@ -61,6 +64,7 @@ class AppState:
         self.num_billing_headers = 0  # taken out of system prompts
         self.branches = BranchTable(config.session_lease, config.max_conversations)
         self.trace_of: Callable[[Scope], AbstractContextManager[Any]] = nullcontext
+        self.pictures: Pictures | None = None  # reads those of callers
         self._sessions: SessionTable | None = None
         self._runtime: Runtime | None = None
         self._token_texts: TokenTexts | None = None
@@ -69,6 +73,8 @@ class AppState:
     def set_runtime(self, runtime: Runtime) -> None:
         """Called once, when the model has been loaded."""
         self._runtime = runtime
+        if runtime.pictures is not None:
+            self.pictures = runtime.pictures.of_callers(_url_fetcher(self.config))
         self._sessions = SessionTable(
             self.config.session_lease, self.config.max_conversations, runtime.close_session
         )
@@ -184,6 +190,19 @@ class AppState:
     def name_of(self, namespace: str) -> str:
         """The name in answers of what computes requests in a namespace: the model or an adapter."""
         return as_namespace(namespace).adapter.rpartition("@")[0] or self.model_name
+
+
+def _url_fetcher(config: ServerConfig) -> FetchUrl | None:
+    """Fetches pictures from the allowed hosts; None where none is. Raises InvalidRequest."""
+    if not config.allowed_media_domains:
+        return None
+    try:
+        from radixserve.images.fetching import UrlFetcher
+    except ImportError as error:
+        raise InvalidRequest(
+            f'allowed_media_domains needs more packages ({error}): pip install "radixserve[images]"'
+        ) from None
+    return UrlFetcher(config.allowed_media_domains, config.media_fetch_timeout)
 
 
 def server_of(request: Request) -> AppState:

@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from radixserve.checks import shown
+from radixserve.errors import InvalidRequest
+from radixserve.picture import Pictures
 from radixserve.server.answer.tool_parsers.base import read_json
-from radixserve.server.wire.errors import ApiError, wrong_field
+from radixserve.server.wire.errors import ApiError, invalid, wrong_field
+from radixserve.text.picture_parts import check_picture_role, has_pictures, is_picture_part
 from radixserve.text.prompts import ROLE
 from radixserve.text.template_traits import Message
 from radixserve.text.tool_functions import is_deep
@@ -21,9 +24,16 @@ _TEXT_MEMBERS = {  # besides the content
 _MAX_CALLS = 1_024  # of one message
 
 
-def read_messages(given: object) -> list[Message]:
-    """Check a list of messages. Returns them with their contents as one text each and the arguments
-    of their calls as objects. Raises ApiError, which names the wrong place."""
+def read_messages(
+    given: object, pictures: Pictures | None = None, no_pictures: str = ""
+) -> list[Message]:
+    """Check a list of messages. Returns them with their contents as one text each, those with
+    pictures as parts, and the arguments of their calls as objects.
+
+    pictures: reads them; None: they are refused, for the reason `no_pictures`. Raises ApiError,
+    which names the wrong place.
+    """
+    reader = _ContentReader(pictures, no_pictures)
     if not isinstance(given, list) or not given:
         raise ApiError(
             400, f"messages must be a list with a message, got {shown(given)}", param="messages"
@@ -31,7 +41,7 @@ def read_messages(given: object) -> list[Message]:
     call_ids: set[str] = set()
     checked = []
     for index, item in enumerate(given):
-        message = _checked(item, f"messages[{index}]")
+        message = _checked(item, f"messages[{index}]", reader)
         call_ids.update(call["id"] for call in message.get("tool_calls", ()))
         call_id = message.get("tool_call_id")
         if call_id is not None and call_id not in call_ids:
@@ -68,7 +78,7 @@ def call_message(call_id: str, name: str, arguments: Any) -> Message:
     }
 
 
-def _checked(message: object, where: str) -> Message:
+def _checked(message: object, where: str, reader: _ContentReader) -> Message:
     if not isinstance(message, Mapping):
         raise wrong_field(where, f"must be an object, got {shown(message)}")
     role = message.get("role")
@@ -83,9 +93,10 @@ def _checked(message: object, where: str) -> Message:
     content = given.get("content")
     if is_answer and not content:  # an answer of reasoning or calls alone, a refusal, or nothing
         content = given.get("refusal", "")
-    checked["content"] = _text(
-        content, f"{where}.content", may_be_empty=is_answer or role == "tool"
-    )
+    if not reader.read_into(checked, content, f"{where}.content"):
+        checked["content"] = _text(
+            content, f"{where}.content", may_be_empty=is_answer or role == "tool"
+        )
     if calls:
         checked["tool_calls"] = calls
     for name in _TEXT_MEMBERS.get(role, ("name",)):
@@ -96,6 +107,47 @@ def _checked(message: object, where: str) -> Message:
             raise wrong_field(f"{where}.{name}", f"must be a string, got {shown(value)}")
         checked["reasoning_content" if name == "reasoning" else name] = value
     return checked
+
+
+class _ContentReader:
+    """Reads the contents that have pictures, of the messages of one chat."""
+
+    def __init__(self, pictures: Pictures | None, no_pictures: str) -> None:
+        self._pictures, self._no_pictures = pictures, no_pictures
+        self._count = 0
+
+    def read_into(self, message: Message, content: object, where: str) -> bool:
+        """Set a message's content. False, and nothing is done, if it has no pictures. Raises
+        ApiError."""
+        if not isinstance(content, list) or not has_pictures(content):
+            return False
+        parts: list[Message] = []
+        for index, part in enumerate(content):
+            place = f"{where}[{index}]"
+            if is_picture_part(part):
+                parts.append(self._picture(part, message["role"], place))
+            elif isinstance(text := _text_of(part), str):
+                parts.append({"type": "text", "text": text})
+            else:
+                raise wrong_field(place, f"must be a text or a picture, got {shown(part)}")
+        message["content"] = parts
+        return True
+
+    def _picture(self, part: Message, role: str, place: str) -> Message:
+        if self._pictures is None:
+            kind = shown(part["type"])
+            raise ApiError(
+                400,
+                f"{place}.type {kind} is not supported by this server here: {self._no_pictures}",
+                param=f"{place}.type",
+            )
+        self._count += 1
+        try:
+            check_picture_role(role)
+            self._pictures.check_count(self._count)
+            return {"type": "image", "image": self._pictures.read_part(part)}
+        except InvalidRequest as error:
+            raise invalid(error, param=place) from None
 
 
 def _text(content: object, where: str, *, may_be_empty: bool) -> str:

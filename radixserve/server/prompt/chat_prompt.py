@@ -31,10 +31,11 @@ from radixserve.server.prompt.prompt_input import (
 )
 from radixserve.server.prompt.rendering import RenderedPrompt, render, tokenizer_of
 from radixserve.server.wire.errors import invalid
-from radixserve.server.wire.schema import ChatMessage, TemplateFields
+from radixserve.server.wire.schema import ChatMessage, ImagePart, TemplateFields
 from radixserve.text.chat_clocks import clock_span
 from radixserve.text.content_marks import unmarked
 from radixserve.text.conversations import Answer, AnsweredChat
+from radixserve.text.picture_parts import is_picture_part, without_pictures
 from radixserve.text.template_traits import Message
 
 _SHORT_CHAT = 1_000_000  # characters; a shorter chat is always rendered
@@ -177,7 +178,7 @@ async def read_chat(
             message.as_message() if isinstance(message, ChatMessage) else message
             for message in messages
         ]
-        check_size(server, given)
+        check_size(server, without_pictures(given))
         return render(
             server.runtime,
             given,
@@ -186,11 +187,12 @@ async def read_chat(
             has_generic_tools=server.parser_configs.tool_parser == "generic",
             keep_billing_header=keeps,
             start_of=partial(server.chat_clocks.start_of, namespace),
+            pictures=server.pictures,
         )
 
     functions = [] if tools is None else tools.functions
     parts = [*messages, body.tools, body.chat_template_kwargs, functions]
-    rendered = await in_thread_if(is_large(parts), read)
+    rendered = await in_thread_if(is_large(parts) or _have_pictures(messages), read)
     server.num_billing_headers += rendered.num_headers
     text = rendered.text
     known = server.conversations.find(namespace, text, rendered.answers)
@@ -218,6 +220,16 @@ async def read_chat(
     ids = await in_thread_if(is_long_text(rest), encode)
     is_whole = keep_last is None and not add_special_tokens
     return ChatPrompt(namespace, rendered, ids, is_whole=is_whole)
+
+
+def _have_pictures(messages: Sequence[ChatMessage | Message]) -> bool:
+    """Whether messages have pictures, which may have to be fetched, and take time to decode."""
+    contents = (
+        message.content if isinstance(message, ChatMessage) else message.get("content")
+        for message in messages
+    )
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return any(isinstance(part, ImagePart) or is_picture_part(part) for part in parts)
 
 
 def check_size(server: AppState, messages: Sequence[Message]) -> None:

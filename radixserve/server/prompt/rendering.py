@@ -14,6 +14,7 @@ from typing import Any
 from radixserve.api.runtime import Runtime
 from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
+from radixserve.picture import Pictures
 from radixserve.server.answer.tool_choice import ChatTools
 from radixserve.server.prompt.chat_messages import key_of, read_messages
 from radixserve.server.wire.errors import ApiError, invalid
@@ -61,6 +62,7 @@ def render(
     start_of: Callable[[Sequence[tuple[str, ...]]], ChatStart],
     has_generic_tools: bool = False,
     keep_billing_header: bool,
+    pictures: Pictures | None = None,
 ) -> RenderedPrompt:
     """Check `messages` and apply the model's chat template to them. Raises ApiError.
 
@@ -68,8 +70,9 @@ def render(
     start_of             when a conversation of such messages began, for templates that print dates
     has_generic_tools    describe the tools in the system message instead of in the template
     keep_billing_header  do not remove the billing headers of coding agents
+    pictures             reads those of the messages; None: they are refused
     """
-    checked = read_messages(messages)
+    checked = read_messages(messages, pictures, runtime.no_pictures)
     num_headers = 0 if keep_billing_header else _strip_headers(checked)
     options = _options(fields, checked)
     functions = None
@@ -99,7 +102,8 @@ def _recognised(message: Message) -> tuple[str, ...]:
     if message["role"] == "assistant":
         return ("assistant", key_of(message))
     names = ("role", "content", "name", "tool_call_id")
-    return tuple(message.get(name, "") for name in names)
+    values = (message.get(name, "") for name in names)
+    return tuple(value if isinstance(value, str) else repr(value) for value in values)
 
 
 def _check_role(role: str, tokenizer: Tokenizer, place: str) -> None:

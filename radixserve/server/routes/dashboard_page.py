@@ -7,9 +7,11 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,7 +20,7 @@ from radixserve.api.runtime import Runtime
 from radixserve.cache import SnapshotView
 from radixserve.config import CacheKind
 from radixserve.replay.teaching import NUM_PAGES, PAGE_SIZE, play
-from radixserve.request import MAX_TOKEN_IDS, SamplingParams
+from radixserve.request import SamplingParams, unmarked
 from radixserve.server.gate.json_body import JsonRoute
 from radixserve.server.gate.limits import SHARE, Ration
 from radixserve.server.gate.state import AppState, caller_of, check_admin
@@ -26,6 +28,7 @@ from radixserve.server.gate.tenants import Caller
 from radixserve.server.wire.errors import ApiError
 from radixserve.server.wire.json_response import answer, dump
 from radixserve.server.wire.schema import SnapshotRequest, TeachingRequest
+from radixserve.text.picture_parts import shown_text
 
 router = APIRouter(route_class=JsonRoute)
 _FOLDER = Path(__file__).parent / "dashboard"
@@ -201,10 +204,11 @@ class Snapshots:
         tokenizer = self._server.runtime.tokenizer
         if tokenizer is None:
             return None
-        key = tuple(token % MAX_TOKEN_IDS for token in tokens)  # without marks of adapters
+        key = tuple(unmarked(np.array(tokens, np.int32)).tolist())  # without marks of adapters
         text = self._texts.get(key)
         if text is None:
-            text = self._texts[key] = tokenizer.decode(key, keep_special=True)
+            decode = partial(tokenizer.decode, keep_special=True)
+            text = self._texts[key] = shown_text(key, decode, self._server.pictures)
             while len(self._texts) > _MAX_TEXTS:
                 self._texts.popitem(last=False)
         return text

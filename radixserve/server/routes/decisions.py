@@ -207,7 +207,7 @@ def _input(body: DecisionsRequest) -> str | list[dict[str, Any]]:
     items = [item.as_item() if isinstance(item, InputMessage) else item for item in body.input]
     messages = messages_of(items)
     check_calls((), items)
-    return read_messages(messages)
+    return read_messages(messages, no_pictures="decisions take text only")
 
 
 def _text_of(part: ResponseTextPart | ResponseRefusalPart | JsonPart) -> str:

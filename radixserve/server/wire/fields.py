@@ -84,7 +84,7 @@ FIELD_RULES: tuple[FieldRule, ...] = (
     *_rules(_ALL, "service_tier", _SKIP, "there is one tier", "flex", "auto", "default",
             "standard_only"),
     *_rules("messages", "speed", _SKIP, "there is one speed", "fast", "standard"),
-    *_rules("completions chat", "mm_processor_kwargs", _SKIP, "there are no images", {"a": 1}),
+    *_rules("completions chat", "mm_processor_kwargs", _SKIP, "the model's are used", {"a": 1}),
     *_rules("responses", "include", _SKIP, "values but `message.output_text.logprobs` "
             "are always in the answer, or do not exist here",
             ["reasoning.encrypted_content"], []),

@@ -273,6 +273,24 @@ ContentPart = Annotated[
 ]
 
 
+class ImagePart(Body):
+    """A picture, in OpenAI's form: a data URL, or a URL of an allowed host. `detail` has no
+    effect."""
+
+    skips_unknown: ClassVar[bool] = True
+
+    type: Literal["image_url"]
+    image_url: Annotated[Any, WithJsonSchema({"type": "object"})] = None
+
+
+MessagePart = Annotated[
+    Annotated[TextPart, Tag("<text>")]
+    | Annotated[RefusalPart, Tag("<refusal>")]
+    | Annotated[ImagePart, Tag("<image_url>")],
+    Discriminator(by_type),
+]
+
+
 class CalledFunction(Body):
     name: Name
     arguments: Annotated[Any, WithJsonSchema({"type": "string"})] = None
@@ -293,7 +311,7 @@ class ChatMessage(Body):
     skips_unknown: ClassVar[bool] = True
 
     role: Short
-    content: TextOrList[ContentPart] | None = None
+    content: TextOrList[MessagePart] | None = None
     name: Short | None = None
     refusal: str | None = None
     annotations: Bounded[Any] | None = None  # clients send them back from answers; no effect

@@ -47,6 +47,20 @@ class TextBlock(_Block):
     cache_control: CacheControl | None = None
 
 
+class ImageBlock(_Block):
+    """A picture: {"type": "base64", "media_type", "data"} or {"type": "url", "url"}."""
+
+    type: Literal["image"]
+    source: Annotated[Any, WithJsonSchema({"type": "object"})] = None
+    cache_control: CacheControl | None = None
+
+
+ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("<text>")] | Annotated[ImageBlock, Tag("<image>")],
+    Discriminator(by_type),
+]
+
+
 class ToolUseBlock(_Block):
     type: Literal["tool_use"]
     id: Name
@@ -58,7 +72,7 @@ class ToolUseBlock(_Block):
 class ToolResultBlock(_Block):
     type: Literal["tool_result"]
     tool_use_id: Name
-    content: TextOrList[TextBlock] | None = None
+    content: TextOrList[ResultBlock] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
 
@@ -72,7 +86,9 @@ class ThinkingBlock(_Block):
 
 
 UserBlock = Annotated[
-    Annotated[TextBlock, Tag("<text>")] | Annotated[ToolResultBlock, Tag("<tool_result>")],
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ImageBlock, Tag("<image>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")],
     Discriminator(by_type),
 ]
 AssistantBlock = Annotated[

@@ -14,6 +14,7 @@ from radixserve.server.routes.anthropic_messages.schema import (
     AssistantBlock,
     CacheControl,
     ClearThinking,
+    ImageBlock,
     MessagesRequest,
     PromptFields,
     TextBlock,
@@ -150,26 +151,31 @@ def _messages(role: str, blocks: Sequence[UserBlock | AssistantBlock]) -> list[d
     if role == "assistant":
         return [_assistant_message(blocks)]
     messages: list[dict[str, Any]] = []
-    texts: list[str] = []  # of text blocks that follow each other
+    said: list[Any] = []  # texts and pictures that follow each other
     for block in blocks:
-        if isinstance(block, TextBlock):
-            texts.append(block.text)
+        if isinstance(block, TextBlock | ImageBlock):
+            said.append(block)
             continue
         assert isinstance(block, ToolResultBlock)
-        if texts:
-            messages.append({"role": role, "content": "\n".join(texts)})
-            texts = []
-        text = (_ERROR if block.is_error else "") + _result_text(block)
-        messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
-    if texts:
-        messages.append({"role": role, "content": "\n".join(texts)})
+        if said:
+            messages.append({"role": role, "content": _content(said)})
+            said = []
+        error = [TextBlock(type="text", text=_ERROR)] if block.is_error else []
+        content = _content(_blocks(block.content or ""), error)
+        messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+    if said:
+        messages.append({"role": role, "content": _content(said)})
     return messages
 
 
-def _result_text(block: ToolResultBlock) -> str:
-    if block.content is None or isinstance(block.content, str):
-        return block.content or ""
-    return "\n".join(part.text for part in block.content)
+def _content(
+    blocks: Sequence[TextBlock | ImageBlock], before: Sequence[TextBlock] = ()
+) -> str | list[dict[str, Any]]:
+    """Texts as one, or with pictures as parts. `before`: texts without a line break after them."""
+    if all(isinstance(block, TextBlock) for block in blocks):
+        texts = (block.text for block in blocks if isinstance(block, TextBlock))
+        return "".join(block.text for block in before) + "\n".join(texts)
+    return [block.model_dump(exclude={"cache_control"}) for block in (*before, *blocks)]
 
 
 def _assistant_message(blocks: Sequence[Any]) -> dict[str, Any]:

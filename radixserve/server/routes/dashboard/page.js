@@ -449,6 +449,7 @@ $("tree").addEventListener("keydown", (event) => {
 const REASONS = {
   full: () => "All of it that may be reused is cached: the last token is always computed.",
   diverged: (found) => `What is cached goes on with ${found.expected} where this text has ${found.actual}.`,
+  picture: () => "What is cached goes on with another picture.",
   evicted: () => "What follows was cached, and has been evicted.",
   epoch: () => "More of it is cached, but was computed with other weights.",
   adapter: () => "More of it is cached, but was computed with another adapter, or without one.",

@@ -73,8 +73,18 @@ class ResponseRefusalPart(_Part):
     refusal: str
 
 
+class ResponseImagePart(_Part):
+    """A picture: a data URL, or a URL of an allowed host. `detail` has no effect."""
+
+    type: Literal["input_image"]
+    image_url: Annotated[Any, WithJsonSchema({"type": "string"})] = None
+    detail: Short | None = None
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
+
+
 Part = Annotated[
     Annotated[ResponseTextPart, Tag("<input_text>")]
+    | Annotated[ResponseImagePart, Tag("<input_image>")]
     | Annotated[ResponseTextPart, Tag("<output_text>")]
     | Annotated[ResponseTextPart, Tag("<text>")]
     | Annotated[ResponseRefusalPart, Tag("<refusal>")],

@@ -18,6 +18,7 @@ from radixserve.server.routes.responses.schema import (
     Part,
     ReasoningItem,
     ResponseFunctionTool,
+    ResponseImagePart,
     ResponseNamedTool,
     ResponseRequest,
     ResponseTextPart,
@@ -109,13 +110,13 @@ class _Turns:
                 said = self._message({"content", "tool_calls"})
                 said["content"] = _text(item.content, "")  # the parts of an answer are one text
             else:
-                self._messages.append(_message(item.role, _text(item.content, "\n")))
+                self._messages.append(_message(item.role, _content(item.content)))
         elif isinstance(item, CallItem):
             said = self._message(set())
             said.setdefault("tool_calls", []).append(_call(item, where))
         elif isinstance(item, OutputItem):
-            text = _text(item.output, "\n")
-            message = {"role": "tool", "tool_call_id": item.call_id, "content": text}
+            content = _content(item.output)
+            message = {"role": "tool", "tool_call_id": item.call_id, "content": content}
             self._messages.append(message)
         else:
             said = self._message({"content", "tool_calls"})
@@ -155,15 +156,24 @@ def listed_items(items: Sequence[InputItem]) -> list[dict[str, Any]]:
     return listed
 
 
-def _message(role: str, content: str) -> Message:
+def _message(role: str, content: str | list[dict[str, Any]]) -> Message:
     return {"role": role, "content": content}
+
+
+def _content(content: str | Sequence[Part]) -> str | list[dict[str, Any]]:
+    """Texts as one, or with pictures as parts."""
+    if isinstance(content, str) or not any(isinstance(part, ResponseImagePart) for part in content):
+        return _text(content, "\n")
+    return [part.model_dump(include={"type", "text", "refusal", "image_url"}) for part in content]
 
 
 def _text(content: str | Sequence[Part], separator: str) -> str:
     if isinstance(content, str):
         return content
     return separator.join(
-        part.text if isinstance(part, ResponseTextPart) else part.refusal for part in content
+        part.text if isinstance(part, ResponseTextPart) else part.refusal
+        for part in content
+        if not isinstance(part, ResponseImagePart)
     )
 
 

@@ -1,0 +1,1 @@
+"""Pictures in prompts: reading, their identity, and when their embeddings are computed."""

@@ -1,0 +1,73 @@
+"""`VisionTower`: the parts of a checkpoint that make embeddings of pictures, in transformers' code.
+
+The text model runs natively; see multimodal.py for the families.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from radixserve.errors import ModelNotSupported
+
+
+class VisionTower:
+    """Loads the tower and the projector when the first picture is encoded. One thread at a time
+    encodes."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self._folder, self._dtype, self._device = folder, dtype, device
+        self._lock = threading.Lock()
+
+    @torch.inference_mode()
+    def encode(self, inputs: Mapping[str, NDArray[Any]]) -> Tensor:
+        """Returns the embeddings [n, H] of a picture's rows, in order, as the first layer of the
+        text model takes them. In host memory: no step waits for what a device does beside it."""
+        with self._lock:
+            tensors = {name: self._tensor(array) for name, array in inputs.items()}
+            made = self._model.get_image_features(**tensors, return_dict=True)
+            features = made.pooler_output if hasattr(made, "pooler_output") else made
+            parts = [features] if isinstance(features, Tensor) else list(features)
+            rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+            return rows.to(self._dtype).cpu().contiguous()
+
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+    @cached_property
+    def _model(self) -> Any:
+        """The wrapper without the layers and the embeddings of its text model."""
+        from transformers import AutoConfig, AutoModelForImageTextToText
+
+        config = copy.deepcopy(AutoConfig.from_pretrained(self._folder))
+        text = config.get_text_config()
+        text.num_hidden_layers = 0
+        if getattr(text, "layer_types", None) is not None:
+            text.layer_types = []
+        model: Any = AutoModelForImageTextToText.from_pretrained(
+            self._folder, config=config, dtype=self._dtype
+        )
+        for parent in (model, model.model):  # their memory is given back
+            for name in ("lm_head", "language_model", "text_model"):
+                if hasattr(parent, name):
+                    setattr(parent, name, None)
+        return model.to(self._device).eval()
+
+
+def check_rows(rows: Tensor, num_rows: int, hidden_size: int) -> None:
+    """Raise ModelNotSupported where a picture has other embeddings than its prompt has rows."""
+    if rows.shape != (num_rows, hidden_size):
+        raise ModelNotSupported(
+            f"the vision tower makes {tuple(rows.shape)} embeddings of a picture with {num_rows} "
+            f"rows of {hidden_size} in its prompt"
+        )

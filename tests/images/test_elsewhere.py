@@ -1,0 +1,157 @@
+"""Pictures with other attention backends, on a device's runner, with a K/V store and adapters."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from radixserve import InvalidRequest, Runtime, SamplingParams
+from radixserve.request import FIRST_PICTURE_ID
+from tests.checkpoints import edit_json
+from tests.images.vision_checkpoints import (
+    load_vision_reference,
+    make_vision_checkpoint,
+    picture,
+    reference_answer,
+    reference_inputs,
+    said,
+)
+from tests.runner.on_device import DeviceRuntime
+
+COUNT = 6
+PARAMS = SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True, logprobs=0)
+CHAT = [said("First", picture(1), "then", picture(2, 80, 120), "and again", picture(1))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vision_checkpoint(tmp_path_factory.mktemp("llava_next"), "llava_next")
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> tuple[list[int], list[float]]:
+    return reference_answer(load_vision_reference(folder), reference_inputs(folder, CHAT), COUNT)
+
+
+def encoded(runtime: Runtime) -> int:
+    stats: Any = runtime.cache_stats()
+    count: int = stats["pictures"]["encoded"]
+    return count
+
+
+@pytest.mark.parametrize("chunk", [7, 512])
+@pytest.mark.parametrize("kind", ["torch", "device"])
+def test_native_decoder(
+    folder: Path, expected: tuple[list[int], list[float]], kind: str, chunk: int
+) -> None:
+    settings: dict[str, Any] = {"num_pages": 2048, "chunked_prefill_size": chunk}
+    make: Any = Runtime
+    if kind == "torch":
+        settings["attention_backend"] = "torch"
+    else:
+        make = DeviceRuntime
+    with make(str(folder), **settings) as runtime:
+        for _ in range(2):
+            out = runtime.generate(CHAT, PARAMS)
+            assert out.token_ids == expected[0]
+            assert out.logprobs == pytest.approx(expected[1], abs=1e-4)
+        beside = runtime.generate([CHAT, [said("Hello")], [said(picture(3))]], PARAMS)
+        assert beside[0].token_ids == expected[0]
+
+
+def test_a_store_knows_pictures_by_what_they_show(
+    folder: Path, tmp_path: Path, expected: tuple[list[int], list[float]]
+) -> None:
+    store: dict[str, Any] = {"kv_store": str(tmp_path / "kv"), "kv_store_write": "finish"}
+    with Runtime(folder, num_pages=2048, **store) as runtime:
+        first = runtime.tokenize(CHAT)
+        runtime.generate(CHAT, PARAMS)
+    with Runtime(folder, num_pages=2048, **store) as runtime:
+        runtime.tokenize([said(picture(77))])  # so that the others get other ids
+        ids = runtime.tokenize(CHAT)
+        rows = ids >= FIRST_PICTURE_ID
+        assert len(ids) == len(first)
+        assert not np.array_equal(ids[rows], first[rows])
+        out = runtime.generate(CHAT, PARAMS)
+        assert out.usage.cached_tokens == len(ids) - 1
+        assert encoded(runtime) == 0
+        assert (out.token_ids, out.logprobs) == (expected[0], pytest.approx(expected[1], abs=1e-4))
+        place = int(rows.argmax())
+        other = runtime.generate([said("First", picture(5), "then")], PARAMS)
+        assert other.usage.cached_tokens == place
+        assert encoded(runtime) == 1
+        runtime.check()
+    with Runtime(folder, num_pages=2048) as runtime:  # whose prefixes are text alone
+        assert runtime.load_cache(tmp_path / "kv") > 0
+        assert runtime.generate(CHAT, PARAMS).usage.cached_tokens == place
+        runtime.check()
+
+
+def test_adapters(folder: Path, tmp_path: Path) -> None:
+    names = [
+        f"base_model.model.model.layers.{layer}.self_attn.{name}_proj"
+        for layer in range(2)
+        for name in ("q", "v")
+    ]
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"q": 64, "v": 32}
+    tensors = {}
+    for name in names:
+        size = sizes[name[-6]]
+        tensors[f"{name}.lora_A.weight"] = torch.randn(4, 64, generator=generator)
+        tensors[f"{name}.lora_B.weight"] = torch.randn(size, 4, generator=generator)
+    folders = {}
+    for name, more in (("all", {}), ("activated", {"alora_invocation_tokens": [1, 2, 3]})):
+        own = tmp_path / name
+        own.mkdir()
+        save_file(tensors, own / "adapter_model.safetensors")
+        (own / "adapter_config.json").write_text("{}")
+        edit_json(own / "adapter_config.json", peft_type="LORA", r=4, lora_alpha=8, **more)
+        folders[name] = str(own)
+    with Runtime(folder, num_pages=2048, adapters=folders) as runtime:
+        plain = runtime.generate(CHAT, PARAMS)
+        params = SamplingParams(max_tokens=COUNT, temperature=0.0, adapter="all", logprobs=0)
+        changed = runtime.generate(CHAT, params)
+        assert changed.usage.cached_tokens == 0
+        assert changed.logprobs != plain.logprobs
+        assert encoded(runtime) == 2
+        ids = runtime.tokenize(CHAT).tolist()
+        params = SamplingParams(max_tokens=COUNT, temperature=0.0, adapter="activated")
+        out = runtime.generate([*ids, 1, 2, 3], params)
+        assert out.usage.cached_tokens == len(ids)
+        with pytest.raises(InvalidRequest, match="after the invocation"):
+            runtime.generate([1, 2, 3, *ids], params)
+        runtime.check()
+
+
+def test_refusals(folder: Path) -> None:
+    with Runtime(folder, num_pages=512, model_impl="transformers") as runtime:
+        assert "in transformers' code" in runtime.no_pictures
+        with pytest.raises(InvalidRequest, match="content must be text"):
+            runtime.generate([said(picture(1))], PARAMS)
+    with Runtime("demo", num_pages=64) as runtime:
+        assert runtime.no_pictures == "the model takes text only"
+        with pytest.raises(InvalidRequest, match="out of range"):
+            runtime.generate([FIRST_PICTURE_ID], PARAMS)
+
+
+@pytest.mark.parametrize("kind", ["text", "pictures"])
+def test_text_alone_loads_no_tower(folder: Path, kind: str) -> None:
+    """In a process of its own. transformers imports Pillow with the config of a wrapper."""
+    model, unwanted = ("demo", "PIL") if kind == "text" else (str(folder), "image_processing_")
+    code = f"""
+import sys
+from radixserve import Runtime, SamplingParams
+with Runtime({model!r}, num_pages=512) as runtime:
+    runtime.generate([{{"role": "user", "content": "Hello"}}], SamplingParams(max_tokens=4))
+found = [name for name in sys.modules if {unwanted!r} in name or "modeling_llava" in name]
+assert not found, found
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,280 @@
+"""Tiny random checkpoints that take pictures, as published: wrapper class, processor, template."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from transformers import ProcessorMixin
+
+from radixserve.images.processor import load_processor
+from tests.checkpoints import SIZES, make_config
+
+_TOKENS = {  # of each family's tokenizer, by their attribute names
+    "llava": {"image_token": "<image>"},
+    "llava_next": {"image_token": "<image>"},
+    "idefics3": {
+        "image_token": "<image>",
+        "fake_image_token": "<fake_token_around_image>",
+        "end_of_utterance_token": "<end_of_utterance>",
+        "global_image_token": "<global-img>",
+    },
+    "mistral3": {
+        "image_token": "[IMG]",
+        "image_break_token": "[IMG_BREAK]",
+        "image_end_token": "[IMG_END]",
+    },
+    "internvl": {
+        "context_image_token": "<IMG_CONTEXT>",
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "video_token": "<video>",
+    },
+}
+_TOKENS["smolvlm"] = _TOKENS["idefics3"]
+_TILES = [f"<row_{row}_col_{col}>" for row in (1, 2) for col in (1, 2)]
+FAMILIES = tuple(_TOKENS)
+_CLIP = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 16}
+_CLIP |= {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56, "patch_size": 14}
+_GRID = [[56, 112], [112, 56], [112, 112]]
+
+
+def make_vision_checkpoint(folder: Path, family: str) -> Path:
+    """A seeded wrapper in float32 under its published class, with its processor's files."""
+    tokenizer = _make_tokenizer(folder, family)
+    marker = {"internvl": "<IMG_CONTEXT>", "mistral3": "[IMG]"}.get(family, "<image>")
+    image_id = tokenizer.convert_tokens_to_ids(marker)
+    _make_model(folder, family, image_id)
+    _make_processor(folder, family, tokenizer)
+    return folder
+
+
+def load_vision_reference(folder: Path) -> Any:
+    """The whole model in transformers' code."""
+    return transformers.AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+def reference_inputs(folder: Path, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """What transformers' own processor makes of a chat."""
+    processor = load_processor(folder)
+    pictures = [
+        part["image"]
+        for message in messages
+        if isinstance(message["content"], list)
+        for part in message["content"]
+        if part["type"] == "image"
+    ]
+    chat = [
+        {**message, "content": [_without_image(part) for part in message["content"]]}
+        if isinstance(message["content"], list)
+        else {**message, "content": [{"type": "text", "text": message["content"]}]}
+        for message in messages
+    ]
+    text = processor.tokenizer.apply_chat_template(
+        chat, chat_template=_template(folder), tokenize=False, add_generation_prompt=True
+    )
+    if not pictures:
+        return dict(processor.tokenizer([text], add_special_tokens=False, return_tensors="pt"))
+    if not isinstance(processor, ProcessorMixin):
+        return _by_hand(processor, text, pictures)
+    made = processor(images=pictures, text=[text], return_tensors="pt", add_special_tokens=False)
+    return {name: made[name] for name in made if name != "token_type_ids"}
+
+
+def _by_hand(processor: Any, text: str, pictures: list[Any]) -> dict[str, Any]:
+    """Mistral 3, whose processor in transformers needs torchvision."""
+    images = processor.image_processor(pictures, patch_size=28, return_tensors="pt")
+    for height, width in images["image_sizes"].tolist():
+        rows = ["[I]" * (width // 28)] * (height // 28)
+        text = text.replace("[IMG]", "[IMG_BREAK]".join(rows) + "[IMG_END]", 1)
+    ids = processor.tokenizer(
+        [text.replace("[I]", "[IMG]")], add_special_tokens=False, return_tensors="pt"
+    )
+    return {**ids, "pixel_values": images["pixel_values"], "image_sizes": images["image_sizes"]}
+
+
+@torch.inference_mode()
+def reference_answer(
+    model: Any, inputs: dict[str, Any], num_tokens: int
+) -> tuple[list[int], list[float]]:
+    """Greedy tokens, and the log-probability of each."""
+    model.generation_config.eos_token_id = None
+    made = model.generate(
+        **inputs,
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    tokens = made.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    tables = [logits[0].float().log_softmax(-1) for logits in made.logits]
+    return tokens, [float(table[token]) for table, token in zip(tables, tokens, strict=True)]
+
+
+def picture(seed: int, width: int = 64, height: int = 48) -> Image.Image:
+    """Coarse random colours."""
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 256, (6, 6, 3), np.uint8))
+    return coarse.resize((width, height), Image.Resampling.NEAREST)
+
+
+def as_file(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def said(*parts: str | Image.Image, role: str = "user") -> dict[str, Any]:
+    """A message of texts and pictures."""
+    content = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image", "image": part}
+        for part in parts
+    ]
+    return {"role": role, "content": content}
+
+
+def _without_image(part: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "image"} if part["type"] == "image" else part
+
+
+def _template(folder: Path) -> str:
+    return (folder / "chat_template.jinja").read_text()
+
+
+def _make_tokenizer(folder: Path, family: str) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tiles = _TILES if family in ("idefics3", "smolvlm") else []
+    roles = [f"<|{role}|>" for role in ("system", "user", "assistant", "tool")]
+    backend.add_special_tokens(["<|bos|>", "<|eos|>", *roles, *tiles])
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<|bos|>",
+        eos_token="<|eos|>",
+        extra_special_tokens=_TOKENS[family],
+    )
+    marker = {"internvl": "<IMG_CONTEXT>", "mistral3": "[IMG]"}.get(family, "<image>")
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for message in messages %}{{ '<|' + message.role + '|>' }}"
+        "{% if message.content is string %}{{ message.content }}{% else %}"
+        "{% for part in message.content %}{% if part.type == 'image' %}{{ '" + marker + "' }}"
+        "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def _make_model(folder: Path, family: str, image_id: int) -> None:
+    text = {"llava": "qwen2", "mistral3": "mistral", "internvl": "qwen2"}.get(family, "llama")
+    kinds = {"llava": "Llava", "llava_next": "LlavaNext", "idefics3": "Idefics3"}
+    kinds["smolvlm"] = "SmolVLM"
+    kind = {**kinds, "mistral3": "Mistral3", "internvl": "InternVL"}[family]
+    vision: dict[str, Any] = _CLIP
+    more: dict[str, Any] = {}
+    if family in ("llava", "llava_next"):
+        more = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
+        more["image_grid_pinpoints"] = _GRID
+    if family in ("idefics3", "smolvlm"):
+        vision, more = {**_CLIP, "model_type": f"{family}_vision"}, {"scale_factor": 2}
+    if family == "mistral3":
+        vision = {**_CLIP, "model_type": "pixtral", "image_size": 112}
+        more = {"spatial_merge_size": 2, "vision_feature_layer": -1}
+    if family == "internvl":
+        sizes = {"image_size": [56, 56], "patch_size": [14, 14]}
+        vision, more = {**_CLIP, **sizes, "model_type": "internvl_vision"}, {"image_seq_length": 4}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config={**make_config(text).to_dict(), "max_position_embeddings": 1024},
+        vision_config=vision,
+        image_token_index=image_id,
+        image_token_id=image_id,
+        pad_token_id=None,
+        tie_word_embeddings=False,
+        **more,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        wrapper = getattr(transformers, f"{kind}ForConditionalGeneration")
+        model = wrapper._from_config(config, attn_implementation="eager").eval().float()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+                elif "language_model" not in name and "text_model.layers" not in name:
+                    parameter.mul_(8)  # so that pictures matter
+    assert SIZES["vocab_size"] == model.config.get_text_config().vocab_size
+    model.save_pretrained(folder)
+
+
+def _make_processor(folder: Path, family: str, tokenizer: Any) -> None:
+    square = {"height": 56, "width": 56}
+    kinds: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+        "llava": (
+            {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 56}},
+            {"patch_size": 14, "num_additional_image_tokens": 1},
+            "LlavaProcessor",
+        ),
+        "llava_next": (
+            {
+                "image_processor_type": "LlavaNextImageProcessor",
+                "size": {"shortest_edge": 56},
+                "image_grid_pinpoints": _GRID,
+            },
+            {"patch_size": 14, "num_additional_image_tokens": 1},
+            "LlavaNextProcessor",
+        ),
+        "idefics3": (
+            {
+                "image_processor_type": "Idefics3ImageProcessor",
+                "size": {"longest_edge": 112},
+                "max_image_size": {"longest_edge": 56},
+                "do_image_splitting": True,
+            },
+            {"image_seq_len": 4},
+            "Idefics3Processor",
+        ),
+        "mistral3": (
+            {
+                "image_processor_type": "PixtralImageProcessor",
+                "size": {"longest_edge": 112},
+                "patch_size": {"height": 14, "width": 14},
+            },
+            {"patch_size": 14, "spatial_merge_size": 2},
+            "PixtralProcessor",
+        ),
+        "internvl": (
+            {
+                "image_processor_type": "GotOcr2ImageProcessor",
+                "size": square,
+                "crop_to_patches": True,
+                "min_patches": 1,
+                "max_patches": 4,
+            },
+            {"image_seq_length": 4},
+            "InternVLProcessor",
+        ),
+    }
+    kinds["smolvlm"] = ({**kinds["idefics3"][0]}, {**kinds["idefics3"][1]}, "SmolVLMProcessor")
+    kinds["smolvlm"][0]["image_processor_type"] = "SmolVLMImageProcessor"
+    images, own, kind = kinds[family]
+    if family in ("llava", "llava_next"):
+        images |= {"crop_size": square, "do_center_crop": True}
+        own |= {"vision_feature_select_strategy": "default"}
+    del tokenizer
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    (folder / "processor_config.json").write_text(json.dumps({"processor_class": kind, **own}))

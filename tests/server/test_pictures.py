@@ -1,0 +1,377 @@
+"""Pictures over HTTP: each protocol's parts, one K/V for all of them, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
+
+from radixserve import InvalidRequest, Runtime
+from radixserve.images.fetching import UrlFetcher, is_public
+from radixserve.images.sources import read_source
+from tests.images.vision_checkpoints import as_file, make_vision_checkpoint, picture
+from tests.server.local_server import LocalServer
+
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+FEW = {"max_tokens": 4, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
+    folder = make_vision_checkpoint(tmp_path_factory.mktemp("idefics3"), "idefics3")
+    with Runtime(folder, num_pages=8192) as runtime:
+        yield runtime
+        runtime.check()
+
+
+@pytest.fixture(scope="module")
+def seeing(vision: Runtime) -> Iterator[LocalServer]:
+    with LocalServer(vision) as served:
+        yield served
+
+
+def data_of(seed: int) -> str:
+    return base64.b64encode(as_file(picture(seed))).decode()
+
+
+def openai(data: str, text: str = "What is it?") -> dict[str, Any]:
+    url = {"url": f"data:image/png;base64,{data}"}
+    parts = [{"type": "image_url", "image_url": url}, {"type": "text", "text": text}]
+    return {"model": "demo", "messages": [{"role": "user", "content": parts}], **FEW}
+
+
+def anthropic(data: str, text: str = "What is it?") -> dict[str, Any]:
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    parts = [{"type": "image", "source": source}, {"type": "text", "text": text}]
+    return {"model": "demo", "messages": [{"role": "user", "content": parts}], **FEW}
+
+
+def responses(data: str, text: str = "What is it?") -> dict[str, Any]:
+    image = {"type": "input_image", "image_url": f"data:image/png;base64,{data}"}
+    parts = [image, {"type": "input_text", "text": text}]
+    said = {"role": "user", "content": parts}
+    return {"model": "demo", "input": [said], "max_output_tokens": 4, "temperature": 0}
+
+
+def refused(served: LocalServer, path: str, body: dict[str, Any]) -> Any:
+    answer = served.client.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]
+
+
+def encoded(vision: Runtime) -> int:
+    stats: Any = vision.cache_stats()
+    count: int = stats["pictures"]["encoded"]
+    return count
+
+
+def test_all_protocols_share_a_picture(seeing: LocalServer, vision: Runtime) -> None:
+    data, before = data_of(1), encoded(vision)
+    first = seeing.post(CHAT, openai(data))
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    num_prompt = first["usage"]["prompt_tokens"]
+    second = seeing.post(MESSAGES, anthropic(data))
+    assert second["usage"]["cache_read_input_tokens"] == num_prompt - 1
+    third = seeing.post(RESPONSES, responses(data))
+    assert third["usage"]["input_tokens_details"]["cached_tokens"] == num_prompt - 1
+    text = first["choices"][0]["message"]["content"]
+    assert second["content"][0]["text"] == text
+    assert third["output"][0]["content"][0]["text"] == text
+    assert encoded(vision) == before + 1
+
+
+def test_a_second_turn_computes_new_tokens_only(seeing: LocalServer, vision: Runtime) -> None:
+    body = openai(data_of(2))
+    first = seeing.post(CHAT, body)
+    before = encoded(vision)
+    answer = first["choices"][0]["message"]["content"]
+    body["messages"] += [
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": "Sure?"},
+    ]
+    second = seeing.post(CHAT, body)
+    assert encoded(vision) == before
+    usage = second["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["total_tokens"] - 1
+
+
+def test_a_conversation_is_known_by_its_pictures(seeing: LocalServer) -> None:
+    """Equal texts with another picture go on from another prompt."""
+    bodies = [openai(data_of(seed), "Look") for seed in (3, 4)]
+    firsts = [seeing.post(CHAT, body) for body in bodies]
+    answer = {"role": "assistant", "content": firsts[0]["choices"][0]["message"]["content"]}
+    asked = {"role": "user", "content": "Sure?"}
+    for body, first in zip(bodies, firsts, strict=True):
+        body["messages"] += [answer, asked]
+        found = seeing.post("/v1/cache/lookup", {"messages": body["messages"]})
+        assert found["cached_tokens"] >= first["usage"]["prompt_tokens"] - 1
+    other = [{**bodies[1]["messages"][0]}, answer, asked]
+    other[0] = openai(data_of(5), "Look")["messages"][0]
+    found = seeing.post("/v1/cache/lookup", {"messages": other})
+    assert found["reason"] == "picture"
+
+
+def test_tool_results_with_pictures(seeing: LocalServer, vision: Runtime) -> None:
+    """As a coding agent reads a PNG."""
+    source = {"type": "base64", "media_type": "image/png", "data": data_of(6)}
+    use = {"type": "tool_use", "id": "t1", "name": "Read", "input": {"file_path": "a.png"}}
+    result = {"type": "tool_result", "tool_use_id": "t1"}
+    tool = {"name": "Read", "input_schema": {"type": "object", "properties": {}}}
+    body = {
+        "model": "demo",
+        "tools": [tool],
+        "messages": [
+            {"role": "user", "content": "Read a.png"},
+            {"role": "assistant", "content": [use]},
+            {
+                "role": "user",
+                "content": [{**result, "content": [{"type": "image", "source": source}]}],
+            },
+        ],
+        **FEW,
+    }
+    before = encoded(vision)
+    assert seeing.post(MESSAGES, body)["usage"]["output_tokens"] == 4
+    again = seeing.post(MESSAGES, body)
+    assert again["usage"]["input_tokens"] == 1
+    assert encoded(vision) == before + 1
+    output = {
+        "type": "function_call_output",
+        "call_id": "t1",
+        "output": [{"type": "input_image", "image_url": f"data:image/png;base64,{source['data']}"}],
+    }
+    call = {"type": "function_call", "call_id": "t1", "name": "Read", "arguments": "{}"}
+    said = {"role": "user", "content": "Read a.png"}
+    answer = seeing.post(
+        RESPONSES, {"model": "demo", "input": [said, call, output], "max_output_tokens": 4}
+    )
+    assert answer["status"] in ("completed", "incomplete")
+    assert encoded(vision) == before + 1
+
+
+def test_streams(seeing: LocalServer) -> None:
+    events = seeing.stream(CHAT, openai(data_of(7)))
+    plain = seeing.post(CHAT, openai(data_of(7)))
+    text = "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+    assert text == plain["choices"][0]["message"]["content"]
+
+
+def test_literal_markers_of_callers_are_text(seeing: LocalServer, vision: Runtime) -> None:
+    ids = vision.tokenize([{"role": "user", "content": "<image> is a word"}])
+    assert ids.max() < 1 << 30
+    body = openai(data_of(8), "<image>")
+    assert seeing.post(CHAT, body)["usage"]["completion_tokens"] == 4
+    forged = "\ufdd1" + "0" * 64 + "\ufdd1"
+    error = refused(seeing, CHAT, openai(data_of(8), forged))
+    assert "U+FDD1" in error["message"]
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(width: int, height: int, data: bytes = b"") -> bytes:
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
+BOMBS = {
+    "pixels": (png(100_000, 100_000), "pixels"),
+    "deflate": (png(60_000, 60_000, zlib.compress(bytes(20_000_000), 9)), "pixels"),
+    "cut": (png(50, 50, zlib.compress(bytes(10))), "cannot be decoded"),
+    "nothing": (b"", "cannot be decoded"),
+    "text": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "cannot be decoded"),
+    "texts": (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", struct.pack(">IIBBBBB", 5, 5, 8, 2, 0, 0, 0))
+        + chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(100_000_000), 9)),
+        "cannot be decoded",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs(seeing: LocalServer, name: str) -> None:
+    file, message = BOMBS[name]
+    body = openai(base64.b64encode(file).decode())
+    began = time.monotonic()
+    error = refused(seeing, CHAT, body)
+    assert time.monotonic() - began < 1.0
+    assert message in error["message"]
+    assert error["param"] == "messages[0].content[0]"
+
+
+def test_large_files(seeing: LocalServer) -> None:
+    """The bound of a body's text comes first over HTTP."""
+    data = base64.b64encode(bytes((20 << 20) + 1)).decode()
+    assert "the body has a text of more than" in refused(seeing, CHAT, openai(data))["message"]
+    with pytest.raises(InvalidRequest, match="more than 20971520 bytes"):
+        read_source({"type": "image", "base64": data}, 20 << 20, None, has_files=False)
+
+
+def test_many_pictures(seeing: LocalServer) -> None:
+    part = openai(data_of(1))["messages"][0]["content"][0]
+    body = {"model": "demo", "messages": [{"role": "user", "content": [part] * 101}], **FEW}
+    assert "more than 100 pictures" in refused(seeing, CHAT, body)["message"]
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "image_url"}, "a picture is"),
+        ({"type": "image_url", "image_url": {"url": 5}}, "a picture is"),
+        ({"type": "image_url", "image_url": {"url": "/etc/passwd"}}, "a picture is"),
+        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "a picture is"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,?"}}, "valid base64"),
+        ({"type": "image_url", "image_url": {"url": "data:text/html;base64,AA=="}}, "of an image"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png,AA"}}, "in base64"),
+        ({"type": "image_url", "image_url": {"url": "https://a.example/b"}}, "allowed_media"),
+    ],
+)
+def test_parts_that_are_no_pictures(
+    seeing: LocalServer, part: dict[str, Any], message: str
+) -> None:
+    body = {"model": "demo", "messages": [{"role": "user", "content": [part]}], **FEW}
+    error = refused(seeing, CHAT, body)
+    assert message in error["message"]
+    assert error["param"] == "messages[0].content[0]"
+
+
+def test_roles_without_pictures(seeing: LocalServer) -> None:
+    body = openai(data_of(1))
+    body["messages"].insert(0, {**body["messages"][0], "role": "system"})
+    assert "of user and tool may" in refused(seeing, CHAT, body)["message"]
+
+
+def test_a_text_model_refuses_by_name(served: LocalServer) -> None:
+    error = refused(served, CHAT, openai(data_of(1)))
+    assert error["param"] == "messages[0].content[0].type"
+    assert "the model takes text only" in error["message"]
+    assert "takes text only" in refused(served, MESSAGES, anthropic(data_of(1)))["message"]
+
+
+# -- URLs -----------------------------------------------------------------------------------------
+
+
+class _Pictures(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if self.path.startswith("/to/"):
+            self.send_response(302)
+            self.send_header("location", self.path.removeprefix("/to/"))
+            self.end_headers()
+        elif self.path == "/slow":
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):  # nobody waits for it
+                for _ in range(20):
+                    self.wfile.write(b"\x89")
+                    time.sleep(0.1)
+        elif self.path == "/large":
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                self.wfile.write(bytes(30 << 20))
+        else:
+            found = self.path == "/a.png"
+            self.send_response(200 if found else 404)
+            self.end_headers()
+            self.wfile.write(as_file(picture(9)) if found else b"")
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Pictures)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://localhost:{server.server_address[1]}"
+    server.shutdown()
+
+
+def test_urls_of_allowed_hosts(
+    seeing: LocalServer, vision: Runtime, site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert vision.pictures is not None
+    fetch = UrlFetcher(["localhost"], allows_private=True)
+    monkeypatch.setattr(seeing.server, "pictures", vision.pictures.of_callers(fetch))
+    data, url = openai(data_of(9)), openai("")
+    cold = seeing.post(CHAT, data)
+    for place in (f"{site}/a.png", f"{site}/to//a.png", f"{site}/to/{site}/a.png"):
+        url["messages"][0]["content"][0]["image_url"] = {"url": place}
+        warm = seeing.post(CHAT, url)
+        assert warm["choices"][0]["message"] == cold["choices"][0]["message"]
+    url["messages"][0]["content"][0]["image_url"] = {"url": f"{site}/b.png"}
+    assert "is answered 404" in refused(seeing, CHAT, url)["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/slow", "takes too long"),
+        ("/large", "more than 1000 bytes"),
+        ("/to/http://other.example/a.png", "has not allowed"),
+        ("/to/file:///etc/passwd", "must be http"),
+        ("/to//to//to//to//to//to//to//a.png", "redirects"),
+    ],
+)
+def test_what_hosts_may_not_do(site: str, path: str, message: str) -> None:
+    fetch = UrlFetcher(["localhost"], 0.5, allows_private=True)
+    began = time.monotonic()
+    with pytest.raises(InvalidRequest, match=message):
+        fetch(site + path, 1_000)
+    assert time.monotonic() - began < 1.0
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://localhost/a.png",
+        "http://127.0.0.1/a.png",
+        "http://127.1/a.png",
+        "http://2130706433/a.png",
+        "http://[::1]/a.png",
+        "http://[::ffff:127.0.0.1]/a.png",
+        "http://169.254.169.254/latest/meta-data",
+        "http://user@localhost/a.png",
+        "ftp://localhost/a.png",
+        "http://localhost:99999/a.png",
+        "http://[::1/a.png",
+    ],
+)
+def test_private_addresses(url: str) -> None:
+    """Also of hosts that were allowed by mistake."""
+    hosts = ["localhost", "127.0.0.1", "127.1", "2130706433", "::1", "::ffff:127.0.0.1"]
+    fetch = UrlFetcher([*hosts, "169.254.169.254"], 1.0)
+    with pytest.raises(InvalidRequest, match=r"not of the internet|must be http|is not a URL"):
+        fetch(url, 1_000)
+
+
+def test_addresses() -> None:
+    public = ("8.8.8.8", "2606:4700:4700::1111", "64:ff9b::808:808", "2002:808:808::1")
+    private = (
+        *("0.0.0.0", "10.0.0.1", "100.64.0.1", "127.0.0.1", "169.254.169.254", "172.16.0.1"),
+        *(
+            "192.168.0.1",
+            "224.0.0.1",
+            "255.255.255.255",
+            "::",
+            "::1",
+            "::127.0.0.1",
+            "fe80::1%eth0",
+        ),
+        *("fc00::1", "ff02::1", "::ffff:10.0.0.1", "64:ff9b::a00:1", "2002:7f00:1::1"),
+        *("2001:db8::1", "2001::1"),
+    )
+    assert [address for address in public if not is_public(address)] == []
+    assert [address for address in private if is_public(address)] == []
