@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from radixserve import __version__
+from radixserve_kernels import processor
 
 _PROCESSES = Path("/proc")
-_CPU_INFO, _DRIVER = Path("/proc/cpuinfo"), Path("/proc/driver/nvidia/version")
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def describe_machine(packages: Sequence[str] = ("torch",)) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def describe_machine(packages: Sequence[str] = ("torch",)) -> dict[str, Any]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     installed = [name for name in ("numpy", *packages) if find_spec(name) is not None]
     return {
-        "cpu": _cpu_name(),
+        "cpu": processor.name(),
         "cores": os.cpu_count(),
         "memory_gib": round(memory / 2**30, 1),
         "python": platform.python_version(),
@@ -69,12 +70,6 @@ def reset_peak(pid: int | str = "self") -> None:
     clear = _PROCESSES / str(pid) / "clear_refs"
     if clear.exists():
         clear.write_text("5")
-
-
-def _cpu_name() -> str:
-    lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def _driver() -> str:

@@ -40,7 +40,20 @@ NATIVE_FLAG = "-mcpu=native" if IS_ARM else "-march=native"  # Apple's clang kno
 
 CPU_INFO = Path("/proc/cpuinfo")
 _X86_FIELDS = ("model name", "flags")
-_ARM_FIELDS = ("CPU implementer", "CPU variant", "CPU part")  # -mcpu=native depends on them
+_ARM_FIELDS = ("CPU implementer", "CPU part", "CPU variant")  # -mcpu=native depends on them
+_ARM_DESIGNS = {  # by implementer and part
+    ("0x41", "0xd08"): "Cortex-A72",
+    ("0x41", "0xd0b"): "Cortex-A76",
+    ("0x41", "0xd0c"): "Neoverse-N1",
+    ("0x41", "0xd40"): "Neoverse-V1",
+    ("0x41", "0xd49"): "Neoverse-N2",
+    ("0x41", "0xd4f"): "Neoverse-V2",
+    ("0x61", "0x022"): "Apple M1",
+    ("0x61", "0x023"): "Apple M1",
+    ("0x61", "0x032"): "Apple M2",
+    ("0x61", "0x033"): "Apple M2",
+    ("0xc0", "0xac3"): "Ampere-1",
+}
 _AUXILIARY = {"asimd": (16, 1), "asimddp": (16, 20), "i8mm": (26, 13), "bf16": (26, 14)}  # key, bit
 _SYSCTLS = {"asimddp": "FEAT_DotProd", "i8mm": "FEAT_I8MM", "bf16": "FEAT_BF16"}
 
@@ -49,18 +62,25 @@ def description() -> str:
     """What code is compiled for: the machine's name, the processor's and its instructions."""
     if IS_ARM:
         return " ".join((platform.machine(), name(), *arm_instructions()))
-    return f"{platform.machine()} {''.join(_cpu_info(_X86_FIELDS)) or platform.processor()}"
+    found = [" ".join(values) for values in _processors(_X86_FIELDS)]
+    return f"{platform.machine()} {' '.join(found) or platform.processor()}"
 
 
 def name() -> str:
-    """The processor's name; on arm64 under Linux the numbers of its maker and its design."""
+    """The processor's name and the numbers of its design, which tell more in a virtual machine."""
     if sys.platform == "darwin":
         return sysctl("machdep.cpu.brand_string").rstrip(b"\0").decode() or platform.machine()
-    lines = _cpu_info(_ARM_FIELDS if IS_ARM else _X86_FIELDS[:1])
-    if not IS_ARM:
-        return lines[0].partition(":")[2].strip() if lines else platform.processor() or "unknown"
-    numbers = [" ".join(line.replace(":", " ").split()) for line in lines]
-    return ", ".join(numbers) or platform.machine()
+    if IS_ARM:
+        return ", ".join(map(_arm_name, _processors(_ARM_FIELDS))) or platform.machine()
+    for model, family, number in _processors(("model name", "cpu family", "model")):
+        return f"{model} (family {family}, model {number})"
+    return platform.processor() or "unknown"
+
+
+def _arm_name(numbers: tuple[str, ...]) -> str:
+    implementer, part, variant = numbers
+    design = _ARM_DESIGNS.get((implementer, part), "unknown design")
+    return f"{design} (implementer {implementer}, part {part}, variant {variant})"
 
 
 def levels() -> tuple[str, ...]:
@@ -105,10 +125,16 @@ def _libc() -> Any:
     return ctypes.CDLL(None)
 
 
-def _cpu_info(fields: tuple[str, ...]) -> list[str]:
-    """The different lines of /proc/cpuinfo that begin so, sorted; [] where there is none."""
+def _processors(fields: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """These fields of the different processors in /proc/cpuinfo; [] where it lacks them."""
     try:
         text = CPU_INFO.read_text(encoding="ascii", errors="replace")
     except OSError:
         return []
-    return sorted({line for line in text.splitlines(keepends=True) if line.startswith(fields)})
+    found = []
+    for lines in text.split("\n\n"):
+        pairs = [line.partition(":") for line in lines.splitlines()]
+        values = {field.strip(): value.strip() for field, _, value in pairs}
+        if values.keys() >= set(fields):
+            found.append(tuple(values[field] for field in fields))
+    return list(dict.fromkeys(found))

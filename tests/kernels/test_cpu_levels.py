@@ -26,6 +26,16 @@ CPU revision\t: 1
 
 """
 
+ZEN_4 = """\
+processor\t: 0
+vendor_id\t: AuthenticAMD
+cpu family\t: 25
+model\t\t: 17
+model name\t: AMD EPYC
+flags\t\t: fpu sse2 avx2 fma f16c
+
+"""
+
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
@@ -90,11 +100,29 @@ def test_arm64_under_linux(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     ):
         monkeypatch.setattr(processor, "auxiliary_value", words.__getitem__)
         assert processor.levels() == found
-    assert processor.name() == "CPU implementer 0x41, CPU part 0xd0c, CPU variant 0x3"
+    assert processor.name() == "Neoverse-N1 (implementer 0x41, part 0xd0c, variant 0x3)"
     assert processor.name() in processor.description()  # libraries are named after it
+    cpu_info.write_text(NEOVERSE_N1 + NEOVERSE_N1.replace("0xd0c", "0xfff"))  # of two designs
+    other = "unknown design (implementer 0x41, part 0xfff, variant 0x3)"
+    assert processor.name() == f"Neoverse-N1 (implementer 0x41, part 0xd0c, variant 0x3), {other}"
     monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "none")
     assert processor.name() == platform.machine()
     assert processor.levels() == ("neon", "dotprod")
+
+
+def test_x86_under_linux(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A virtual machine's name tells little: the numbers tell a Zen 4 from others."""
+    use_levels("x86_64", monkeypatch)
+    monkeypatch.setattr(sys, "platform", "linux")
+    cpu_info = tmp_path / "cpuinfo"
+    cpu_info.write_text(ZEN_4 * 2)
+    monkeypatch.setattr(processor, "CPU_INFO", cpu_info)
+    assert processor.name() == "AMD EPYC (family 25, model 17)"
+    assert processor.levels() == ("avx2",)
+    for text in ("", "processor\t: 0\n\n"):
+        cpu_info.write_text(text)
+        assert processor.name() == (platform.processor() or "unknown")
+        assert processor.levels() == ()
 
 
 def test_arm64_under_macos(monkeypatch: pytest.MonkeyPatch) -> None:
