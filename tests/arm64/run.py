@@ -1,6 +1,7 @@
 """Runs tests of the CPU kernels on an emulated arm64 machine, at each level of its instructions.
 
     python tests/arm64/run.py                    the long run: hours
+    python tests/arm64/run.py --resume --jobs 2  the rest of it, two parts at a time
     python tests/arm64/run.py --short            products with weights of 8 and 4 bits
     python tests/arm64/run.py --count            instructions that a product executes
     python tests/arm64/run.py --levels bf16 tests/kernels/test_linear.py -x
@@ -9,19 +10,29 @@ It needs root and Debian's packages qemu-user-static, debootstrap and g++-aarch6
 them it prints a line and ends with status 0, and so does the short run where the machine cannot be
 made. The first run downloads a system and wheels for arm64, 400 MB, into `--machine`. Each level
 runs on a processor with the instructions of that level. Emulation says nothing about speed.
+
+The long run goes part by part, each at all levels. Tests that have passed are noted in `--machine`,
+by level and by the kernels' sources: `--resume` leaves them out. With several jobs the output of
+each part goes to a file in `--machine`.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import os
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "kernels"))
@@ -30,7 +41,8 @@ from radixserve_kernels.processor import ARM_LEVELS  # noqa: E402
 
 QEMU, COMPILER = "qemu-aarch64-static", "aarch64-linux-gnu-g++"
 TOOLS = (QEMU, "debootstrap", COMPILER)
-PROCESSORS = {"neon": "cortex-a72", "dotprod": "neoverse-n1", "i8mm": "max", "bf16": "max"}
+LARGEST = "max,sve=off,pauth=off"  # which are slow to emulate, and used by PyTorch
+PROCESSORS = {"neon": "cortex-a72", "dotprod": "neoverse-n1", "i8mm": LARGEST, "bf16": LARGEST}
 PYTHON = "usr/bin/python3.11"  # of Debian 12
 PLATFORMS = ("manylinux_2_28_aarch64", "manylinux2014_aarch64", "manylinux_2_17_aarch64")
 # Later builds of PyTorch for arm64 bring CUDA.
@@ -39,13 +51,21 @@ WITH_DEPENDENCIES = """numpy sortedcontainers typing_extensions sympy mpmath jin
     filelock fsspec safetensors tokenizers transformers>=5.13,<5.25 rich prompt_toolkit tqdm regex
     requests pytest pytest-timeout pytest-xdist hypothesis jsonschema""".split()
 
+READING = "tests/kernels/test_cpu_reading.py::test"
+# They time reads of memory, which take minutes here and tell nothing.
+TIMED = ["the_measured_reading", "a_reading_that_cannot_be_kept", "a_measurement_names_ways"]
 KERNELS = ["tests/kernels", "--ignore-glob=*/test_gpu_*"]
+KERNELS += [f"--deselect={READING}_{name}" for name in TIMED]
 LONG = [
-    [*KERNELS, "tests/attention", "tests/exact"],
+    ["tests/exact"],
+    KERNELS,
+    ["tests/models/test_gguf.py", "tests/models/test_quantized.py"],
+    ["tests/attention"],
     ["tests/api/test_parity.py", "-k", "test_every_family"],
-    ["tests/models/test_gguf.py", "tests/models/test_quantized.py", "tests/store"],
+    ["tests/store"],
 ]
-ONCE = [["tests/cache"]]  # which computes nothing
+NO_TESTS = 5  # pytest's status where none is left
+ONCE = ["tests/cache"]  # which computes nothing
 SHORT = [["tests/kernels/test_quantized.py", "-k", "sums_are_exact"]]
 
 
@@ -55,6 +75,8 @@ def main() -> int:
     parser.add_argument("--count", action="store_true", help="count the instructions of products")
     parser.add_argument("--levels", default=",".join(ARM_LEVELS), help="default: %(default)s")
     parser.add_argument("--machine", type=Path, default=default_machine(), help="its folder")
+    parser.add_argument("--resume", action="store_true", help="leave out tests that have passed")
+    parser.add_argument("--jobs", type=int, default=1, help="parts to run at a time, default: 1")
     options, tests = parser.parse_known_args()
     levels = options.levels.split(",")
     if unknown := sorted(set(levels) - set(ARM_LEVELS)):
@@ -71,16 +93,16 @@ def main() -> int:
         except subprocess.CalledProcessError as error:
             print(f"arm64 is left out: no machine could be made: {error}")
             return int(not options.short)
-    if tests:
-        plan = [(level, [tests]) for level in levels]
-    else:
-        plan = [(level, SHORT if options.short else LONG) for level in levels]
-        plan += [] if options.short else [(levels[-1], ONCE)]
+    parts = [tests] if tests else SHORT if options.short else LONG
+    plan = [(level, part) for part in parts for level in levels]
+    if parts is LONG:
+        plan.append((levels[-1], ONCE))
+    with ThreadPoolExecutor(options.jobs) as pool:
+        statuses = list(pool.map(lambda one: run_part(machine, *one, options), plan))
     failed = [
-        f"{level}: {shlex.join(parts)}"
-        for level, runs in plan
-        for parts in runs
-        if run_tests(machine, level, parts)
+        f"{level}: {shlex.join(part)}"
+        for (level, part), status in zip(plan, statuses, strict=True)
+        if status
     ]
     print("\n".join(["failed:", *failed]) if failed else "arm64: everything passed")
     return int(bool(failed))
@@ -122,21 +144,54 @@ def make_machine(machine: Path) -> None:
     (machine / "ready").touch()
 
 
-def run_tests(machine: Path, level: str, arguments: list[str]) -> int:
-    """Runs pytest at a level. Returns its exit status."""
+def run_part(machine: Path, level: str, part: list[str], options: argparse.Namespace) -> int:
+    """Runs pytest at a level. Returns its exit status; 0 where nothing is left to resume."""
     command = [str(machine / "bin/python"), "-m", "pytest", "-n", "0", "-p", "no:cacheprovider"]
-    command += ["-o", "timeout=0", "-rfE", *arguments]
-    print(f"+ {level} ({PROCESSORS[level]}): {shlex.join(arguments)}", flush=True)
+    command += ["-p", "tests.arm64.passed", "-o", "timeout=0", "-rfE", *part]
+    title = f"{level} ({PROCESSORS[level]}): {shlex.join(part)}"
+    print(f"+ {title}", flush=True)
     own = {
         "QEMU_CPU": PROCESSORS[level],
         "RADIXSERVE_CPU_LEVEL": level,
         "PATH": f"{machine / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "RADIXSERVE_CPU_READING": "near,near",  # measured, it would take minutes
+        "RADIXSERVE_CPU_KV_READING": "near",
+        "RADIXSERVE_PASSED": str(machine / f"passed-{level}-{sources_digest()}.txt"),
+        "RADIXSERVE_RESUME": str(int(options.resume)),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+        "PYTHONDONTWRITEBYTECODE": "",
         "XDG_CACHE_HOME": str(machine / "cache"),
         "OMP_NUM_THREADS": "1",
     }
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, **own}, check=False).returncode
+    began = time.monotonic()
+    with output_of(machine, level, part, options.jobs) as output:
+        done = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, **own}, check=False, stdout=output, stderr=output
+        )
+    has_passed = options.resume and done.returncode == NO_TESTS
+    status = 0 if has_passed else done.returncode
+    minutes = (time.monotonic() - began) / 60
+    print(f"{'FAILED' if status else 'passed'} in {minutes:.1f} min: {title}", flush=True)
+    return status
+
+
+def output_of(
+    machine: Path, level: str, part: list[str], jobs: int
+) -> AbstractContextManager[IO[str] | None]:
+    """Where a part prints: here, or with several jobs a file of its own."""
+    if jobs == 1:
+        return nullcontext()
+    return (machine / f"{level}-{part[0].replace('/', '-')}.log").open("w")
+
+
+@functools.cache
+def sources_digest() -> str:
+    """A name for the kernels' sources."""
+    digest = hashlib.sha256()
+    folder = ROOT / "kernels/radixserve_kernels"
+    for source in sorted([*folder.glob("*.py"), *folder.glob("cpu/*")]):
+        digest.update(source.name.encode() + source.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 # -- instructions executed
@@ -148,7 +203,7 @@ COUNTED = {  # WeightForm, bits of activations
     "int4": (3, 8),
     "int4, 16 bits": (3, 16),
 }
-NUM_PRODUCTS = 256 * 256  # of a row in products.cpp
+NUM_PRODUCTS = 512 * 512  # of a row in products.cpp
 
 
 def count(levels: list[str]) -> int:
