@@ -9,54 +9,58 @@
 
 #if defined(RADIXSERVE_BYTE_PRODUCTS)
 
-// Adds the products of M rows of x, 32 numbers each, with a panel's columns to `sums`. weights(i): the i-th of 16 vectors.
+// Sums of products of M rows of x, 32 numbers each, with a panel's columns. Always inlined: sums stay in registers.
+template <int M> class ByteSums {
+  public:
+    // Adds the products of the part-th eight numbers of each row, which begin at row(m), with four vectors of weights.
+    template <class Row> [[gnu::always_inline]] void add(int part, const int8x16_t (&w)[4], Row &&row) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-template <int M, class Weights>
-inline void add_byte_products(Weights &&weights, const int8_t *x, int64_t stride, ivec (&sums)[M][2]) {
-    int32x4_t products[(M + 1) / 2][LANES] = {};  // of two rows and two columns
-#pragma GCC unroll 4
-    for (int step = 0; step < 4; step++) {
-        int8x16_t w[LANES];
-#pragma GCC unroll 4
-        for (int pair = 0; pair < LANES; pair++) w[pair] = weights(step * LANES + pair);
 #pragma GCC unroll 4
         for (int m = 0; m < M; m += 2) {
-            const int8_t *from = x + m * stride + 8 * step;
-            const int8x8_t first = vld1_s8(from);
-            const int8x16_t rows = vcombine_s8(first, m + 1 < M ? vld1_s8(from + stride) : first);
+            const int8x8_t first = vld1_s8(row(m) + 8 * part);
+            const int8x16_t rows = vcombine_s8(first, m + 1 < M ? vld1_s8(row(m + 1) + 8 * part) : first);
 #pragma GCC unroll 4
-            for (int pair = 0; pair < LANES; pair++)
-                products[m / 2][pair] = vmmlaq_s32(products[m / 2][pair], rows, w[pair]);
+            for (int pair = 0; pair < LANES; pair++) sums[m / 2][pair] = vmmlaq_s32(sums[m / 2][pair], rows, w[pair]);
         }
-    }
-#pragma GCC unroll 4
-    for (int m = 0; m < M; m++)
-#pragma GCC unroll 2
-        for (int n = 0; n < 2; n++) {
-            const int64x2_t low = (int64x2_t)products[m / 2][2 * n], high = (int64x2_t)products[m / 2][2 * n + 1];
-            sums[m][n] += (ivec)(m % 2 ? vzip2q_s64(low, high) : vzip1q_s64(low, high));
-        }
-}
 #else
-template <int M, class Weights>
-inline void add_byte_products(Weights &&weights, const int8_t *x, int64_t stride, ivec (&sums)[M][2]) {
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; half++) {
-        int8x16_t rows[M];
-#pragma GCC unroll 4
-        for (int m = 0; m < M; m++) rows[m] = vld1q_s8(x + m * stride + 16 * half);
-        auto multiply = [&](auto four) {
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            // Of few rows two parts at a time: the compiler loads them once.
+            const int8x16_t two = vld1q_s8(row(m) + (M <= 2 ? part / 2 * 16 : 0));
+            const int8x8_t eight = M > 2 ? vld1_s8(row(m) + 8 * part) : part % 2 ? vget_high_s8(two) : vget_low_s8(two);
 #pragma GCC unroll 2
             for (int n = 0; n < 2; n++) {
-                const int8x16_t w = weights(half * 8 + four * 2 + n);
-#pragma GCC unroll 4
-                for (int m = 0; m < M; m++)
-                    sums[m][n] = (ivec)vdotq_laneq_s32((int32x4_t)sums[m][n], w, rows[m], decltype(four)::value);
+                sums[m][n] = vdotq_lane_s32(sums[m][n], w[n], eight, 0);
+                sums[m][n] = vdotq_lane_s32(sums[m][n], w[2 + n], eight, 1);
             }
-        };
-        multiply(std::integral_constant<int, 0>()), multiply(std::integral_constant<int, 1>());
-        multiply(std::integral_constant<int, 2>()), multiply(std::integral_constant<int, 3>());
-    }
-}
+        }
 #endif
+    }
+
+    // Row m's, of the n-th half of the columns.
+    [[gnu::always_inline]] ivec of(int m, int n) const {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+        const int64x2_t low = (int64x2_t)sums[m / 2][2 * n], high = (int64x2_t)sums[m / 2][2 * n + 1];
+        return (ivec)(m % 2 ? vzip2q_s64(low, high) : vzip1q_s64(low, high));
+#else
+        return (ivec)sums[m][n];
+#endif
+    }
+
+  private:
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    int32x4_t sums[(M + 1) / 2][LANES] = {};  // of two rows and two columns
+#else
+    int32x4_t sums[M][2] = {};
+#endif
+};
+
+// The next 64 bytes, by one instruction, which also moves the pointer: the compiler is not to see that one.
+[[gnu::always_inline]] inline void load_four(const int8_t *&from, int8x16_t (&to)[4]) {
+    const int8x16x4_t four = vld1q_s8_x4(from);
+    from += 64;
+    asm("" : "+r"(from));
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) to[i] = four.val[i];
+}
 #endif

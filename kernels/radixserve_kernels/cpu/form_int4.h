@@ -31,13 +31,20 @@ template <class Scale> struct FormInt4 {
     }
 
 #if defined(RADIXSERVE_BYTE_PRODUCTS)
-    template <int M>
-    static void add_block(const uint8_t *block, const int8_t *x, int64_t stride, ivec (&sums)[M][2]) {
-        auto weights = [&](int i) {
-            const uint8x16_t both = vld1q_u8(block + i % 8 * 16);
-            return (int8x16_t)(i < 8 ? vandq_u8(both, vdupq_n_u8(15)) : vshrq_n_u8(both, 4));
-        };
-        add_byte_products<M>(weights, x, stride, sums);
+    template <int M, class Row>
+    [[gnu::always_inline]] static void add_block(const uint8_t *block, Row &&row, ByteSums<M> &sums) {
+        const int8_t *numbers = (const int8_t *)block;
+#pragma GCC unroll 2
+        for (int part = 0; part < 2; part++) {
+            int8x16_t both[4], low[4], high[4];
+            load_four(numbers, both);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) {
+                low[i] = vandq_s8(both[i], vdupq_n_s8(15));
+                high[i] = (int8x16_t)vshrq_n_u8((uint8x16_t)both[i], 4);
+            }
+            sums.add(part, low, row), sums.add(part + 2, high, row);
+        }
     }
 #else
     template <int M>

@@ -19,10 +19,15 @@ struct FormInt8 {
     }
 
 #if defined(RADIXSERVE_BYTE_PRODUCTS)
-    template <int M>
-    static void add_block(const uint8_t *block, const int8_t *x, int64_t stride, ivec (&sums)[M][2]) {
+    template <int M, class Row>
+    [[gnu::always_inline]] static void add_block(const uint8_t *block, Row &&row, ByteSums<M> &sums) {
         const int8_t *numbers = (const int8_t *)block + SCALE_BYTES;
-        add_byte_products<M>([&](int i) { return vld1q_s8(numbers + 16 * i); }, x, stride, sums);
+#pragma GCC unroll 4
+        for (int part = 0; part < 4; part++) {
+            int8x16_t w[4];
+            load_four(numbers, w);
+            sums.add(part, w, row);
+        }
     }
 #else
     template <int M>

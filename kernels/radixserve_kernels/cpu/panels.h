@@ -94,10 +94,15 @@ template <int BYTES, int LEVEL> inline void prefetch(const void *from) {
     for (int i = 0; i < BYTES; i += 64) __builtin_prefetch((const char *)from + i, 0, LEVEL);
 }
 
+// What is prefetched of what comes from memory: a little ahead into the first cache, far ahead into the second, or
+// nothing, for processors whose own prefetcher does better alone. Measured by cpu_reading.py.
+enum Reading { NEAR, FAR, PLAIN };
+extern Reading kv_reading;  // of K and V as they lie: see attention_direct.h
+
 // For a panel that is read once, from memory. Near: into the first cache level. Far: into the second, which pays
 // where the arithmetic takes about as long as reading. Which of them is measured, as are the distances.
-template <bool NEAR, int BYTES> inline void prefetch_panel(const void *from) {
-    prefetch<BYTES, NEAR ? 3 : 2>((const char *)from + (NEAR ? 2048 : 8192));
+template <bool IS_NEAR, int BYTES> inline void prefetch_panel(const void *from) {
+    prefetch<BYTES, IS_NEAR ? 3 : 2>((const char *)from + (IS_NEAR ? 2048 : 8192));
 }
 
 // -- blocks of rows

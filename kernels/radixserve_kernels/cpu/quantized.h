@@ -99,8 +99,7 @@ void quantize_row(const T *x, int64_t depth, int limit, Number *numbers, RowBloc
             sums += rounded[i];
         }
         store_numbers(rounded, numbers);
-        int32_t sum = 0;
-        for (int i = 0; i < LANES; i++) sum += sums[i];
+        const int32_t sum = reduce_add(sums);
         const float scale = (is_zero ? 0.0f : largest / lowest) + reduce_add(odd);
         *blocks = {scale, scale * float(sum), sizeof(Number) == 1 ? -IntegerDot::OFFSET * sum : 0};
     }
@@ -145,10 +144,7 @@ inline ivec load_lanes(const uint8_t *from) {
     return x;
 }
 
-// What is prefetched of a panel that comes from memory: a little ahead into the first cache, far ahead into the second,
-// or nothing, for processors whose own prefetcher does better alone. Measured by cpu_reading.py.
-enum Reading { NEAR, FAR, PLAIN };
-extern Reading reading_one_row, reading_rows;  // for one row of x, and for several
+extern Reading reading_one_row, reading_rows;  // of panels, for one row of x, and for several
 
 // The functions of a form that is written as a class:
 //   BLOCK_BYTES                                  of a panel
@@ -156,7 +152,8 @@ extern Reading reading_one_row, reading_rows;  // for one row of x, and for seve
 //   pack(weight, column, block, panel block, n)  packs 32 numbers and their scale
 //   value_at(panel block, n, k)                  one number
 //   start(row block)                             of integer sums
-//   add_block<M>(panel block, x, stride, sums)   integers of M rows, in 8 bits or, where they are not split, in 16
+//   add_block<M>(panel block, x, stride, sums)   integers of M rows, in 8 bits or, where they are not split, in 16; or
+//   add_block(panel block, row, byte sums)       the same where they are split, see byte_products.h
 //   add_scaled(scales, sum, row block, total)    total plus the scaled sum
 template <class Form> struct FormFunctions {
     static void pack(const PlainWeight &weight, uint8_t *panels) {
@@ -172,35 +169,27 @@ template <class Form> struct FormFunctions {
             out[k] = Form::value_at(panel + k / BLOCK * Form::BLOCK_BYTES, n, int(k % BLOCK));
     }
 
-#if defined(RADIXSERVE_BYTE_PRODUCTS)
-    template <int M> static void add_numbers(const uint8_t *block, const int8_t *x, int64_t stride, ivec (&sums)[M][2]) {
-        Form::template add_block<M>(block, x, stride, sums);
-    }
-    template <int M> static void add_numbers(const uint8_t *block, const int16_t *x, int64_t stride, ivec (&sums)[M][2]) {
-        ivec high[M][2] = {};
-        Form::template add_block<M>(block, (const int8_t *)x, 2 * stride, high);
-        Form::template add_block<M>(block, (const int8_t *)x + BLOCK, 2 * stride, sums);
-#pragma GCC unroll 12
-        for (int m = 0; m < M; m++)
-            for (int n = 0; n < 2; n++) sums[m][n] += high[m][n] << 8;
-    }
-#endif
-
-    template <int M, class Number, bool READS_MEMORY>
+    template <int M, class Number, Reading READING>
     static void tile(const QuantizedRows &x, const uint8_t *panel, float *out) {
-        const Reading reading = M == 1 ? reading_one_row : reading_rows;
         const Number *numbers = (const Number *)x.numbers;
         const int64_t stride = x.num_blocks * BLOCK;
         vec totals[M][2] = {};
         for (int64_t b = 0; b < x.num_blocks; b++, panel += Form::BLOCK_BYTES) {
-            if (READS_MEMORY && reading == NEAR) prefetch<Form::BLOCK_BYTES, 3>(panel + 2048);
-            if (READS_MEMORY && reading == FAR) prefetch<Form::BLOCK_BYTES, 2>(panel + 8192);
+            if (READING == NEAR) prefetch<Form::BLOCK_BYTES, 3>(panel + 2048);
+            if (READING == FAR) prefetch<Form::BLOCK_BYTES, 2>(panel + 8192);
             ivec sums[M][2];
+#if defined(RADIXSERVE_BYTE_PRODUCTS)
+            constexpr int PARTS = sizeof(Number);  // of 8 bits, high ones first
+            const int8_t *parts = (const int8_t *)(numbers + b * BLOCK);
+            ByteSums<M * PARTS> bytes;
+            Form::add_block(panel, [&](int m) { return parts + m / PARTS * PARTS * stride + m % PARTS * BLOCK; }, bytes);
+#pragma GCC unroll 12
+            for (int m = 0; m < M; m++)
+                for (int n = 0; n < 2; n++)
+                    sums[m][n] = PARTS == 1 ? bytes.of(m, n) : (bytes.of(2 * m, n) << 8) + bytes.of(2 * m + 1, n);
+#else
 #pragma GCC unroll 12
             for (int m = 0; m < M; m++) sums[m][0] = sums[m][1] = Form::start(x.blocks[m * x.num_blocks + b]);
-#if defined(RADIXSERVE_BYTE_PRODUCTS)
-            add_numbers<M>(panel, numbers + b * BLOCK, stride, sums);
-#else
             Form::template add_block<M>(panel, numbers + b * BLOCK, stride, sums);
 #endif
             for (int n = 0; n < 2; n++) {
@@ -218,8 +207,12 @@ template <class Form> struct FormFunctions {
     static void multiply_numbers(const QuantizedRows &x, int rows, const uint8_t *panel, float *sums) {
         for_row_blocks(rows, [&](int first, int some) {
             with_row_count<Form::ROWS>(some, [&](auto count) {
-                if (first == 0) tile<count, Number, true>(x, panel, sums);
-                else tile<count, Number, false>(x.from(first), panel, sums + first * PANEL);
+                const Reading reading = first ? PLAIN : count == 1 ? reading_one_row : reading_rows;
+                const QuantizedRows some_rows = x.from(first);
+                float *to = sums + first * PANEL;
+                if (reading == NEAR) tile<count, Number, NEAR>(some_rows, panel, to);
+                else if (reading == FAR) tile<count, Number, FAR>(some_rows, panel, to);
+                else tile<count, Number, PLAIN>(some_rows, panel, to);
             });
         }, Form::ROWS);
     }

@@ -175,6 +175,8 @@ inline vec max(vec a, vec b) {
     return (vec)_mm512_max_ps((__m512)a, (__m512)b);
 #elif defined(__AVX__)
     return (vec)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__aarch64__)
+    return (vec)vmaxq_f32((float32x4_t)a, (float32x4_t)b);
 #else
     return a > b ? a : b;
 #endif
@@ -196,6 +198,18 @@ inline float reduce_add(vec x) {
     return vaddvq_f32((float32x4_t)x);
 #else
     float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+#endif
+}
+
+inline int32_t reduce_add(ivec x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)x);
+#elif defined(__aarch64__)
+    return vaddvq_s32((int32x4_t)x);
+#else
+    int32_t sum = 0;
     for (int i = 0; i < LANES; i++) sum += x[i];
     return sum;
 #endif
