@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import Any
 
 from radixserve import Completion, Runtime, SamplingParams, generate_all
@@ -42,7 +43,7 @@ class Program:
     runtime: Runtime
     random: random.Random
     vocab_size: int
-    regex: str | None  # of structured answers, where the model has a tokenizer
+    regex: str | None  # of structured answers, where model and system can give them
     longest: int = LONGEST_PROMPT  # tokens of a prompt
     most_tokens: int = 12  # of an answer
     prompts: list[list[int]] = field(default_factory=list)
@@ -50,7 +51,8 @@ class Program:
 
     @classmethod
     def of(cls, runtime: Runtime, drawn: random.Random, longest: int = LONGEST_PROMPT) -> Program:
-        regex = "[a-z ]{3,20}" if runtime.tokenizer is not None else None
+        is_able = runtime.tokenizer is not None and find_spec("llguidance") is not None
+        regex = "[a-z ]{3,20}" if is_able else None
         longest = min(longest, runtime.model.max_positions - 60)  # forks and answers need room
         return cls(runtime, drawn, runtime.model.vocab_size, regex, longest)
 
