@@ -155,7 +155,6 @@ def run_part(machine: Path, level: str, part: list[str], options: argparse.Names
         "RADIXSERVE_CPU_LEVEL": level,
         "PATH": f"{machine / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "RADIXSERVE_CPU_READING": "near,near",  # measured, it would take minutes
-        "RADIXSERVE_CPU_KV_READING": "near",
         "RADIXSERVE_PASSED": str(machine / f"passed-{level}-{sources_digest()}.txt"),
         "RADIXSERVE_RESUME": str(int(options.resume)),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),

@@ -97,7 +97,6 @@ template <int BYTES, int LEVEL> inline void prefetch(const void *from) {
 // What is prefetched of what comes from memory: a little ahead into the first cache, far ahead into the second, or
 // nothing, for processors whose own prefetcher does better alone. Measured by cpu_reading.py.
 enum Reading { NEAR, FAR, PLAIN };
-extern Reading kv_reading;  // of K and V as they lie: see attention_direct.h
 
 // For a panel that is read once, from memory. Near: into the first cache level. Far: into the second, which pays
 // where the arithmetic takes about as long as reading. Which of them is measured, as are the distances.
