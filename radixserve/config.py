@@ -103,7 +103,7 @@ class EngineSettings(TypedDict, total=False):
     hint_seconds: float
     max_hint_seconds: float
     max_hint_share: float
-    advice: bool
+    advice: bool | None
     otlp_traces_endpoint: str | None
     trace: str | None
     trace_hash_block: int | None
@@ -420,7 +420,8 @@ class ExportSettings(SettingsGroup):
     """What the engine records and publishes.
 
     advice              follow the traffic: what more memory would be worth, and why tokens were
-                        computed; see docs/advice.md
+                        computed; see docs/advice.md. None: with models of at least 20 million
+                        parameters, of whose time it takes less than 1 %
     otlp_traces_endpoint  URL of an OpenTelemetry collector, which gets spans of each request (OTLP
                         over HTTP): http://localhost:4318/v1/traces. Needs the extra [otel]
     trace               file to which every finished request is appended, for `radixserve replay`
@@ -432,7 +433,7 @@ class ExportSettings(SettingsGroup):
     kv_events_block_size  tokens per block of these messages, whatever the page_size
     """
 
-    advice: bool = True
+    advice: bool | None = None
     otlp_traces_endpoint: str | None = None
     trace: str | None = None
     trace_hash_block: int | None = None
@@ -441,7 +442,8 @@ class ExportSettings(SettingsGroup):
     kv_events_block_size: int = 16
 
     def _check(self) -> None:
-        self._check_bools("advice")
+        if self.advice is not None:
+            self._check_bools("advice")
         url = self.otlp_traces_endpoint
         if url is not None and not re.match(
             r"https?://\S+", check_str("otlp_traces_endpoint", url)

@@ -35,6 +35,8 @@ from radixserve.tenants import TenantShares
 if TYPE_CHECKING:
     from radixserve.runner.base import ModelRunner
 
+_LEAST_FOLLOWED = 20_000_000  # parameters of a model whose traffic is followed by default
+
 
 def make_engine(
     runner: ModelRunner,
@@ -119,7 +121,7 @@ def _extend(
 ) -> None:
     limits = HintLimits(config.hint_seconds, config.max_hint_seconds, config.max_hint_share)
     engine.extend(HintExtension(engine, limits))
-    if config.advice and config.cache != "off":  # before extensions that hold requests back
+    if _is_followed(config, engine.runner):  # before extensions that hold requests back
         each, has_blocks = engine.runner.info.kv_bytes_per_token, config.cache == "hash"
         engine.extend(AdviceExtension(engine.cache, each, has_blocks=has_blocks))
         engine.extend(WorthExtension(engine.prefill_cost, engine.stats))
@@ -138,6 +140,14 @@ def _extend(
     engine.extend(WeightEpochs(engine))
     if config.kv_events is not None:
         _publish_events(engine, config, config.kv_events, adapters)
+
+
+def _is_followed(config: EngineConfig, runner: ModelRunner) -> bool:
+    if config.cache == "off":
+        return False
+    if config.advice is None:
+        return runner.info.num_parameters >= _LEAST_FOLLOWED
+    return config.advice
 
 
 def _send_spans(engine: Engine, endpoint: str) -> None:

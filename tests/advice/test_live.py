@@ -263,7 +263,7 @@ def test_a_request_that_ends_early_counts_what_it_computed() -> None:
 
 @pytest.fixture(scope="module")
 def runtime() -> Iterator[Runtime]:
-    with Runtime("random:tiny-llama", device="cpu", num_pages=900) as made:
+    with Runtime("random:tiny-llama", device="cpu", num_pages=900, advice=True) as made:
         yield made
 
 
@@ -312,7 +312,8 @@ def test_a_reset_forgets_what_is_cached(runtime: Runtime) -> None:
 
 
 def test_an_engine_may_go_without() -> None:
-    for settings in ({"advice": False}, {"cache": "off"}):
+    # By default the traffic of so small a model is not followed.
+    for settings in ({}, {"advice": False}, {"advice": True, "cache": "off"}):
         with Runtime("random:tiny-llama", device="cpu", num_pages=200, **settings) as plain:
             assert plain.advice() is None
             assert "advice" not in plain.cache_stats()

@@ -85,7 +85,7 @@ def test_a_price_list() -> None:
 
 
 def test_an_engine_counts_what_it_saved() -> None:
-    with Runtime("random:tiny-llama", device="cpu", num_pages=2000) as runtime:
+    with Runtime("random:tiny-llama", device="cpu", num_pages=2000, advice=True) as runtime:
         prompt = np.random.default_rng(0).integers(3, 288, 200).tolist()
         for _ in range(3):
             runtime.generate(prompt, SamplingParams(max_tokens=2, namespace="ann"))

@@ -45,7 +45,7 @@ class ChainRunner:
     num_states = 0
     windows = None
     resolved_config = SimpleNamespace(inexact="it has no arithmetic")  # so that nothing is drafted
-    info = SimpleNamespace(kv_bytes_per_token=1)
+    info = SimpleNamespace(kv_bytes_per_token=1, num_parameters=1)
     num_pages = 400
 
     def __init__(self) -> None:

@@ -75,7 +75,7 @@ class FakeRunner:
     num_states = 0
     windows: WindowLayers | None = None
     resolved_config = SimpleNamespace(inexact="it has no arithmetic")  # so that nothing is drafted
-    info = SimpleNamespace(kv_bytes_per_token=1)
+    info = SimpleNamespace(kv_bytes_per_token=1, num_parameters=1)
     num_slots = 1 << 30  # in the page table
 
     def __init__(self, num_pages: int, page_size: int, windows: WindowLayers | None = None) -> None:

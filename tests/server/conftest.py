@@ -17,7 +17,7 @@ def runtime() -> Iterator[Runtime]:
     """The demo model: it has text, and a chat template."""
     from radixserve import Runtime
 
-    with Runtime("demo", num_pages=8192, max_running_requests=16) as runtime:
+    with Runtime("demo", num_pages=8192, max_running_requests=16, advice=True) as runtime:
         yield runtime
 
 

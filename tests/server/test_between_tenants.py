@@ -42,7 +42,7 @@ KEYS = {"ann": "key-of-ann-0123456789", "bob": "key-of-bob-0123456789"}
 
 @pytest.fixture(scope="module")
 def own_runtime() -> Iterator[Runtime]:
-    with Runtime("demo", num_pages=2048, page_size=16) as runtime:
+    with Runtime("demo", num_pages=2048, page_size=16, advice=True) as runtime:
         yield runtime
 
 
