@@ -1,7 +1,7 @@
 """`PagePool`: the ids of free pages.
 
-The pool never evicts: it raises OutOfPages. `PageAllocator` in cache/sequence.py evicts cached
-pages before it asks the pool.
+The pool never evicts: it raises OutOfPages. `PageAllocator` in cache/sequence.py evicts before it
+asks. A page's one owner frees it: a sequence its private pages, the tree those of its nodes.
 
 A sequence that grows page by page is served from a run: consecutive ids reserved for it, since a
 processor reads contiguous K/V about a fifth faster. Reserved pages count as free and may be taken

@@ -1,7 +1,7 @@
 """`SchedulerExtension` and `RequestGroup`: the plug points for features beside single requests.
 
-An extension acts between steps and may hold pages. A group decides what follows the samples of
-requests that continue jointly. `tests/scheduler/test_extension.py` has one of each.
+An extension acts between steps and may hold pages; an exception of it ends the engine. A group
+decides what follows the samples of requests that continue jointly. test_extension.py has both.
 """
 
 from __future__ import annotations
