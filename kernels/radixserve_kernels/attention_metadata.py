@@ -50,6 +50,10 @@ class AttentionMetadata:
         self.row_slots, self.first_new_page = row_slots, first_new_page
         self._kv_indices: NDArray[np.int32] | None = None
 
+    def take_page_tables(self, page_tables: Sequence[NDArray[np.int32]]) -> None:
+        """Refer to another step's page tables. Its other arrays were written over those of this."""
+        self.page_tables, self._kv_indices = page_tables, None
+
     @property
     def kv_indices(self) -> NDArray[np.int32]:
         """[total pages] the page ids of all rows."""

@@ -215,7 +215,8 @@ class _EventQueue:
         return self._items.get()
 
     async def aget(self) -> tuple[int, Event]:
-        self._waker = self._notifier.running()
+        if self._waker is None:
+            self._waker = self._notifier.running()
         while self._items.empty():
             self._arrival.clear()
             await self._arrival.wait()
@@ -223,9 +224,8 @@ class _EventQueue:
 
     async def aget_joined(self) -> list[tuple[int, Event]]:
         """Returns all events so far, at least one; the chunks of a request are joined."""
-        self._waker = self._notifier.running()
         if self._joined is None:
-            self._joined = {}
+            self._waker, self._joined = self._notifier.running(), {}
         self._note_arrival()
         while not self._joined:
             self._arrival.clear()

@@ -230,6 +230,8 @@ class EngineThread:
         while not self._is_closing:
             may_rest = not self._collectors or self._engine.is_paused
             is_idle, timeout = may_rest and not self._engine.has_work(), None
+            if not is_idle and self._inbox.empty():
+                return True
             if is_idle:
                 self._rest()
                 timeout = self._engine.idle_timeout
@@ -240,11 +242,9 @@ class EngineThread:
             try:
                 item = self._inbox.get(block=is_idle, timeout=timeout)
             except queue.Empty:
-                if is_idle:
-                    while not self._is_warm and self._inbox.empty():
-                        self._is_warm = not self._engine.warm_up()
-                    continue
-                return True
+                while not self._is_warm and self._inbox.empty():
+                    self._is_warm = not self._engine.warm_up()
+                continue
             if item is not None:
                 self._carry_out(*item)
         return False

@@ -152,6 +152,7 @@ class LanguageModel(ABC):
     """
 
     info: ModelInfo
+    is_compiled: ClassVar[bool] = False  # whether `forward` has no operation of PyTorch
     can_capture: ClassVar[bool] = False  # whether a CUDA graph can be made of `forward`
     reads_state_rows: ClassVar[bool] = False  # recurrent layers read `RecurrentRows.ids`
     # Why it cannot compute `ForwardBatch.given`; "": it can.

@@ -45,6 +45,7 @@ from radixserve_kernels.quantized import AnyWeight
 class CpuDecoder(LanguageModel):
     """See `LanguageModel`. Made by `load_cpu_decoder`."""
 
+    is_compiled = True
     no_pictures = ""
 
     def __init__(self, read: DecoderTensors, activation_bits: int = 16) -> None:
@@ -61,7 +62,7 @@ class CpuDecoder(LanguageModel):
         """`backend` has a `compiled_step`: it is the cpu backend."""
         attention = backend.compiled_step()
         assert attention is not None, f"not on the {backend.name} backend"
-        end, window = int(batch.host.seq_lens.max()), batch.window
+        end, window = max(batch.host.seq_lens.tolist()), batch.window
         if end > self._num_positions:
             self._rotations = [table.up_to(end) for table in self._rotaries]
             self._num_positions = min(map(len, self._rotations), default=end)

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import torch
 
-from radixserve.attention.base import ForwardBatch, StateRows
+from radixserve.attention.base import ForwardBatch, RecurrentRows, StateRows
 from radixserve.attention.choice import BACKENDS, make_backend
 from radixserve.config import EngineConfig
 from radixserve.models.parallel import TPGroup
 from radixserve.runner.adapter_rows import adapter_rows
 from radixserve.runner.base import SingleDeviceRunner, load_on_device
 from radixserve.runner.grammar_bitmask import GrammarBitmaskFuture
-from radixserve.runner.input_batch import InputBatch, prepare_inputs
+from radixserve.runner.input_batch import HostBatches, InputBatch
 from radixserve.runner.kv_pool import KVPool
 from radixserve.runner.pool_sizing import (
     PoolSize,
@@ -54,6 +54,7 @@ class CpuModelRunner(SingleDeviceRunner):
         if size.num_window_pages:
             self.windows = WindowLayers(size.num_window_pages, self.info.window_size)
             self._window_table = WindowTable(size, config.page_size)
+        self._batches = HostBatches(config.page_size)
         self._states = RecurrentStates(self.info, self.num_states, self._device)
         self.backend = make_backend(
             *(parts.backend_name, self.pool.kv, self.info.num_heads),
@@ -81,34 +82,22 @@ class CpuModelRunner(SingleDeviceRunner):
             return PoolSize(choose_num_pages(config, self.info, states_bytes))
         return choose_pool_size(config, self.info)
 
-    @torch.inference_mode()
     def launch(self, schedule: SchedulerOutput) -> Prepared | None:
         """Copy page prefixes and lay out the rows. None where there are none.
 
         Where it raises ValueError the page prefixes and states were copied.
         """
         began = time.perf_counter()
-        if len(schedule.cow_copies):
-            self.pool.copy_page_prefixes(schedule.cow_copies)
-        if self._window_table is not None:
-            assert schedule.windows is not None, "nothing is said of window pages"
-            self._window_table.update(schedule.windows.pages)
-            self.pool.copy_window_prefixes(schedule.windows.copies)
-        if schedule.state_copies:
-            self._states.copy(schedule.state_copies)
+        if len(schedule.cow_copies) or schedule.state_copies or self._window_table is not None:
+            self._copy(schedule)
         if not schedule.rows.request_ids:
             return None
-        inputs = prepare_inputs(schedule.rows, self.pool.page_size)
-        batch = inputs.to_device(self._device)
-        if self._states.tensors and self.model.reads_state_rows:
-            ids = self._states.row_ids(inputs)
-            rows = StateRows(**{name: torch.from_numpy(array) for name, array in ids.items()})
-            batch = replace(batch, recurrent=self._states.of_rows(rows))
-        elif self._states.tensors and (states := self._states.plan(schedule.rows)) is not None:
-            tensors = {name: torch.from_numpy(array) for name, array in states.arrays.items()}
-            batch = replace(batch, recurrent=self._states.begin(states, tensors))
+        inputs, batch = self._batches.prepare(schedule.rows)
+        if self._states.tensors:
+            batch = replace(batch, recurrent=self._begin_states(inputs))
         if self.pictures is not None:
-            batch = replace(batch, given=self.pictures.take(inputs.input_ids))
+            with torch.inference_mode():
+                batch = replace(batch, given=self.pictures.take(inputs.input_ids))
         if schedule.rows.adapters:
             batch = replace(batch, adapters=adapter_rows(inputs, self._adapters))
         if self._window_table is not None:
@@ -117,6 +106,29 @@ class CpuModelRunner(SingleDeviceRunner):
         return inputs, batch, time.perf_counter() - began
 
     @torch.inference_mode()
+    def _copy(self, schedule: SchedulerOutput) -> None:
+        """Make the copies before a step's rows."""
+        self.pool.copy_page_prefixes(schedule.cow_copies)
+        if self._window_table is not None:
+            assert schedule.windows is not None, "nothing is said of window pages"
+            self._window_table.update(schedule.windows.pages)
+            self.pool.copy_window_prefixes(schedule.windows.copies)
+        if schedule.state_copies:
+            self._states.copy(schedule.state_copies)
+
+    @torch.inference_mode()
+    def _begin_states(self, inputs: InputBatch) -> RecurrentRows | None:
+        """The recurrent states that the rows read and write."""
+        if self.model.reads_state_rows:
+            ids = self._states.row_ids(inputs)
+            rows = StateRows(**{name: torch.from_numpy(array) for name, array in ids.items()})
+            return self._states.of_rows(rows)
+        states = self._states.plan(inputs.rows)
+        if states is None:
+            return None
+        tensors = {name: torch.from_numpy(array) for name, array in states.arrays.items()}
+        return self._states.begin(states, tensors)
+
     def collect(self, pending: Prepared | None) -> ModelRunnerOutput:
         """Run every row through the model in one forward and sample the tokens. Most of it runs
         without Python's lock."""
@@ -130,7 +142,12 @@ class CpuModelRunner(SingleDeviceRunner):
             if plan.has_grammar
             else None
         )
-        logits = self.model.forward(batch, self.backend)  # [S, V]
+        # [S, V]
+        if self.model.is_compiled:
+            logits = self.model.forward(batch, self.backend)
+        else:
+            with torch.inference_mode():
+                logits = self.model.forward(batch, self.backend)
         if self._rounding_check is not None:
             self._rounding_check.note(inputs.host)
             self._check_rounding()

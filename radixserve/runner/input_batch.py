@@ -1,16 +1,17 @@
 """One step's rows as numpy arrays, end to end: built once, for the CPU and for a device.
 
-The arrays lie in host memory. On the CPU the tensors of the `ForwardBatch` share it; for a device
-device_batch.py uploads them. Per row the host looks at its new tokens and their pages, never at all
-pages, unless `AttentionMetadata.kv_indices` is read.
+The arrays lie in host memory. On the CPU the tensors of the `ForwardBatch` share it, and those of
+decode steps are kept from step to step (`HostBatches`); for a device device_batch.py uploads them.
+Per row the host looks at its new tokens and their pages, never at all pages, unless
+`AttentionMetadata.kv_indices` is read.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from itertools import accumulate, chain
-from operator import itemgetter
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,11 +19,11 @@ import torch
 from radixserve.attention.base import AttentionMetadata, ForwardBatch, IndexArray
 from radixserve.schedule import ScheduledRequest, ScheduledRows
 
-_LAST = itemgetter(-1)
+_CPU = torch.device("cpu")
+_MOST_KEPT = 512  # sizes of decode steps
 
 
-@dataclass(frozen=True, slots=True)
-class InputBatch:
+class InputBatch(NamedTuple):
     """R rows with T new tokens, padding included. A padding row is one token at position 0 of a
     sequence of one token, on page 0, whose K and V are not stored."""
 
@@ -71,8 +72,7 @@ class InputBatch:
         if not missing and len(self.logits_indices) == num_rows:
             return self
         num_pages = np.concatenate((np.diff(host.kv_indptr), ones))
-        return replace(
-            self,
+        return self._replace(
             input_ids=np.concatenate((self.input_ids, zeros)),
             positions=np.concatenate((self.positions, zeros)),
             slot_mapping=np.concatenate((self.slot_mapping, -ones)),
@@ -104,8 +104,8 @@ class InputBatch:
 def prepare_inputs(rows: ScheduledRows, page_size: int) -> InputBatch:
     """Concatenate the rows (at least one). Raises ValueError if the pages of a row do not fit."""
     num_rows, input_ids = len(rows.num_tokens), rows.input_ids
-    if len(input_ids) == num_rows and not rows.targets:
-        return _single_tokens(rows, page_size)
+    if _samples_every_token(rows):
+        return DecodeArrays(num_rows, len(input_ids), page_size).take(rows)
     start, counts = np.array(rows.starts, np.int64), np.array(rows.num_tokens, np.int64)
     num_pages = np.fromiter(map(len, rows.page_ids), np.int64, num_rows)
     seq_lens = start + counts
@@ -140,48 +140,92 @@ def prepare_inputs(rows: ScheduledRows, page_size: int) -> InputBatch:
     )
 
 
-def _single_tokens(rows: ScheduledRows, page_size: int) -> InputBatch:
-    """Rows of one token, as in nearly every step, with few calls of numpy: a forward pass evicts
-    their code from the CPU's cache."""
-    num_rows, starts, tables = len(rows.starts), rows.starts, rows.page_ids
-    num_pages = list(map(len, tables))
-    if num_pages != [start // page_size + 1 for start in starts]:
-        raise _wrong_pages(rows, page_size)
-    values = chain(
-        rows.input_ids,
-        starts,
-        map(_LAST, tables),
-        rows.slots,
-        rows.first_new_pages,
-        accumulate(num_pages, initial=0),
-    )
-    flat = np.fromiter(values, np.int64, 6 * num_rows + 1)
-    index = flat[: 5 * num_rows].reshape(5, num_rows)
-    start, slots = index[1], index[2]
-    slots *= page_size
-    if page_size > 1:
-        slots += start % page_size
-    qo_indptr = np.arange(num_rows + 1)
-    sampled = qo_indptr[:-1]
-    if not all(rows.samples):
-        sampled = np.flatnonzero(num_logits(rows))
-    return InputBatch(
-        rows=rows,
-        input_ids=index[0],
-        positions=start,
-        slot_mapping=slots,
-        logits_indices=sampled,
-        host=AttentionMetadata(
+class DecodeArrays:
+    """The arrays of R rows with T tokens that `_samples_every_token`. `take` writes over them."""
+
+    def __init__(self, num_rows: int, num_tokens: int, page_size: int) -> None:
+        self._page_size = page_size
+        sizes = [num_tokens] * 3 + [num_rows] * 4 + [num_rows + 1] * 2
+        self._numbers = array("q", bytes(8 * sum(sizes)))
+        columns = np.split(np.frombuffer(self._numbers, np.int64), list(accumulate(sizes[:-1])))
+        start, seq_lens, row_slots, first_new_page, qo_indptr, kv_indptr = columns[3:]
+        self._host = AttentionMetadata(
             start=start,
             qo_indptr=qo_indptr,
-            kv_indptr=flat[5 * num_rows :],
-            seq_lens=start + 1,
-            page_tables=tables,
-            row_slots=index[3],
-            first_new_page=index[4],
-        ),
-        page_size=page_size,
-    )
+            kv_indptr=kv_indptr,
+            seq_lens=seq_lens,
+            page_tables=(),
+            row_slots=row_slots,
+            first_new_page=first_new_page,
+        )
+        input_ids, positions, slots = columns[:3]
+        sampled = np.arange(num_tokens)
+        self._arrays = input_ids, positions, slots, sampled, self._host, page_size
+
+    def take(self, rows: ScheduledRows) -> InputBatch:
+        """The rows as a batch, valid until the next call. Few calls, and of few functions: a
+        forward pass evicts their code from the CPU's cache."""
+        starts, counts, tables, size = rows.starts, rows.num_tokens, rows.page_ids, self._page_size
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        num_pages = list(map(len, tables))
+        if num_pages != [(end - 1) // size + 1 for end in ends]:
+            raise _wrong_pages(rows, size)
+        positions, pages = starts, list[int]()  # of each token
+        if rows.drafts:
+            positions = []
+            for start, end, table in zip(starts, ends, tables, strict=True):
+                first = start // size
+                own = table[first:].tolist()
+                positions += range(start, end)
+                pages += [own[position // size - first] for position in range(start, end)]
+        else:
+            pages = [int(table[-1]) for table in tables]
+        slots = pages
+        if size > 1:
+            slots = [
+                page * size + position % size
+                for page, position in zip(pages, positions, strict=True)
+            ]
+        numbers = [*rows.input_ids, *positions, *slots, *starts, *ends, *rows.slots]
+        numbers += rows.first_new_pages
+        numbers += accumulate(counts, initial=0)
+        numbers += accumulate(num_pages, initial=0)
+        self._numbers[:] = array("q", numbers)
+        self._host.take_page_tables(tables)
+        return InputBatch(rows, *self._arrays)
+
+
+def _samples_every_token(rows: ScheduledRows) -> bool:
+    """Whether all rows decode, with or without drafts, as in nearly every step."""
+    num_tokens = len(rows.starts) + sum(rows.drafts.values())
+    return len(rows.input_ids) == num_tokens and not rows.targets and all(rows.samples)
+
+
+class HostBatches:
+    """Makes the batches of a runner on the CPU, which computes a step before the next is prepared.
+
+    The arrays and tensors of decode steps are made once for each number of rows and tokens.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        # By numbers of rows and tokens.
+        self._kept: dict[tuple[int, int], tuple[DecodeArrays, ForwardBatch]] = {}
+
+    def prepare(self, rows: ScheduledRows) -> tuple[InputBatch, ForwardBatch]:
+        """`prepare_inputs`, and tensors that share its memory. Valid until the next call."""
+        size = len(rows.starts), len(rows.input_ids)
+        num_tokens = size[0] + sum(rows.drafts.values())  # `_samples_every_token` without a call
+        if size[1] > num_tokens or rows.targets or not all(rows.samples):
+            inputs = prepare_inputs(rows, self._page_size)
+            return inputs, inputs.to_device(_CPU)
+        if size not in self._kept:
+            if len(self._kept) == _MOST_KEPT:
+                self._kept.clear()
+            arrays = DecodeArrays(*size, self._page_size)
+            self._kept[size] = arrays, arrays.take(rows).to_device(_CPU)
+        arrays, batch = self._kept[size]
+        return arrays.take(rows), batch
 
 
 def padding_batch(num_rows: int, page_size: int) -> InputBatch:

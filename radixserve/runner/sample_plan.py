@@ -154,11 +154,15 @@ def plan_samples(inputs: InputBatch) -> SamplePlan:
     num_rows = len(rows.samples)
     if is_greedy and inputs.num_tokens == inputs.num_rows and len(specs) == num_rows:
         return _greedy_decodes(num_rows)
-    first, counts = inputs.logit_ranges()
     is_sampled = [spec is not None for spec in rows.samples]
-    logits = (first + counts - 1).tolist()
-    for row, num_drafts in rows.drafts.items():
-        logits[row] -= num_drafts
+    if inputs.num_tokens == len(inputs.logits_indices) and not rows.targets:
+        first = logits = list(accumulate(rows.num_tokens, initial=0))[:-1]
+    else:
+        ranges = inputs.logit_ranges()
+        first = ranges[0].tolist()
+        logits = (ranges[0] + ranges[1] - 1).tolist()
+        for row, num_drafts in rows.drafts.items():
+            logits[row] -= num_drafts
     sampled = SampledRows(
         outputs=list(compress(range(num_rows), is_sampled)),
         logits=list(compress(logits, is_sampled)),
@@ -166,7 +170,7 @@ def plan_samples(inputs: InputBatch) -> SamplePlan:
         future_indices=list(compress(rows.future_indices or [-1] * num_rows, is_sampled)),
     )
     scored = tuple(
-        Scoring(row, int(first[row]), *targets) for row, targets in sorted(rows.targets.items())
+        Scoring(row, first[row], *targets) for row, targets in sorted(rows.targets.items())
     )
     plan = _plan_of(num_rows, sampled, scored, is_greedy=is_greedy)
     return replace(plan, drafted=_drafted_rows(rows, logits)) if rows.drafts else plan

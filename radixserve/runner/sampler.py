@@ -56,6 +56,16 @@ def sample_step(
     """
     if plan.is_greedy and plan.is_whole and not plan.has_gaps and not plan.scored:
         return tuple(sample_greedy(logits))  # without drafts: `is_greedy` is false with them
+    if plan.drafted and not plan.scored and not plan.has_gaps and are_greedy_only(plan.rows.specs):
+        return _sample_greedy_drafts(logits, plan)
+    return _sample_and_score(logits, plan, mask_future)
+
+
+@torch.inference_mode()
+def _sample_and_score(
+    logits: Tensor, plan: SamplePlan, mask_future: GrammarBitmaskFuture | None
+) -> tuple[SampleOutput | None, ...]:
+    """`sample_step` of rows that are not just greedy."""
     rows = plan.rows
     sampled_logits = logits if plan.is_whole else logits[rows.logits]
     sampled = sample(sampled_logits[: plan.num_sampled], rows.specs, mask_future)
@@ -70,6 +80,17 @@ def sample_step(
         )
         outputs[scoring.output] = with_scores(outputs[scoring.output], scored)
     verify_drafts(logits, plan, outputs)
+    return tuple(outputs)
+
+
+def _sample_greedy_drafts(logits: Tensor, plan: SamplePlan) -> tuple[SampleOutput | None, ...]:
+    """The outputs of greedy rows, some with drafts, by one look at all logits."""
+    samples = sample_greedy(logits)
+    outputs: list[SampleOutput | None] = [samples[logit] for logit in plan.rows.logits]
+    known = {
+        row.output: samples[row.logit : row.logit + len(row.token_ids)] for row in plan.drafted
+    }
+    verify_drafts(logits, plan, outputs, known)
     return tuple(outputs)
 
 

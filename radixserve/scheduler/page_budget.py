@@ -24,7 +24,7 @@ class PageBudget:
     def pages_ahead(self, state: RequestState) -> int:
         """Pages that a running request will need soon."""
         assert state.sequence is not None
-        ahead = min(len(state.tokens) + state.lookahead, state.request.max_len)
+        ahead = min(state.tokens.size + state.lookahead, state.request.max_len)
         return max(0, self.pages_for(ahead) - state.sequence.num_pages)
 
     def num_outstanding(self) -> int:

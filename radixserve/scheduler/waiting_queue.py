@@ -112,9 +112,9 @@ class RequestQueue:
         """
         bound = self._max_overtake
         states = list(self._returned.values())
-        for arrival, state in self._by_arrival.items():
+        for arrival in self._by_arrival:
             if arrival not in self._returned:
-                states.append(state)
+                states.append(self._by_arrival[arrival])
                 break
         limited = (
             state.arrival

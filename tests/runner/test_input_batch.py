@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from radixserve.attention.base import ForwardBatch
 from radixserve.request import SamplingParams
-from radixserve.runner.input_batch import build_forward_batch, padding_batch, prepare_inputs
+from radixserve.runner.input_batch import (
+    HostBatches,
+    build_forward_batch,
+    padding_batch,
+    prepare_inputs,
+)
 from radixserve.schedule import SampleSpec, ScheduledRequest, ScheduledRows
 from tests.runner.rows import random_rows
 
@@ -122,6 +128,39 @@ def test_random_rows_one_by_one(page_size: int) -> None:
         assert host.kv_indices.tolist() == [page for row in rows for page in row.page_ids.tolist()]
         for array in (host.start, host.seq_lens, host.qo_indptr, host.kv_indptr, host.kv_indices):
             assert array.flags.c_contiguous
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 16])
+def test_decode_steps_are_written_to_kept_memory(page_size: int) -> None:
+    """As those arrays are that the rows get among a chunk, which are made anew."""
+    generator, batches = np.random.default_rng(page_size), HostBatches(page_size)
+    kept: dict[tuple[int, int], ForwardBatch] = {}
+    pages = np.zeros(-(-2 // page_size), np.int32)
+    chunk = ScheduledRequest("chunk", np.zeros(2, np.int32), 0, pages, None)
+    for step in range(60):
+        rows = random_rows(generator, page_size, 1 + step % 4, are_decodes=True)
+        for at in range(step % 3 and len(rows)):
+            num_drafts = int(generator.integers(0, 4))
+            end = rows[at].start + 1 + num_drafts
+            rows[at] = rows[at]._replace(
+                token_ids=generator.integers(0, 50, 1 + num_drafts).astype(np.int32),
+                page_ids=generator.integers(0, 99, -(-end // page_size)).astype(np.int32),
+                num_drafts=num_drafts,
+            )
+        inputs, batch = batches.prepare(ScheduledRows.of(rows))
+        among = prepare_inputs(ScheduledRows.of([*rows, chunk]), page_size)
+        assert kept.setdefault((inputs.num_rows, inputs.num_tokens), batch) is batch
+        for name in ("input_ids", "positions", "slot_mapping", "logits_indices"):
+            expected = getattr(among, name).tolist()[: inputs.num_tokens]
+            assert getattr(inputs, name).tolist() == expected, name
+            assert getattr(batch, name).tolist() == expected, name
+        assert batch.host is inputs.host
+        for name in ("start", "seq_lens", "qo_indptr", "kv_indptr", "row_slots", "first_new_page"):
+            assert getattr(inputs.host, name).tolist() == getattr(among.host, name).tolist()[:-1]
+        assert inputs.host.kv_indices.tolist() == [
+            page for row in rows for page in row.page_ids.tolist()
+        ]
+    assert len(kept) < 30
 
 
 def test_padding() -> None:

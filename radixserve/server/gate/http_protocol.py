@@ -8,6 +8,7 @@ stops reading ends in `_check_unsent`.
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -164,6 +165,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
             self.cycle.__class__ = _Http10Cycle  # its task has not begun
+        scope: dict[str, Any] = self.scope  # type: ignore[assignment]
+        scope["radixserve.send"] = weakref.WeakMethod(self.cycle.send)  # the cycle has the scope
 
     def on_body(self, body: bytes) -> None:
         if not self.transport.is_closing():

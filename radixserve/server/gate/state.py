@@ -121,8 +121,11 @@ class AppState:
 
     def engine_status(self) -> EngineStatus:
         """The engine's status, in which requests that have not been submitted yet (see
-        `num_at_once`) count as waiting. O(requests in flight and unsubmitted)."""
+        `num_at_once`) count as waiting. O(requests in flight and unsubmitted) with tenants, else
+        O(1)."""
         status = self.runtime.status()
+        if not self.tenants:
+            return status
         unsubmitted = [
             engine_request
             for http_request in self.in_flight
@@ -174,12 +177,10 @@ class AppState:
     def check_room(self, tenant: str, num_requests: int, num_tokens: int) -> None:
         """Raise ApiError 429 if the queue does not have room for a tenant's requests, of so many
         tokens in all."""
+        share = self.tenants.share(tenant)
+        own_waiting = self.num_waiting(tenant) if share < 1.0 else 0  # else not looked at
         self.limits.check(
-            self.engine_status(),
-            num_requests,
-            num_tokens,
-            share=self.tenants.share(tenant),
-            own_waiting=self.num_waiting(tenant),
+            self.engine_status(), num_requests, num_tokens, share=share, own_waiting=own_waiting
         )
 
     @property

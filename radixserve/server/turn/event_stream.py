@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -28,6 +27,9 @@ class EventStream(Response):
     When the client reads slowly, `send` waits, without pings, and the events are joined. When it
     stops reading, the write timeout (`gate/http_protocol.py`) closes the connection, and the
     generation raises ClientGone.
+
+    Between the head and the last part, parts go to the connection past the middleware, each layer
+    of which would be called for each token.
     """
 
     def __init__(
@@ -57,8 +59,11 @@ class EventStream(Response):
         self._unsent = opening  # more than that only if sending was cancelled
         self._sent_at = 0.0  # by the loop's clock
         self._sending = asyncio.Lock()
+        self._send_part: Send | None = None  # of the connection, if it is uvicorn's
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        sender = scope.get("radixserve.send")
+        self._send_part = None if sender is None else sender()
         try:
             with self._generation:
                 pinging = asyncio.create_task(self._end_silences(send))
@@ -102,7 +107,7 @@ class EventStream(Response):
                 await send(head)
                 self._has_begun = True
             self._unsent += text
-            body: dict[str, Any] = {"type": "http.response.body", "body": self._unsent.encode()}
-            await send({**body, "more_body": more})
+            part = {"type": "http.response.body", "body": self._unsent.encode(), "more_body": more}
+            await (self._send_part if more and self._send_part is not None else send)(part)
             self._unsent = ""
             self._sent_at = asyncio.get_running_loop().time()
