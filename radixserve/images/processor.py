@@ -71,19 +71,21 @@ def load_processor(folder: Path) -> Any:
     """Returns a checkpoint's processor of transformers without its parts for video. Raises
     InvalidRequest."""
     from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+    from transformers.models.auto import processing_auto
 
+    read_images: Any = AutoImageProcessor.from_pretrained
+    names: Any = vars(processing_auto)["PROCESSOR_MAPPING_NAMES"]
     try:
         model_type = AutoConfig.from_pretrained(folder).model_type
         model_type = _PROCESSORS.get(model_type, model_type)
         parts = {
-            "image_processor": AutoImageProcessor.from_pretrained(folder, backend="pil"),
+            "image_processor": read_images(folder, backend="pil"),
             "tokenizer": AutoTokenizer.from_pretrained(folder),
         }
-        if PROCESSOR_MAPPING_NAMES[model_type] == "PixtralProcessor":
+        if names[model_type] == "PixtralProcessor":
             return PixtralProcessor(folder, **parts)
         code = import_module(f"transformers.models.{model_type}.processing_{model_type}")
-        kind = getattr(code, PROCESSOR_MAPPING_NAMES[model_type])
+        kind = getattr(code, names[model_type])
         settings, _ = kind.get_processor_dict(folder)
         members = {"check_argument_for_proper_class": _any_class}
         images_only: Any = type(kind.__name__, (kind,), members)
