@@ -162,7 +162,7 @@ def test_a_newer_request_takes_the_place_of_one_that_waits(
         def ask(body: dict[str, Any]) -> Future[httpx.Response]:
             return pool.submit(served.client.post, "/v1/completions", json=body)
 
-        with held(runtime):  # 16 run
+        with held(runtime, steps=6):  # 16 run
             first = ask(busy)
             wait_until(lambda: runtime.status().waiting == 4)
             older = ask(waits)

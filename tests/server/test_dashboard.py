@@ -187,6 +187,7 @@ class FakeRuntime:
         self._cost_s = cost_s
         self.num_taken = 0
         self.tokenizer, self.config = runtime.tokenizer, runtime.config
+        self.pictures = runtime.pictures
         self.close_session = runtime.close_session
 
     def cache_snapshot(self, view: SnapshotView) -> dict[str, Any]:
