@@ -33,8 +33,8 @@ def test_a_request_costs_no_more_calls_than_it_did() -> None:
     num_calls, num_files, num_kinds, num_records, num_matches = trace()
     assert 20 < num_calls <= 81
     assert 5 < num_files <= 28
-    assert 5 < num_records < num_kinds <= 32
-    assert num_records <= 18
+    assert 5 < num_records < num_kinds <= 30
+    assert num_records <= 16
     assert 1 <= num_matches <= 2
 
 

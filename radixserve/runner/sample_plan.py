@@ -118,7 +118,7 @@ class SamplePlan:
 
     num_outputs: int
     num_sampled: int  # n: rows sampled where the logits are
-    rows: SampledRows  # those; without columns in a plan of greedy decodes alone
+    rows: SampledRows  # those; without columns in a plan of `_greedy_rows`
     is_greedy: bool  # the best logit of each decides, and nothing else is asked for
     has_gaps: bool  # whether their outputs are not just 0, 1 ... n - 1 of n
     is_whole: bool  # whether these are rows 0, 1 ... of the logits
@@ -152,8 +152,8 @@ def plan_samples(inputs: InputBatch) -> SamplePlan:
     specs = [spec for spec in rows.samples if spec is not None]
     is_greedy = are_greedy_only(specs) and not rows.drafts
     num_rows = len(rows.samples)
-    if is_greedy and inputs.num_tokens == inputs.num_rows and len(specs) == num_rows:
-        return _greedy_decodes(num_rows)
+    if is_greedy and len(inputs.logits_indices) == len(specs) == num_rows and not rows.targets:
+        return _greedy_rows(num_rows)
     is_sampled = [spec is not None for spec in rows.samples]
     if inputs.num_tokens == len(inputs.logits_indices) and not rows.targets:
         first = logits = list(accumulate(rows.num_tokens, initial=0))[:-1]
@@ -240,8 +240,8 @@ def _plan_of(
 
 
 @functools.lru_cache(maxsize=512)
-def _greedy_decodes(num_rows: int) -> SamplePlan:
-    """Plan for so many greedy decode rows, whose columns it does not have."""
+def _greedy_rows(num_rows: int) -> SamplePlan:
+    """Plan for so many greedy rows with one row of logits each, whose columns it does not have."""
     plan = _plan_of(0, _NO_ROWS, (), is_greedy=True)
     return replace(plan, num_outputs=num_rows, num_sampled=num_rows)
 
