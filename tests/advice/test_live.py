@@ -147,7 +147,7 @@ def test_memory_is_bounded() -> None:
     tracemalloc.start()
     try:
         extension = AdviceExtension(RadixCache(1000, 1), 100)
-        for number in range(120):
+        for number in range(60):
             request = asked(number, tokens_of(number, 50_000))
             extension.hold(request, 0.0, lambda _: None)
             extension.on_finish(request, [1], ended(50_000, 0), 0.0)

@@ -109,8 +109,9 @@ def test_random_programs_on_two_ranks() -> None:
     check(Runtime, "random:tiny-llama", "half", 2, 1, **own)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["llama", "lfm2"])
+@pytest.mark.parametrize(
+    ("family", "kind"), [*(("llama", kind) for kind in KINDS), ("lfm2", "half")]
+)
 def test_random_programs_on_the_path_of_a_device(family: str, kind: Kind, find: Find) -> None:
     own = {"num_pages": 600, "device": "cpu", "exact": True, "page_size": 4}
     check(DeviceRuntime, str(find(family)), kind, 1, 2, **own)
