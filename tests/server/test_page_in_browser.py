@@ -522,6 +522,16 @@ def test_a_model_without_a_tokenizer(browser: Any) -> None:
         context.close()
 
 
+def test_the_small_allocator_shows_what_a_prompt_shares(browser: Any, served: LocalServer) -> None:
+    for page in open_page(browser, served):
+        page.get_by_text("Try the allocator").click()
+        for computed in (9, 1):
+            page.get_by_role("button", name="Add a request").click()
+            expect(page.locator("#teach-state")).to_contain_text(f"{computed} computed")
+        page.get_by_role("button", name="Free all pages").click()
+        expect(page.locator("#teach-pages [data-owner=free]")).to_have_count(24)
+
+
 def test_the_page_is_small_while_idle_and_fits_a_phone(browser: Any, served: LocalServer) -> None:
     for width, height, longest in ((1360, 900, 900), (390, 844, 1700)):
         for page in open_page(browser, served, viewport={"width": width, "height": height}):
