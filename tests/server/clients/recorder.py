@@ -11,20 +11,22 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
-# Ids and times, which differ between two equal runs.
+# Ids, which differ between two equal runs.
 _NAMES = re.compile(
     r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|\b[0-9a-f]{64}\b"
     r"|\b(?:[a-z]+)_[0-9A-Za-z]{16,}"  # msg_..., toolu_..., call_..., chatcmpl_...
     r"|\bchatcmpl-[0-9A-Za-z]+|\bcall-[0-9A-Za-z]+|\bses_[0-9A-Za-z]+"
-    r"|(?<=Chunk ID: )[0-9a-f]+|(?<=Wall time: )[0-9.]+"
-    r"|\d{4}-\d\d-\d\dT\d\d:\d\d:[0-9.]+Z?"
+    r"|(?<=Chunk ID: )[0-9a-f]+"
+)
+_TIMES = re.compile(  # two may be equal in one run and differ in the other
+    r"(?<=Wall time: )[0-9.]+|\d{4}-\d\d-\d\dT\d\d:\d\d:[0-9.]+Z?"
     r"|\b1[0-9]{9}(?:[0-9]{3})?\b"  # seconds or milliseconds since 1970
 )
 _HOP = ("connection", "transfer-encoding", "content-length", "accept-encoding", "host")
 
 
 class Exchange(NamedTuple):
-    """A request and its answer, as JSON in which each name is its number of first appearance."""
+    """A request and its answer, as JSON in which each id is its number of first appearance."""
 
     path: str
     request: str
@@ -79,6 +81,7 @@ class Recorder:
 
         def shown(value: Any) -> str:
             text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+            text = _TIMES.sub("<time>", text)
             return _NAMES.sub(lambda found: names.setdefault(found[0], f"<{len(names)}>"), text)
 
         asked = json.loads(request)
