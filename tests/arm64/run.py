@@ -146,7 +146,7 @@ def make_machine(machine: Path) -> None:
 
 
 # The emulator sometimes hangs where a process with several threads starts another.
-SHORT_LIMIT_S = 150
+SHORT_LIMIT_S = 300
 
 
 def run_part(machine: Path, level: str, part: list[str], options: argparse.Namespace) -> int:
