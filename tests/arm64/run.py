@@ -108,9 +108,8 @@ def main() -> int:
     if failed:
         print("\n".join(["failed:", *failed]))
     else:
-        print(
-            f"arm64: {statuses.count(0)} of {len(plan)} parts passed; the emulator hung in the others"
-        )
+        num_passed = statuses.count(0)
+        print(f"arm64: {num_passed} of {len(plan)} parts passed; in the others the emulator hung")
     return int(bool(failed))
 
 
@@ -155,8 +154,8 @@ SHORT_LIMIT_S = 300
 
 
 def run_part(machine: Path, level: str, part: list[str], options: argparse.Namespace) -> int | None:
-    """Runs pytest at a level. Returns its exit status; 0 where nothing is left to resume, None where
-    the emulator hung in the short run."""
+    """Runs pytest at a level. Returns its exit status: 0 where nothing is left to resume, None
+    where the emulator hung in the short run."""
     command = [str(machine / "bin/python"), "-m", "pytest", "-n", "0", "-p", "no:cacheprovider"]
     command += ["-p", "tests.arm64.passed", "-o", "timeout=0", "-rfE", *part]
     title = f"{level} ({PROCESSORS[level]}): {shlex.join(part)}"
