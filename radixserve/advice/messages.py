@@ -15,6 +15,6 @@ class GetAdvice(EngineMessage[CacheAdvice | None]):
 
 @dataclass(frozen=True, slots=True)
 class GetWorth(EngineMessage[CacheWorth | None]):
-    """Read what caching has saved, for all tenants if None; None if nobody counts it."""
+    """Read what caching has saved. tenant: None for all. Answers None where it is not counted."""
 
     tenant: str | None = None
