@@ -132,14 +132,14 @@ def _others(
 def never_saw(tree: RadixTree, namespace: NamespaceTree, first_page: bytes) -> bool:
     """Whether it is certain that no cached or evicted sequence of any namespace begins with the
     first token of `first_page`, which is not the key of a child. False if it is not known. O(1)."""
-    root = namespace.root
-    return (
-        (tree.page_size == 1 or closest_child(root, first_page)[0] is None)
-        and not tree.evicted_history.find((root.node_id, 0, first_page[:TOKEN_BYTES]))
-        and len(tree.namespaces) == 1
-        and not tree.other_epochs
-        and not namespace.is_dead
-    )
+    if namespace.is_dead or len(tree.namespaces) > 1 or tree.other_epochs:
+        return False
+    root, token = namespace.root, first_page
+    if tree.page_size > 1:
+        if closest_child(root, first_page)[0] is not None:
+            return False
+        token = first_page[:TOKEN_BYTES]
+    return not tree.evicted_history.find((root.node_id, 0, token))
 
 
 class RadixPrefixWatch(PrefixWatch):

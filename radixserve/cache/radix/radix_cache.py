@@ -162,7 +162,8 @@ class RadixCache(PrefixCache):
             length, node = self.layers.resumable_prefix(node, match_len)
             if length < match_len:
                 answer = Lookup(length, self.layers.missing_reason, answer.position)
-        length = self._cached_len(length, node)
+        if length % size:
+            length = self._cached_len(length, node)
         return answer if length == answer.cached_len else answer._replace(cached_len=length)
 
     def namespaces(self) -> list[Namespace]:
