@@ -25,6 +25,7 @@ EXTRAS = {  # the extra of setup.cfg that installs a package; other packages nee
     "gguf": "gguf",
     "llguidance": "grammar",
     "matplotlib": "plot",
+    "msgpack": "kv-events",
     "msgspec": "kv-events",
     "prometheus_client": "serve",
     "ray": "cluster",

@@ -30,9 +30,9 @@ _EPILOG = """\
 A trace is a file of JSON lines, plain or gzip. A line has "tokens": [ids] or "prompt": text, and
 where known "output_tokens", "output" or "output_length", "time" (seconds) or "timestamp"
 (milliseconds), "session" and "namespace". Runtime(trace="requests.jsonl") records one. Traces of
-block hashes ("hash_ids", "input_length", "output_length") are read, too. workload:NAME stands for
-a made one: chat, multi-turn, rag, code, summaries, agents, random, or all; workload:rag:7 has
-another seed.
+block hashes ("hash_ids", "input_length", "output_length") are read, too, and so are request logs of
+vLLM and SGLang and recorded KV events. workload:NAME stands for a made one: chat, multi-turn, rag,
+code, summaries, agents, random, or all; workload:rag:7 has another seed.
 
 Requests are replayed one after another; with --order they overlap, in the real scheduler, and the
 time of a step is modelled.
@@ -77,7 +77,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     flags = add_flags(cluster, _CLUSTER)
     for group, usages in ((parser, _OUTPUTS), (trace, _TRACE), (caches, _CACHES)):
         flags += add_flags(group, usages)
-    stitch = "of a trace of hashes, take a request's output from the request that continues it"
+    stitch = "take an output of unknown tokens from the request that continues this one"
     flags += add_flags(
         trace, {"--stitch": stitch}, action=argparse.BooleanOptionalAction, default=True
     )

@@ -1,4 +1,4 @@
-"""`read_trace`: reads a file of requests, in any of three formats, into a `Trace`.
+"""`read_trace`: reads a file of requests, in any of these formats, into a `Trace`.
 
     hashes   {"timestamp", "input_length", "output_length", "hash_ids" | "hash_runs"}, a header with
              "block_size"; equal ids mean equal whole prefixes
@@ -6,6 +6,8 @@
              a prompt is its parent's prompt and output, or a prefix, and then the text
     tokens   {"tokens": [ids]} or {"prompt": text or [ids]}, with optional "output_tokens", "output"
              or "output_length"; `Runtime(trace=...)` records this format or the first
+    logs     request logs of vLLM and SGLang, see `engine_logs.py`, and recorded KV events, see
+             `kv_event_log.py`; both become lines of tokens
 
 A line may also have "timestamp" (milliseconds) or "time" (seconds), "session" and "namespace".
 Requests are put in order of time; without times, they keep the file's order and arrive at once.
@@ -14,23 +16,20 @@ Requests are put in order of time; without times, they keep the file's order and
 
 from __future__ import annotations
 
-import contextlib
-import gzip
-import json
-import logging
 import os
-import zlib
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.checks import shown
-from radixserve.engine.trace_recorder import LOG_KIND
 from radixserve.errors import InvalidRequest
+from radixserve.replay.engine_logs import is_engine_log, logged_requests
+from radixserve.replay.kv_event_log import is_event_log, stored_requests
+from radixserve.replay.lines import Line, beginning, json_lines
 from radixserve.replay.trace import (
     PRIVATE_OUTPUT,
     HashTokens,
@@ -40,120 +39,6 @@ from radixserve.replay.trace import (
     block_tokens,
     tokenize,
 )
-
-_log = logging.getLogger("radixserve")
-
-
-class Line(NamedTuple):
-    """A line of a file, a JSON object."""
-
-    path: str
-    number: int  # from 1
-    fields: dict[str, Any]
-
-    def error(self, what: str) -> InvalidRequest:
-        """An error about the line, which names the file and the line."""
-        return InvalidRequest(f"{self.path}:{self.number}: {what}")
-
-    def wrong(self, name: str, what: str) -> InvalidRequest:
-        """An error about the value of a field; `what`: what it must be."""
-        return self.error(f'"{name}" must be {what}, got {shown(self.fields.get(name))}')
-
-    def number_at(self, name: str) -> float | None:
-        """A number field in [0, 1e15); None if it is missing. Raises InvalidRequest."""
-        value = self.fields.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise self.wrong(name, "a number")
-        if value is not None and not 0 <= value < 1e15:
-            raise self.wrong(name, ">= 0")
-        return value
-
-    def length_at(self, name: str) -> int | None:
-        """A field with a number of tokens; None if it is missing. Raises InvalidRequest."""
-        value = self.number_at(name)
-        if value is not None and (not isinstance(value, int) or value >= 2**31):
-            raise self.wrong(name, "a number of tokens")
-        return value
-
-    def text_at(self, name: str) -> str | None:
-        """A string field, or an integer as text; None if it is missing or null. Raises
-        InvalidRequest."""
-        value = self.fields.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | str | None):
-            raise self.wrong(name, "text")
-        return None if value is None else str(value)
-
-    def integers_at(self, name: str, *, width: int) -> Ints | None:
-        """[n], or [n, width] if `width` is above 1: a list of integers >= 0; None if the field is
-        not such a list."""
-        given, row = self.fields.get(name), () if width == 1 else (width,)
-        if given == []:
-            return np.empty((0, *row), np.int64)
-        try:
-            numbers = np.asarray(given)
-        except (ValueError, OverflowError, TypeError):
-            return None
-        is_good = isinstance(given, list) and numbers.dtype == np.int64
-        return numbers if is_good and numbers.shape[1:] == row and numbers.min() >= 0 else None
-
-
-def read_lines(path: str) -> tuple[dict[str, Any], Iterator[Line]]:
-    """The header ({} without one), and an iterator of the other lines. Empty lines are left out.
-
-    Raises OSError for a file that cannot be read, InvalidRequest for a line that is not a JSON
-    object. An incomplete last line of a log, whose writer was killed, is left out with a warning.
-    """
-    lines = _objects(path)
-    first = next(lines, None)
-    if first is None:
-        raise InvalidRequest(f"{path}: the trace is empty")
-    fields = first.fields
-    if "trace" in fields and "id" not in fields and "input_length" not in fields:
-        return fields, _requests(fields, lines)
-    return {}, chain([first], lines)
-
-
-def _requests(header: dict[str, Any], lines: Iterator[Line]) -> Iterator[Line]:
-    """The lines without headers, which later runs write when they record into the same file."""
-    for line in lines:
-        if line.fields.get("kind") != LOG_KIND:
-            yield line
-        elif line.fields.get("block_size") != header.get("block_size"):
-            raise line.error("from here on the requests are recorded in another format")
-
-
-def _objects(path: str) -> Iterator[Line]:
-    is_log = False
-    with contextlib.closing(_open(path)) as file:
-        for number, data in enumerate(_raw_lines(file, path), 1):
-            if not data.strip():
-                continue
-            try:
-                fields = json.loads(data.decode("utf-8"))
-            except (ValueError, RecursionError) as error:
-                if is_log and not data.endswith(b"\n"):
-                    _log.warning("%s:%d: the last line is cut off and left out", path, number)
-                    return
-                raise InvalidRequest(f"{path}:{number}: not a line of JSON: {error}") from None
-            line = Line(path, number, fields)
-            if not isinstance(fields, dict):
-                raise line.error(f"a line must be a JSON object, got {shown(fields)}")
-            is_log = is_log or fields.get("kind") == LOG_KIND
-            yield line
-
-
-def _open(path: str) -> IO[bytes]:
-    with open(path, "rb") as file:
-        is_gzip = file.read(2) == b"\x1f\x8b"
-    return cast(IO[bytes], gzip.open(path)) if is_gzip else open(path, "rb")
-
-
-def _raw_lines(file: IO[bytes], path: str) -> Iterator[bytes]:
-    try:
-        yield from file
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise InvalidRequest(f"{path}: the gzip file is broken: {error}") from None
-
 
 _NEEDED = 'a request needs one of "hash_ids", "hash_runs", "text", "tokens" or "prompt"'
 
@@ -178,7 +63,7 @@ def read_trace(
     that cannot be opened. Memory is proportional to the distinct tokens.
     """
     name = os.fspath(path)
-    header, lines = read_lines(name)
+    header, lines = _lines_of(name)
     first = next(lines, None)
     if first is None:
         raise InvalidRequest(f"{name}: the trace has no requests")
@@ -210,6 +95,21 @@ def read_trace(
         sessions_inferred=is_inferred,
         words=trace_format.words,
     )
+
+
+def _lines_of(path: str) -> tuple[dict[str, Any], Iterator[Line]]:
+    """The header and the lines of a trace; of another engine's log the requests."""
+    start = beginning(path)
+    if start[:1] == b"\x80":
+        raise InvalidRequest(
+            f"{path}: a pickle is not read, since that would run the code in it; SGLang writes "
+            "the same requests with --log-requests --log-requests-level 3"
+        )
+    if is_event_log(start):
+        return {}, stored_requests(path)
+    if is_engine_log(start):
+        return {}, logged_requests(path)
+    return json_lines(path)
 
 
 def _record(line: Line, num_prompt: int, num_output: int) -> _Record:
@@ -286,7 +186,7 @@ class _PackedFormat:
         self._packed = PackedTokens()
         self.words: dict[int, str] = {}  # see `Trace.words`
 
-    def source(self, order: Ints, *_: object) -> PackedTokens:
+    def source(self, order: Ints, num_prompt: Ints, num_output: Ints, stitch: bool) -> PackedTokens:  # noqa: ARG002
         return self._packed.reordered(order)
 
 
@@ -324,6 +224,10 @@ class _TextFormat(_PackedFormat):
 
 
 class _TokenFormat(_PackedFormat):
+    def __init__(self) -> None:
+        super().__init__()
+        self._unknown: set[int] = set()  # requests of whose output only the length is known
+
     def add(self, line: Line) -> tuple[int, int]:
         prompt = self._first_of(line, "tokens", "prompt")
         if prompt is None:
@@ -331,8 +235,15 @@ class _TokenFormat(_PackedFormat):
         output = self._first_of(line, "output_tokens", "output")
         if output is None:  # only its length is known
             count = line.length_at("output_length") or 0
+            if count:
+                self._unknown.add(len(self._packed))
             output = block_tokens(PRIVATE_OUTPUT + len(self._packed), count)
         return self._packed.add(prompt, output)
+
+    def source(self, order: Ints, num_prompt: Ints, num_output: Ints, stitch: bool) -> PackedTokens:
+        packed = super().source(order, num_prompt, num_output, stitch)
+        unknown = [place for place, index in enumerate(order.tolist()) if index in self._unknown]
+        return packed.stitched(unknown) if stitch and unknown else packed
 
     def _first_of(self, line: Line, *names: str) -> IntArray | None:
         """[n] int32: the tokens of the first of these fields that exists, token ids or text."""

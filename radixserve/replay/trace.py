@@ -9,13 +9,14 @@ import re
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from radixserve.advice.fingerprints import Fingerprints
 from radixserve.arrays import IntArray
 
 Floats = NDArray[np.float64]
@@ -190,6 +191,28 @@ class PackedTokens:
         other = PackedTokens()
         other._blocks, other._index = self._blocks, self._index
         other._sequences = [self._sequences[index] for index in order]
+        return other
+
+    def stitched(self, unknown: Iterable[int]) -> PackedTokens:
+        """The same requests. Of those in `unknown` only the length of the output is known: its
+        tokens are taken from the request that continues this one. About 0.2 us per token."""
+        prints, wanted = Fingerprints(), set(unknown)
+        found: dict[int, IntArray] = {}
+        waiting: dict[int, int] = {}  # by the sum over a whole prompt: the last request with it
+        for index in range(len(self)):
+            prompt, output = self.tokens(index)
+            sums = prints.sums(prompt)
+            for key in waiting.keys() & set(sums[:-1].tolist()):
+                before = waiting.pop(key)
+                start = len(self.tokens(before)[0])
+                known = prompt[start : start + len(found[before])]
+                found[before] = np.concatenate((known, found[before][len(known) :]))
+            if index in wanted:
+                waiting[int(sums[-1])], found[index] = index, output
+        other = PackedTokens()
+        for index in range(len(self)):
+            prompt, output = self.tokens(index)
+            other.add(prompt, found.get(index, output))
         return other
 
     def coarser(self, unit: int) -> PackedTokens:
