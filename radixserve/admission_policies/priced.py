@@ -132,7 +132,7 @@ class PricedAdmission(AdmissionPolicy):
         self._has_adopted = False  # the cache knows what is expected of what was released before
         self._victims: Iterator[tuple[int, ReturnEstimate | None]] | None = None
         self._known: list[tuple[int, ReturnEstimate | None]] = []  # the first victims, once read
-        self._is_short_later = False  # pages are short when the sessions have grown
+        self._is_short_later = False  # pages are short when sessions that return have grown
         self._growth: int | None = None  # tokens that running requests will add, once counted
         self._now = 0.0  # on the cache's clock
 
@@ -154,6 +154,8 @@ class PricedAdmission(AdmissionPolicy):
         if not self._has_adopted and (typical := returns.typical(now)) is not None:
             self._has_adopted = True
             self._cache.adopt_returns(typical)
+        if not returns.returning_tokens:
+            return
         if 2 * self._cache.num_free < self._cache.num_pages:  # else nothing is evicted soon
             watch = state.prefix_watch
             self._cache.expect_return(watch, waiting_return(now, watch.cached_len))
@@ -168,7 +170,7 @@ class PricedAdmission(AdmissionPolicy):
             state.sequence.expected_return = expected
 
     def note_preempted(self, state: RequestState) -> None:
-        if self.holds_requests and state.sequence is not None:
+        if self.returns.returning_tokens and state.sequence is not None:
             length = state.sequence.committed_len
             state.sequence.expected_return = waiting_return(self._cache.time(), length)
 
@@ -177,7 +179,7 @@ class PricedAdmission(AdmissionPolicy):
     def max_wait_s(self, num_tokens: int) -> float:
         """As long as computing all waiting tokens sixteen times takes; inf until costs are known.
         So requests start before long, however large they and their prices are."""
-        if not self.holds_requests:
+        if not self.returns.returning_tokens:
             return math.inf
         seconds = _MAX_BACKLOGS * num_tokens * self.costs.prefill_token_s
         return seconds or math.inf
@@ -189,28 +191,34 @@ class PricedAdmission(AdmissionPolicy):
 
     def is_short(self, num_needed: int) -> bool:
         """Whether they exceed the pages that are free or hold K/V that is probably not used again.
-        Notes whether they do with the growth of all sessions. O(1): reads no more than _MAX_UNUSED
-        victims."""
-        if not self.holds_requests:
+        Notes whether they do with the growth of the sessions that return. False while none does.
+        O(1): reads no more than _MAX_UNUSED victims."""
+        self._is_short_later = False
+        if not self.returns.returning_tokens:
             return False
-        cache, growth = self._cache, self.returns.possible_growth
-        num_free = cache.num_free
-        missing = num_needed - num_free
-        missing_later = missing + growth * (cache.num_pages - num_free + num_needed)
-        if missing_later > 0:
+        cache, growth = self._cache, self.returns.growth_share
+        num_used, num_growing = cache.num_pages - cache.num_free + num_needed, self._growing_pages()
+        missing = num_needed - cache.num_free
+
+        def missing_later() -> float:
+            return missing + growth * min(num_used, num_growing)
+
+        if missing_later() > 0:
             now = cache.time()
             for num_pages, expected in islice(cache.victims(), _MAX_UNUSED):
-                if expected is None or _is_awaited(expected, now) or missing_later <= 0:
+                if expected is None or _is_awaited(expected, now) or missing_later() <= 0:
                     break
                 missing -= num_pages
-                missing_later -= num_pages * (1.0 + growth)  # it does not grow
-        self._is_short_later = missing_later > 0
+                num_used -= num_pages
+        self._is_short_later = missing_later() > 0
         return missing > 0
 
     def note_started(self, state: RequestState) -> None:
         self._victims, self._known = None, []
         if self._growth is not None:
             self._growth += self._left_to_add(state)
+        if self.holds_requests and state.sequence is not None:
+            self.returns.note_started(state, state.sequence.cached_len)
 
     def note_session_closed(self, name: str) -> None:
         self.returns.note_closed(name)
@@ -223,8 +231,10 @@ class PricedAdmission(AdmissionPolicy):
         return is_worth
 
     def is_worth(self, state: RequestState, *, is_oldest: bool = False) -> bool:
-        """Whether the gain exceeds the price. `is_oldest`: the request is that of the oldest
-        waiting session."""
+        """Whether the gain exceeds the price, or no session returns. `is_oldest`: the request is
+        that of the oldest waiting session."""
+        if not self.returns.returning_tokens:
+            return True
         size, cached_len = self._cache.page_size, state.prefix_watch.cached_len
         num_output = self.returns.expected_output(state)
         num_tokens = state.tokens.size - cached_len + num_output
@@ -259,23 +269,33 @@ class PricedAdmission(AdmissionPolicy):
         return num_running * (num_running + 1) * tokens_s <= num_open * steps_s
 
     def _reserved_pages(self, wanted: int) -> float:
-        """Room for what runs, and for what the sessions that are kept will still add, when a
-        request takes `wanted` pages."""
+        """Room for what runs, and for what the sessions that return will still add, when a request
+        takes `wanted` pages."""
         if self._growth is None:
             self._growth = sum(map(self._left_to_add, self._running))
-        num_used = self._cache.num_pages - self._cache.num_free + wanted
-        return -(-self._growth // self._cache.page_size) + self.returns.growth_share * num_used
+        num_growing = min(self._num_used(wanted), self._growing_pages())
+        return -(-self._growth // self._cache.page_size) + self.returns.growth_share * num_growing
+
+    def _num_used(self, wanted: int) -> int:
+        return self._cache.num_pages - self._cache.num_free + wanted
+
+    def _growing_pages(self) -> int:
+        """Of the sessions that return, in the pool or not."""
+        return self.returns.returning_tokens // self._cache.page_size
 
     def _find_victims(self, wanted: int, reserved: float) -> Victims:
         """Free pages, then those of victims, until `reserved` and `wanted` pages are found."""
         growth, needed = self.returns.growth_share, reserved + wanted
+        # Pages in use for whose growth nothing is reserved.
+        num_steady = max(0, self._num_used(wanted) - self._growing_pages())
         pages_found, expected_lost_pages = float(self._cache.num_free), 0.0
         victim_pages, think_seconds = 0.0, 0.0
         for num_pages, expected in self._read_victims():
             if pages_found >= needed:
                 break
             if expected is None or not _is_awaited(expected, self._now):
-                pages_found += num_pages * (1.0 + growth)  # it does not grow
+                pages_found += num_pages + growth * max(0, num_pages - num_steady)
+                num_steady = max(0, num_steady - num_pages)
                 continue
             # The part of it that is taken for this request, not for those that run.
             taken = min(pages_found + num_pages, needed) - max(pages_found, reserved)

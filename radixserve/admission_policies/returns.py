@@ -24,7 +24,7 @@ _REGULAR = 0.4  # standard deviation of log think times up to which they become 
 _IRREGULAR = 0.6  # from which on they are regular no more: between the two they stay as they are
 _LATE = 1.5  # such deviations after which a return is late
 _MAX_TURNS = 8.0  # for which a session's growth is foreseen
-_UNKNOWN_GROWTH = 2.0  # of a session that comes back, relative to its first turn, until it is seen
+_UNKNOWN_GROWTH = 2.0  # of a session that comes back, relative to its first prompt, until seen
 _UNKNOWN_S = 60.0  # after which a session has not come back, while no think times are known
 _WAITING_S = 60.0  # for which a waiting request's prefix is evicted last
 _BLOCK = 64  # tokens of a block of `_checksums`
@@ -42,12 +42,17 @@ class _Conversation:
     """What is known of a session while none of its requests is in the scheduler."""
 
     __slots__ = (
+        "checked_len",
+        "checksum",
         "ended_at",
         "first_arrival",
         "is_idle",
+        "is_known",
         "is_named",
         "late_at",
         "length",
+        "num_counted",
+        "num_shared",
         "num_thinks",
         "num_turns",
         "sum_logs",
@@ -60,6 +65,10 @@ class _Conversation:
         self.num_turns = 0  # requests that have ended
         self.num_thinks = 0
         self.length = 0  # tokens when its last request ended
+        self.checked_len = self.checksum = 0  # of those with which its next prompt begins
+        self.num_shared = 0  # leading tokens that others had computed before its first request
+        self.num_counted = 0  # its part of `ReturnTimes.returning_tokens`
+        self.is_known = False  # whether these are of a session that is known to return
         self.sum_logs = 0.0  # of its think times
         self.ended_at = math.nan
         self.late_at: float | None = None  # None: not known
@@ -67,7 +76,7 @@ class _Conversation:
     @property
     def fate_key(self) -> tuple[bool, bool]:
         """By which it is counted whether sessions are continued: (named, after its first turn)."""
-        return self.is_named, self.num_turns == 1
+        return self.is_named, self.num_turns <= 1
 
 
 class _Mean:
@@ -93,10 +102,11 @@ class ReturnTimes:
 
     def __init__(self) -> None:
         self._idle: OrderedDict[Key, _Conversation] = OrderedDict()  # the first to end is first
-        self._active: dict[int, tuple[_Conversation, bool]] = {}  # by arrival of its request
+        # By arrival of its request; whether this is its first one, and has not started.
+        self._active: dict[int, tuple[_Conversation, bool]] = {}
         # Of which it is not known whether they are continued, the first to end is first; with the
         # number of their turns then: others have been continued since.
-        self._unresolved: deque[tuple[_Conversation, int]] = deque(maxlen=MAX_CONVERSATIONS)
+        self._unresolved: deque[tuple[_Conversation, int]] = deque()
         self._weight = self._mean = self._variance = 0.0  # of the population's log think times
         self._num_returns = 0
         self._are_regular = True  # think times, of the population
@@ -111,6 +121,8 @@ class ReturnTimes:
         self._mean_output = 32.0
         # Of ended requests: tokens, further turns of their sessions; tokens that a turn adds.
         self._mean_length, self._turns_left, self._turn_growth = _Mean(), _Mean(), _Mean()
+        # Of open sessions, see `returning_tokens`, by whether they are known to return.
+        self._open_tokens = [0, 0]
 
     def __len__(self) -> int:
         return len(self._idle)
@@ -120,9 +132,9 @@ class ReturnTimes:
         is_named = bool(state.request.session)
         self._has_names |= is_named
         conversation = self._continued(state)
-        if conversation is None:
-            self._active[state.arrival] = _Conversation(state.arrival, is_named=is_named), True
-            return
+        if is_new := conversation is None:
+            conversation = _Conversation(state.arrival, is_named=is_named)
+            conversation.num_shared = state.prefix_watch.cached_len
         state.session_arrival = conversation.first_arrival
         conversation.is_idle = False
         if conversation.num_turns:
@@ -130,14 +142,27 @@ class ReturnTimes:
             self._note_fate(conversation, is_continued=True)
             added = max(0, state.tokens.size - conversation.length)
             self._turn_growth.note(added + self.expected_output(state))
-        self._active[state.arrival] = conversation, False
+        self._active[state.arrival] = conversation, is_new
+        self._count(conversation, state.tokens.size)
+        self._expire(now)
+
+    def note_started(self, state: RequestState, cached_len: int) -> None:
+        """A request starts after so many cached tokens: of a first request they are others'."""
+        conversation, is_new = self._active.get(state.arrival, (None, False))
+        if conversation is not None and is_new:
+            self._active[state.arrival] = conversation, False
+            conversation.num_shared = cached_len
+            self._count(conversation, state.tokens.size)
 
     def note_end(
         self, state: RequestState, now: float, *, is_finished: bool
     ) -> ReturnEstimate | None:
         """A request has ended; when its session will come back, None where nothing is known."""
         conversation, _ = self._active.pop(state.arrival, (None, True))
-        if conversation is None or not is_finished:
+        if conversation is None:
+            return None
+        if not is_finished:
+            self._uncount(conversation)
             return None
         conversation.num_turns += 1
         conversation.ended_at = now
@@ -148,13 +173,8 @@ class ReturnTimes:
         self._turns_left.note(self._expected_turns(conversation))
         expected = self._expect(conversation, now)
         conversation.late_at = None if expected is None else expected.late_at
-        conversation.is_idle = True
-        self._unresolved.append((conversation, conversation.num_turns))
-        key = _end_key(state)
-        self._idle[key] = conversation
-        self._idle.move_to_end(key)
-        if len(self._idle) > MAX_CONVERSATIONS:
-            self._idle.popitem(last=False)
+        self._count(conversation, conversation.length)
+        self._note_idle(_end_key(state, conversation), conversation)
         return expected
 
     def note_closed(self, name: str) -> None:
@@ -163,6 +183,7 @@ class ReturnTimes:
         if conversation is not None and conversation.is_idle:
             conversation.is_idle = False
             self._note_fate(conversation, is_continued=False)
+            self._uncount(conversation)
 
     def expected_output(self, state: RequestState) -> int:
         """Tokens that a request will still generate."""
@@ -170,27 +191,52 @@ class ReturnTimes:
         return max(1, min(left, round(self._mean_output) - state.num_output))
 
     @property
-    def growth_share(self) -> float:
-        """Expected growth of kept sessions relative to their size.
+    def returning_tokens(self) -> int:
+        """Tokens of the open sessions that will probably return, without those that they found
+        cached at first. Waiting and running ones count, and others until they are late.
 
-        Before the first growth is seen it is assumed of sessions that are named, so that the first
-        wave leaves them room.
+        0 unless one of them is known to return: it has returned, or it has a name and named
+        sessions mostly return.
         """
+        likely, known = self._open_tokens
+        return known + likely if known else 0
+
+    @property
+    def growth_share(self) -> float:
+        """Expected growth of sessions that return relative to their size. Until it is seen it is
+        assumed, so that a first wave of named sessions leaves room."""
         if not self._turn_growth.value:
             continued, known = self._return_odds[True, True]
-            return _UNKNOWN_GROWTH * continued / known if self._has_names else 0.0
+            return _UNKNOWN_GROWTH * continued / known
         growth = self._turns_left.value * self._turn_growth.value
         return growth / max(self._mean_length.value, 1.0)
 
-    @property
-    def possible_growth(self) -> float:
-        """`growth_share`, but before the first growth is seen it is assumed of all sessions."""
-        if self._turn_growth.value or self._has_names:
-            return self.growth_share
-        continued, known = self._return_odds[False, True]
-        return _UNKNOWN_GROWTH * continued / known
-
     # -- inside -------------------------------------------------------------------------------
+
+    def _count(self, conversation: _Conversation, num_tokens: int) -> None:
+        """Count an open session as one of so many tokens, if those of its kind mostly return."""
+        self._uncount(conversation)
+        continued, known = self._return_odds[conversation.fate_key]
+        if continued >= _LEAST_ODDS * known:
+            conversation.is_known = conversation.is_named or conversation.num_thinks > 0
+            conversation.num_counted = max(0, num_tokens - conversation.num_shared)
+            self._open_tokens[conversation.is_known] += conversation.num_counted
+
+    def _uncount(self, conversation: _Conversation) -> None:
+        self._open_tokens[conversation.is_known] -= conversation.num_counted
+        conversation.num_counted = 0
+
+    def _note_idle(self, key: Key, conversation: _Conversation) -> None:
+        """Its last request has ended. Of several with one key the last one may be continued."""
+        conversation.is_idle = True
+        self._unresolved.append((conversation, conversation.num_turns))
+        if (other := self._idle.pop(key, None)) is not None:
+            self._uncount(other)
+        self._idle[key] = conversation
+        if len(self._idle) > MAX_CONVERSATIONS:
+            self._uncount(self._idle.popitem(last=False)[1])
+        if len(self._unresolved) > MAX_CONVERSATIONS:
+            self._uncount(self._unresolved.popleft()[0])
 
     def _expected_turns(self, conversation: _Conversation) -> float:
         """Further turns of a session, one of whose requests has just ended."""
@@ -210,9 +256,10 @@ class ReturnTimes:
         namespace, idle = state.request.params.namespace, self._idle
         sums = _checksums(state)
         for index in range(len(sums) - 1, -1, -1):  # the longest one first
-            conversation = idle.pop((namespace, index, sums[index]), None)
-            if conversation is not None:
-                return conversation
+            key = namespace, index, sums[index]
+            conversation = idle.get(key)
+            if conversation is not None and _begins_with(state, sums, conversation):
+                return idle.pop(key)
         return None
 
     def _expect(self, conversation: _Conversation, now: float) -> ReturnEstimate | None:
@@ -273,6 +320,7 @@ class ReturnTimes:
                 if now < (conversation.ended_at + late_s if late_at is None else late_at):
                     return
                 self._note_fate(conversation, is_continued=False)
+                self._uncount(conversation)
             self._unresolved.popleft()
 
 
@@ -286,8 +334,27 @@ def _checksums(state: RequestState) -> array[int]:
     return sums
 
 
-def _end_key(state: RequestState) -> Key:
+def _checksum(state: RequestState, sums: array[int], length: int) -> int:
+    """Of its first `length` tokens. O(1)."""
+    num_blocks = length // _BLOCK
+    rest = state.tokens.view(num_blocks * _BLOCK, length).tobytes()
+    return zlib.crc32(rest, sums[num_blocks - 1] if num_blocks else 0)
+
+
+def _begins_with(state: RequestState, sums: array[int], conversation: _Conversation) -> bool:
+    length = conversation.checked_len
+    return state.tokens.size > length and conversation.checksum == _checksum(state, sums, length)
+
+
+def _end_key(state: RequestState, conversation: _Conversation) -> Key:
+    """The key of a conversation whose request has ended. Without a session it also notes what the
+    next prompt begins with: the prompt and half of the answer, the end of which clients change.
+    The prompt alone is not enough: it may be sent again, or be the head of others."""
     if state.request.session:
         return state.request.session
     sums = _checksums(state)
-    return (state.request.params.namespace, len(sums) - 1, sums[-1] if sums else -state.arrival)
+    if not sums:
+        return (state.request.params.namespace, -1, -state.arrival)
+    conversation.checked_len = state.tokens.size - state.num_output // 2
+    conversation.checksum = _checksum(state, sums, conversation.checked_len)
+    return (state.request.params.namespace, len(sums) - 1, sums[-1])

@@ -6,6 +6,8 @@ import math
 import os
 import random
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -179,7 +181,7 @@ def test_the_shortest_job_comes_first_where_waiting_requests_do_not_fit(
     driver = PricedDriver(pages, max_running_requests=1, chunked_prefill_size=256)
     driver.add("first", prompt(1, 80), max_tokens=1)
     driver.run()
-    driver.add("running", prompt(2, 10), max_tokens=4, ignore_eos=True)
+    driver.add("running", prompt(2, 10), max_tokens=4, ignore_eos=True, session="chat")
     driver.step()
     driver.add("match", prompt(1, 80) + prompt(3, 70), max_tokens=1)
     driver.add("short", prompt(4, 10), max_tokens=1)
@@ -424,6 +426,177 @@ def test_where_all_fits_the_schedules_are_those_of_greedy_admission(policy: str)
     greedy, priced = (roomy_schedules(name, policy) for name in ("greedy", "priced"))
     assert max(len(step[0]) for step in greedy) == 8  # slots are short at times
     assert priced == greedy
+
+
+class Traffic:
+    """Kinds of requests that priced admission starts as greedy admission does. Tokens are so dear
+    that no request would run beside another, if sessions that return grew beyond the pool."""
+
+    def __init__(self, admission: str, num_pages: int, policy: str = "lpm") -> None:
+        self.driver = driver = Driver(
+            num_pages, admission=admission, policy=policy, clock=lambda: 0.0, max_overtake=4_096
+        )
+        self.count = 0
+        if admission == "priced":
+            costs = FixedCosts(0.9, 1.0)
+            costs.decode_step_s = 0.0
+            driver.scheduler.policy.costs = costs  # type: ignore[attr-defined]
+
+    def send(self, tokens: list[int], max_tokens: int = 4, **fields: Any) -> str:
+        self.count += 1
+        name = f"r{self.count}"
+        self.driver.add(name, tokens, max_tokens=max_tokens, ignore_eos=True, **fields)
+        return name
+
+    def run(self) -> None:
+        while self.driver.step() is not None:
+            self.driver.now += 0.01
+        self.driver.now += 0.01
+
+    def nothing_shared(self) -> None:
+        for _ in range(16):
+            self.send([2 + self.count % 40, *prompt(1_000 + self.count, 50)])
+        self.run()
+
+    def system_prompt(self) -> None:
+        head = prompt(1, 60)
+        for _ in range(24):
+            self.send(head + prompt(2_000 + self.count, 5))
+        self.run()
+
+    def system_prompt_one_by_one(self) -> None:
+        for _ in range(12):
+            self.send(prompt(2, 60) + prompt(3_000 + self.count, 20))
+            self.driver.step()
+            self.driver.now += 0.01
+        self.run()
+
+    def branches(self) -> None:
+        self.send(prompt(3, 80), 1)
+        self.run()
+        for number in range(16):
+            self.send([*prompt(3, 80), 5 + number], 20)
+        self.run()
+
+    def samples(self) -> None:
+        """Several of one prompt (n > 1), and of a second one."""
+        for number in range(12):
+            self.send(prompt(4 + number % 2, 60), 10, seed=number)
+        self.run()
+
+    def beams(self) -> None:
+        for number in range(4):
+            self.send(prompt(6 + number, 40), 6, beams=BeamParams(width=3))
+        self.run()
+
+    def tree_search(self) -> None:
+        """Each node is a named session, which is forked, scored, and closed."""
+        level = [prompt(7, 60)]
+        for _ in range(3):
+            names = {
+                name: self.send(text, 6, seed=number, session=name)
+                for text in level
+                for number in range(4)
+                for name in [f"node-{self.count}"]
+            }
+            self.run()
+            texts = [self.driver.runner.tokens[request] for request in names.values()]
+            for text in texts:
+                self.send([*text, 3, 4], 1, logprob_targets=[3, 4], max_len=len(text) + 3)
+            self.run()
+            for name in names:
+                self.driver.scheduler.sessions.close(name)
+            level = [list(text) for text in texts[:4]]
+
+    def chats(self, num_turns: int = 5) -> None:
+        """Eight chats without names, all at once, with the same think time."""
+        texts = [[49, *prompt(4_000 + self.count + number, 70)] for number in range(8)]
+        for _ in range(num_turns):
+            names = [self.send(text) for text in texts]
+            self.run()
+            texts = [self.driver.runner.tokens[name] + prompt(self.count, 10) for name in names]
+            self.driver.now += 1.0
+
+    def schedules(self) -> list[object]:
+        rows = (schedule.rows for schedule in self.driver.schedules)
+        return [(row.request_ids, row.starts, row.num_tokens, list(row.input_ids)) for row in rows]
+
+
+ONCE = (
+    Traffic.nothing_shared,
+    Traffic.system_prompt,
+    Traffic.system_prompt_one_by_one,
+    Traffic.branches,
+    Traffic.samples,
+    Traffic.beams,
+)
+
+
+@pytest.mark.parametrize("policy", ["lpm", "fcfs", "dfs-weight"])
+@pytest.mark.parametrize("num_pages", [100, 250, 600, 3_000])
+@pytest.mark.parametrize("kind", ONCE, ids=lambda kind: kind.__name__)
+def test_what_is_sent_once_has_the_schedules_of_greedy_admission(
+    kind: Callable[[Traffic], None], num_pages: int, policy: str
+) -> None:
+    """In pools that are short and in others, twice."""
+    schedules = []
+    for admission in ("greedy", "priced"):
+        traffic = Traffic(admission, num_pages, policy)
+        kind(traffic)
+        kind(traffic)
+        schedules.append(traffic.schedules())
+        assert traffic.driver.scheduler.num_held == 0
+    assert schedules[0] == schedules[1]
+
+
+@pytest.mark.parametrize("kind", [*ONCE, Traffic.tree_search], ids=lambda kind: kind.__name__)
+def test_growth_of_sessions_that_have_gone_holds_nothing(kind: Callable[[Traffic], None]) -> None:
+    """Chats that all fit, then other requests that fit, too; chats again while they wait."""
+    schedules = []
+    for admission in ("greedy", "priced"):
+        traffic = Traffic(admission, 10_000)
+        for _ in range(2):
+            kind(traffic)
+            traffic.chats()
+            traffic.driver.now += 10.0  # they are late
+            kind(traffic)
+        schedules.append(traffic.schedules())
+        assert traffic.driver.scheduler.num_held == 0
+    assert schedules[0] == schedules[1]
+
+
+def test_after_the_chats_prompts_in_a_short_pool_start_as_they_fit() -> None:
+    schedules = []
+    for admission in ("greedy", "priced"):
+        traffic = Traffic(admission, 1_000)
+        traffic.chats(3)
+        traffic.driver.now += 10.0
+        traffic.driver.schedules.clear()
+        num_held = traffic.driver.scheduler.num_held
+        traffic.nothing_shared()
+        traffic.nothing_shared()
+        schedules.append(traffic.schedules())
+        assert traffic.driver.scheduler.num_held == num_held
+    assert schedules[0] == schedules[1]
+
+
+def test_a_tree_search_has_the_schedules_of_greedy_admission() -> None:
+    for num_pages in (600, 1_500):
+        schedules = []
+        for admission in ("greedy", "priced"):
+            traffic = Traffic(admission, num_pages)
+            traffic.tree_search()
+            traffic.tree_search()
+            schedules.append(traffic.schedules())
+        assert schedules[0] == schedules[1]
+
+
+def test_growth_of_sessions_that_return_holds_prompts() -> None:
+    """The costs of `Traffic`, with chats that still come back: prompts wait for them."""
+    traffic = Traffic("priced", 1_000)
+    traffic.chats(3)
+    traffic.nothing_shared()
+    assert traffic.driver.scheduler.num_held > 0
 
 
 def storm(seed: int, steps: int) -> Counter[str]:
