@@ -117,6 +117,7 @@ class _Step(ctypes.Structure):
         ),
         ("num_adapters", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("given_rows", "given")),
+        ("num_given", ctypes.c_int64),
     )
 
 
@@ -147,7 +148,8 @@ class CompiledRows(NamedTuple):
     """Tokens whose embeddings are given."""
 
     rows: NDArray[np.int64]  # [T] of each token, its row of `embeddings`, -1: of none
-    embeddings: Tensor  # [n, H] float32, contiguous
+    embeddings: Tensor  # [n, 1 + L, H] float32, contiguous: for the first layer, and what is added
+    # after each of the first L layers
 
 
 class FusedDecoder:
@@ -231,6 +233,7 @@ class FusedDecoder:
         step.num_adapters = len(adapters)
         step.given_rows = None if given is None else given.rows.ctypes.data
         step.given = None if given is None else given.embeddings.data_ptr()
+        step.num_given = 0 if given is None else given.embeddings.shape[1]
         self._library.radixserve_set_threads(torch.get_num_threads())
         plan, kv = attention
         if kv is not self._checked_kv:

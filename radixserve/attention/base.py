@@ -103,7 +103,10 @@ class GivenRows(NamedTuple):
     """Tokens whose embeddings are given: rows of pictures."""
 
     places: IndexArray  # [n] of the tokens in the step, distinct
-    embeddings: Tensor  # [n, H], as the first layer takes them, in host memory
+    embeddings: Tensor  # [n, 1 + L, H] in host memory: as the first layer takes them, and what is
+    # added after each of the first L layers
+    rope_positions: IndexArray | None = None  # [T, D/2] of all tokens of the step: the position
+    # that turns each pair of a head; None: it is that of `ForwardBatch.positions`
 
 
 @dataclass(frozen=True, slots=True)

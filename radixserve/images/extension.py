@@ -31,8 +31,12 @@ class _Held(NamedTuple):
 class _OpenRequests(SchedulerExtension):
     """Knows the scheduler's requests."""
 
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+
     def attach(self, parts: SchedulerParts) -> None:
         self._requests = parts.requests
+        self._rows.read_requests(parts.requests)
 
     def needed(self) -> set[int]:
         """The first ids of pictures whose rows requests have not computed yet. O(requests)."""
@@ -52,7 +56,7 @@ class PictureExtension(EngineExtension):
     def __init__(self, engine: Engine, rows: Any, itemsize: int) -> None:
         """rows: the runner's `PictureRows`. itemsize: bytes of a number of an embedding."""
         self._engine, self._rows, self._itemsize = engine, rows, itemsize
-        self._open = _OpenRequests()
+        self._open = _OpenRequests(rows)
         engine.scheduler.plug_in(self._open)
         self._held: dict[str, _Held] = {}  # in their order
         self._encoding: tuple[Picture, Future[Any]] | None = None

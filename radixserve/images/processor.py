@@ -17,8 +17,11 @@ import numpy as np
 from radixserve.errors import InvalidRequest
 from radixserve.images.table import Processed
 
-# SmolVLM's own class needs packages for video; for a picture it does the same.
-_PROCESSORS = {"smolvlm": "idefics3"}
+# The family whose processor takes a family's pictures. SmolVLM's own needs packages for video.
+_PROCESSORS = {
+    "smolvlm": "idefics3",
+    **dict.fromkeys(("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen3_vl"),
+}
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 

@@ -66,12 +66,17 @@ class CpuDecoder(LanguageModel):
         if end > self._num_positions:
             self._rotations = [table.up_to(end) for table in self._rotaries]
             self._num_positions = min(map(len, self._rotations), default=end)
+        positions, rotations = batch.positions, self._rotations
+        if batch.given is not None and (pairs := batch.given.rope_positions) is not None:
+            places = torch.from_numpy(pairs)[:, None]
+            positions = torch.arange(len(pairs))
+            rotations = [table.gather(0, places) for table in rotations]
         return self._decoder.run(
             input_ids=batch.input_ids,
-            positions=batch.positions,
+            positions=positions,
             slots=batch.slot_mapping,
             sampled=batch.logits_indices,
-            rotations=self._rotations,
+            rotations=rotations,
             attention=attention,
             window_slots=None if window is None else window.slot_mapping,
             window_page_ids=None if window is None else window.kv_indices,

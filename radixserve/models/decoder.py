@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +58,13 @@ from radixserve_kernels.quantized import AnyWeight, dense
 logger = logging.getLogger("radixserve")
 
 TABLE_BYTES = 256 << 20  # of rotations, unless more positions are asked for
+
+
+class Turns(NamedTuple):
+    """How a step's tokens are turned: each by a row of the tables."""
+
+    positions: Tensor  # [T] int64, the rows
+    tables: tuple[Tensor, ...]  # of each rotary [n, D] float32
 
 
 class Decoder(LayeredModel):
@@ -135,10 +143,14 @@ class Decoder(LayeredModel):
         if lora is None and batch.adapters:
             lora = lora_of(batch.adapters, x.device)
         tokens, sampled = (None, None) if lora is None else lora
+        turns = self._turns(batch)
         for number in range(last):
-            mixed = self._mix(number, x, batch, backend, tokens)
+            mixed = self._mix(number, x, batch, backend, tokens, turns)
             x = self._finish_layer(number, mixed, x, residual, tokens)
-        mixed = self._mix(last, x, batch, backend, tokens)
+            if batch.given is not None and number + 1 < batch.given.embeddings.shape[1]:
+                _add_given(residual, batch.given, number + 1)
+                x = self._normed(residual, self._layers[number + 1].pre_attention_norm)
+        mixed = self._mix(last, x, batch, backend, tokens, turns)
         return self._finish(mixed, x, residual, batch.logits_indices, out, sampled)
 
     def _mix(
@@ -148,11 +160,19 @@ class Decoder(LayeredModel):
         batch: ForwardBatch,
         backend: AttentionBackend,
         lora: LoraRows | None,
+        turns: Turns,
     ) -> Tensor:
         kv_layer = self._kv_layers[number]
         kv = None if kv_layer is None else backend.layer_kv(kv_layer)
-        projected = self._project(number, x, batch.positions, kv, (), lora)
+        projected = self._project(number, x, turns, kv, (), lora)
         return self.mix(number, projected, batch, backend)
+
+    def _turns(self, batch: ForwardBatch) -> Turns:
+        if batch.given is None or batch.given.rope_positions is None:
+            return Turns(batch.positions, self.tables)
+        places = torch.from_numpy(batch.given.rope_positions).to(batch.positions.device)
+        tables = tuple(table.gather(0, places.repeat(1, 2)) for table in self.tables)
+        return Turns(torch.arange(len(places), device=places.device), tables)
 
     def pack_adapter(self, modules: Mapping[str, LoraModule]) -> DeviceLora:
         if self._group is not None:
@@ -172,7 +192,7 @@ class Decoder(LayeredModel):
             residual = residual * self._shape.embedding_scale
         if given is not None:
             places = torch.from_numpy(given.places).to(residual.device)
-            residual.index_copy_(0, places, given.embeddings.to(residual))
+            residual.index_copy_(0, places, given.embeddings[:, 0].to(residual))
         return self._normed(residual, self._layers[0].pre_attention_norm), residual
 
     def kv_layer(self, number: int) -> int | None:
@@ -204,13 +224,13 @@ class Decoder(LayeredModel):
         kv: LayerKV | None,
         out: Sequence[Tensor] = (),
     ) -> Sequence[Tensor]:
-        return self._project(number, x, positions, kv, out, None)
+        return self._project(number, x, Turns(positions, self.tables), kv, out, None)
 
     def _project(
         self,
         number: int,
         x: Tensor,
-        positions: Tensor,
+        turns: Turns,
         kv: LayerKV | None,
         out: Sequence[Tensor],
         lora: LoraRows | None,
@@ -224,18 +244,18 @@ class Decoder(LayeredModel):
         assert kv is not None
         size = (self._shape.num_heads + 2 * self._shape.num_kv_heads) * self._shape.head_dim
         if size == layer.num_columns:
-            return (self._turn_and_store(layer, columns, positions, kv, *out),)
+            return (self._turn_and_store(layer, columns, turns, kv, *out),)
         rest = columns[:, size:]
         if out:
             rest = out[1].copy_(rest)
         queries = out[0] if out else None
-        return self._turn_and_store(layer, columns[:, :size], positions, kv, queries), rest
+        return self._turn_and_store(layer, columns[:, :size], turns, kv, queries), rest
 
     def _turn_and_store(
         self,
         layer: DeviceLayer,
         qkv: Tensor,
-        positions: Tensor,
+        turns: Turns,
         kv: LayerKV,
         out: Tensor | None = None,
     ) -> Tensor:
@@ -248,9 +268,9 @@ class Decoder(LayeredModel):
             qk_norm = None
         return rope_and_store(
             qkv,
-            positions,
+            turns.positions,
             kv.slot_mapping,
-            None if layer.rotary is None else self.tables[layer.rotary],
+            None if layer.rotary is None else turns.tables[layer.rotary],
             kv.k_slots,
             kv.v_slots,
             shape.num_heads,
@@ -416,6 +436,12 @@ def _with_adapters(
 ) -> Tensor:
     """What a layer's weight gives for x [T, K], out [T, N], with what adapters add to it."""
     return out if lora is None else add_lora(x, lora, entry_of(number, product), out)
+
+
+def _add_given(residual: Tensor, given: GivenRows, feature: int) -> None:
+    """In place."""
+    places = torch.from_numpy(given.places).to(residual.device)
+    residual.index_add_(0, places, given.embeddings[:, feature].to(residual))
 
 
 def _scaled(x: Tensor, factor: float) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 TRANSPOSABLE = r"model\.layers\.\d+\.mlp\.experts\.(gate_up|down)_proj"  # see WeightReader
 WRAPPERS = (
@@ -16,8 +16,11 @@ WRAPPERS = (
     *("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "SmolVLM"),
 )
 # Wrappers whose text model computes the rows of a picture as it computes text: a token sees those
-# before it, and its position is its place in the sequence.
-WITH_PICTURES = (*("Idefics3", "InternVL", "Llava", "LlavaNext", "Mistral3", "SmolVLM"),)
+# before it. See `MRope` for positions, which are places in the sequence where there is none.
+WITH_PICTURES = (
+    *("Idefics3", "InternVL", "Llava", "LlavaNext", "Mistral3", "Qwen2VL", "Qwen2_5_VL"),
+    *("Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "SmolVLM"),
+)
 # Text models that scale all embeddings in their forward pass, those of pictures too.
 _SCALING = ("granite",)
 # These text models rotate queries and keys by time, height and width. For text all three are the
@@ -28,11 +31,28 @@ _FAMILIES = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
+_SECTIONS = {  # pairs of a head by time, height and width where a config does not say
+    "qwen2_vl_text": (16, 24, 24),
+    "qwen2_5_vl_text": (16, 24, 24),
+    "qwen3_vl_text": (24, 20, 20),
+    "qwen3_vl_moe_text": (24, 20, 20),
+    "qwen3_5_text": (11, 11, 10),
+    "qwen3_5_moe_text": (11, 11, 10),
+}
+_SPLIT = ("qwen2_vl_text", "qwen2_5_vl_text")  # whose sections follow each other; others alternate
 _NAMES = {  # prefixes of the text model's tensors in the layouts that transformers has had
     r"^(?:language_model\.model|model\.language_model|model\.text_model)\.": "model.",
     r"^model\.(?=(?:embed_tokens|layers|norm)\.)": "model.",
     r"^(?:language_model\.)?lm_head\.": "lm_head.",
 }
+
+
+class MRope(NamedTuple):
+    """How the rows of pictures are placed by time, height and width (M-RoPE)."""
+
+    axes: tuple[int, ...]  # which of the three turns each pair of a head
+    merge_size: int  # patches of a side that make a row
+    num_deepstack: int = 0  # first layers after which features are added to the rows
 
 
 def text_config(config: Any) -> Any | None:
@@ -71,10 +91,32 @@ def picture_refusal(config: Any) -> str:
     family = str(names[0]).removesuffix("ForConditionalGeneration")
     if family not in WITH_PICTURES:
         return f"pictures of {names[0]} are not built; built are {', '.join(WITH_PICTURES)}"
-    text = config.get_text_config().model_type
-    if text in _SCALING:
-        return f"pictures beside a text model of the family {text} are not built"
+    text = config.get_text_config()
+    if text.model_type in _SCALING:
+        return f"pictures beside a text model of the family {text.model_type} are not built"
+    mrope, layers = mrope_of(config), text.num_hidden_layers
+    if mrope is not None and mrope.num_deepstack >= layers:
+        return f"{mrope.num_deepstack} deepstack features need more than {layers} layers"
     return ""
+
+
+def mrope_of(config: Any) -> MRope | None:
+    """The M-RoPE of transformers' config of a wrapper; None where positions have one part."""
+    text = config.get_text_config()
+    if text.model_type not in _SECTIONS:
+        return None
+    sections = text.rope_parameters.get("mrope_section", _SECTIONS[text.model_type])
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    axes = [0] * (head_dim // 2)
+    if text.model_type in _SPLIT:
+        axes = [axis for axis, size in enumerate(sections) for _ in range(size)]
+    else:
+        for axis in (1, 2):
+            places = range(axis, min(3 * sections[axis], len(axes)), 3)
+            for place in places:
+                axes[place] = axis
+    deep = getattr(config.vision_config, "deepstack_visual_indexes", None) or ()
+    return MRope(tuple(axes), config.vision_config.spatial_merge_size, len(deep))
 
 
 def text_name(name: str) -> str | None:

@@ -21,7 +21,14 @@ from radixserve.models.gguf_config import gguf_config, gguf_eos_ids
 from radixserve.models.gguf_source import GgufWeights, rope_factors
 from radixserve.models.given_weights import GivenWeights, digest_of
 from radixserve.models.hub import find_or_fetch
-from radixserve.models.multimodal import TRANSPOSABLE, picture_refusal, text_config, text_name
+from radixserve.models.multimodal import (
+    TRANSPOSABLE,
+    MRope,
+    mrope_of,
+    picture_refusal,
+    text_config,
+    text_name,
+)
 from radixserve.models.names import (
     CONFIG_FILE,
     PACKAGED,
@@ -90,6 +97,7 @@ class ModelSource:
     gguf: GgufFile | None = None  # the open file, where `path` is one
     is_text_part: bool = False  # of a checkpoint that has parts for images too
     no_pictures: str = "the model takes text only"  # why pictures are refused; "": they are not
+    mrope: MRope | None = None  # of a model that takes pictures, where its positions have parts
     packaged: str = ""  # its name in PACKAGED
     given: Mapping[str, Tensor] | None = None  # weights to use in place of those of `path`
 
@@ -236,4 +244,6 @@ def checkpoint(folder: Path) -> ModelSource:
         text = text_config(config)
     if text is None:
         return ModelSource(config, folder)
-    return ModelSource(text, folder, is_text_part=True, no_pictures=picture_refusal(config))
+    refusal = picture_refusal(config)
+    mrope = None if refusal else mrope_of(config)
+    return ModelSource(text, folder, is_text_part=True, no_pictures=refusal, mrope=mrope)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,14 @@ class VisionTower:
 
     @torch.inference_mode()
     def encode(self, inputs: Mapping[str, NDArray[Any]]) -> Tensor:
-        """Returns the embeddings [n, H] of a picture's rows, in order, as the first layer of the
-        text model takes them. In host memory: no step waits for what a device does beside it."""
+        """Returns the embeddings [n, 1 + L, H] of a picture's rows, in order, see `GivenRows`. In
+        host memory: no step waits for what a device does beside it."""
         with self._lock:
             tensors = {name: self._tensor(array) for name, array in inputs.items()}
             made = self._model.get_image_features(**tensors, return_dict=True)
             features = made.pooler_output if hasattr(made, "pooler_output") else made
-            parts = [features] if isinstance(features, Tensor) else list(features)
-            rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+            deep = getattr(made, "deepstack_features", None) or ()
+            rows = torch.stack([_joined(one) for one in (features, *deep)], 1)
             return rows.to(self._dtype).cpu().contiguous()
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
@@ -64,10 +64,16 @@ class VisionTower:
         return model.to(self._device).eval()
 
 
-def check_rows(rows: Tensor, num_rows: int, hidden_size: int) -> None:
+def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
+    """[n, H] the features of all parts of a picture."""
+    parts = [features] if isinstance(features, Tensor) else features
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+
+
+def check_rows(rows: Tensor, shape: tuple[int, int, int]) -> None:
     """Raise ModelNotSupported where a picture has other embeddings than its prompt has rows."""
-    if rows.shape != (num_rows, hidden_size):
+    if rows.shape != shape:
         raise ModelNotSupported(
-            f"the vision tower makes {tuple(rows.shape)} embeddings of a picture with {num_rows} "
-            f"rows of {hidden_size} in its prompt"
+            f"the vision tower makes {tuple(rows.shape)} embeddings of a picture with {shape[0]} "
+            f"rows of {shape[1]} x {shape[2]} features in its prompt"
         )

@@ -185,7 +185,7 @@ class SingleDeviceRunner(ModelRunner):
         if not self.no_pictures and parts.source.path is not None:
             tower = VisionTower(parts.source.path, info.dtype, parts.device)
             most = parse_bytes(config.image_memory, "image_memory")
-            self.pictures = PictureRows(tower, info.hidden_size, most)
+            self.pictures = PictureRows(tower, info.hidden_size, most, parts.source.mrope)
 
     def pack_adapter(self, modules: Mapping[str, Any]) -> Any:
         return self.model.pack_adapter(modules)

@@ -97,7 +97,7 @@ class CpuModelRunner(SingleDeviceRunner):
             batch = replace(batch, recurrent=self._begin_states(inputs))
         if self.pictures is not None:
             with torch.inference_mode():
-                batch = replace(batch, given=self.pictures.take(inputs.input_ids))
+                batch = replace(batch, given=self.pictures.take(inputs))
         if schedule.rows.adapters:
             batch = replace(batch, adapters=adapter_rows(inputs, self._adapters))
         if self._window_table is not None:

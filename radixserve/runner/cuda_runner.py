@@ -202,7 +202,7 @@ class CudaModelRunner(SingleDeviceRunner):
     def _launch(self, schedule: SchedulerOutput, began: float) -> PendingStep:
         states = self._plan_states(schedule)
         inputs = prepare_inputs(schedule.rows, self.pool.page_size)
-        given = None if self.pictures is None else self.pictures.take(inputs.input_ids)
+        given = None if self.pictures is None else self.pictures.take(inputs)
         groups = adapter_rows(inputs, self._adapters) if schedule.rows.adapters else []
         graphs = self._graphs_with_adapters() if groups else self._graphs
         graph = graphs.pick(inputs) if given is None else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -12,17 +12,24 @@ import torch
 from torch import Tensor
 
 from radixserve.attention.base import GivenRows, IndexArray
+from radixserve.models.multimodal import MRope
 from radixserve.models.vision_tower import VisionTower, check_rows
 from radixserve.picture import Picture
 from radixserve.request import FIRST_PICTURE_ID
+from radixserve.runner.input_batch import InputBatch
+from radixserve.runner.picture_positions import OpenRequest, PicturePositions
 
 
 class PictureRows:
     """Embeddings by picture, of the last ones used. `encode` may be called from any thread, the
     others from the engine's."""
 
-    def __init__(self, tower: VisionTower, hidden_size: int, max_bytes: int) -> None:
+    def __init__(
+        self, tower: VisionTower, hidden_size: int, max_bytes: int, mrope: MRope | None = None
+    ) -> None:
         self.max_bytes = max_bytes
+        self._positions = None if mrope is None else PicturePositions(mrope)
+        self._num_features = 1 if mrope is None else 1 + mrope.num_deepstack
         self.num_bytes = 0
         self.num_encoded = 0
         self._tower, self._hidden_size = tower, hidden_size
@@ -40,6 +47,11 @@ class PictureRows:
         self._rows.clear()
         self.num_bytes = 0
 
+    def read_requests(self, requests: Mapping[str, OpenRequest]) -> None:
+        """Steps have rows of these open requests, by id."""
+        if self._positions is not None:
+            self._positions.requests = requests
+
     def know(self, picture: Picture) -> None:
         """Steps may have rows of this picture as long as it lives."""
         if picture.first_id not in self._known:
@@ -47,9 +59,10 @@ class PictureRows:
             self._starts = np.array(sorted(self._known), np.int64)
 
     def encode(self, picture: Picture) -> Tensor:
-        """Returns its embeddings [num_rows, H]. Takes long. Raises ModelNotSupported."""
+        """Returns its embeddings, as `GivenRows` has them. Takes long. Raises
+        ModelNotSupported."""
         rows = self._tower.encode(picture.inputs)
-        check_rows(rows, picture.num_rows, self._hidden_size)
+        check_rows(rows, (picture.num_rows, self._num_features, self._hidden_size))
         with self._count_lock:
             self.num_encoded += 1
         return rows
@@ -77,14 +90,16 @@ class PictureRows:
     def has_room(self, picture: Picture, itemsize: int, pinned: Set[int]) -> bool:
         """Whether its embeddings and the pinned ones take at most max_bytes, or it is alone."""
         taken = sum(self._rows[first_id].nbytes for first_id in pinned & self._rows.keys())
-        needed = picture.num_rows * self._hidden_size * itemsize
+        needed = picture.num_rows * self._num_features * self._hidden_size * itemsize
         return not taken or taken + needed <= self.max_bytes
 
-    def take(self, input_ids: IndexArray) -> GivenRows | None:
+    def take(self, inputs: InputBatch) -> GivenRows | None:
         """Returns the embeddings of a step's tokens that are rows of pictures, None where none is,
-        and makes these tokens of the vocabulary, in place.
+        and makes these tokens of the vocabulary, in place. Sets positions, too.
 
         Encodes what is not kept: what was dropped from the K/V cache after its request came."""
+        rope_positions = None if self._positions is None else self._positions.set(inputs)
+        input_ids = inputs.input_ids
         places = np.flatnonzero(input_ids >= FIRST_PICTURE_ID)
         if not len(places):
             return None
@@ -99,7 +114,7 @@ class PictureRows:
         ]
         order = np.concatenate([places[first_ids == one] for one in _in_order(first_ids)])
         input_ids[places] = 0
-        return GivenRows(order, torch.cat(embeddings))
+        return GivenRows(order, torch.cat(embeddings), rope_positions)
 
     def _rows_of(self, first_id: int) -> Tensor:
         rows = self._rows.get(first_id)

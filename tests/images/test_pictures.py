@@ -12,6 +12,7 @@ import pytest
 from radixserve import Runtime, SamplingParams
 from tests.images.vision_checkpoints import (
     FAMILIES,
+    MORE_FAMILIES,
     load_vision_reference,
     make_vision_checkpoint,
     picture,
@@ -39,7 +40,10 @@ class Case(NamedTuple):
     expected: dict[str, tuple[int, list[int], list[float]]]  # prompt tokens, tokens, logprobs
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=[*FAMILIES, *(pytest.param(family, marks=pytest.mark.long) for family in MORE_FAMILIES)],
+)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = make_vision_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
     model, expected = load_vision_reference(folder), {}
@@ -117,7 +121,7 @@ def test_branches_inside_and_after_a_picture(runtime: Runtime) -> None:
             branch.extend([65, 66])
             out = branch.generate(PARAMS)
         assert (out.token_ids, out.logprobs) == (want.token_ids, want.logprobs)
-        assert out.usage.computed_tokens == 2
+        assert out.usage.computed_tokens == 2 + out.usage.missing_state_tokens
 
 
 def test_a_chat_computes_new_tokens_only(runtime: Runtime) -> None:
@@ -142,6 +146,17 @@ def test_many_requests_encode_a_picture_once(case: Case) -> None:
         assert counts(runtime)["encoded"] == 1
         first_row = int((runtime.tokenize(chats[0]) >= 1 << 30).argmax())
         assert sum(out.usage.cached_tokens <= first_row for out in outs) == 1
+
+
+def test_beams_go_on_after_pictures(runtime: Runtime) -> None:
+    """Their tokens have the log-probabilities that a prompt with them has."""
+    ids = runtime.tokenize(CHATS["turns"])
+    scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    for beam in runtime.beam_search(CHATS["turns"], 2, max_tokens=4, length_penalty=0.0):
+        out = runtime.generate([*ids.tolist(), *beam.token_ids], scored)
+        assert out.prompt_logprobs is not None
+        new = [value or 0.0 for value in out.prompt_logprobs[len(ids) :]]
+        assert sum(new) == pytest.approx(beam.score, abs=1e-3)
 
 
 def test_embeddings_outlive_what_the_cache_dropped(case: Case) -> None:

@@ -38,8 +38,22 @@ _TOKENS = {  # of each family's tokenizer, by their attribute names
     },
 }
 _TOKENS["smolvlm"] = _TOKENS["idefics3"]
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")  # with positions in three parts
+MORE_FAMILIES = ("qwen3_vl_moe", "qwen3_5_moe")  # like another family but for their text model
+QWEN = (*QWEN, *MORE_FAMILIES)
+_TOKENS |= {
+    family: {
+        "image_token": "<|image_pad|>",
+        "video_token": "<|video_pad|>",
+        "vision_start_token": "<|vision_start|>",
+        "vision_end_token": "<|vision_end|>",
+    }
+    for family in QWEN
+}
+_MARKERS = {"internvl": "<IMG_CONTEXT>", "mistral3": "[IMG]"}  # of the others "<image>"
+_MARKERS |= dict.fromkeys(QWEN, "<|image_pad|>")
 _TILES = [f"<row_{row}_col_{col}>" for row in (1, 2) for col in (1, 2)]
-FAMILIES = tuple(_TOKENS)
+FAMILIES = tuple(family for family in _TOKENS if family not in MORE_FAMILIES)
 _CLIP = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 16}
 _CLIP |= {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56, "patch_size": 14}
 _GRID = [[56, 112], [112, 56], [112, 112]]
@@ -48,7 +62,7 @@ _GRID = [[56, 112], [112, 56], [112, 112]]
 def make_vision_checkpoint(folder: Path, family: str) -> Path:
     """A seeded wrapper in float32 under its published class, with its processor's files."""
     tokenizer = _make_tokenizer(folder, family)
-    marker = {"internvl": "<IMG_CONTEXT>", "mistral3": "[IMG]"}.get(family, "<image>")
+    marker = _MARKERS.get(family, "<image>")
     image_id = tokenizer.convert_tokens_to_ids(marker)
     _make_model(folder, family, image_id)
     _make_processor(folder, family, tokenizer)
@@ -168,7 +182,9 @@ def _make_tokenizer(folder: Path, family: str) -> Any:
         eos_token="<|eos|>",
         extra_special_tokens=_TOKENS[family],
     )
-    marker = {"internvl": "<IMG_CONTEXT>", "mistral3": "[IMG]"}.get(family, "<image>")
+    marker = _MARKERS.get(family, "<image>")
+    if family in QWEN:
+        marker = f"<|vision_start|>{marker}<|vision_end|>"
     tokenizer.chat_template = (
         "{{ bos_token }}{% for message in messages %}{{ '<|' + message.role + '|>' }}"
         "{% if message.content is string %}{{ message.content }}{% else %}"
@@ -181,6 +197,54 @@ def _make_tokenizer(folder: Path, family: str) -> Any:
 
 
 def _make_model(folder: Path, family: str, image_id: int) -> None:
+    kind, parts = _qwen_parts(family) if family in QWEN else _parts(family)
+    config = getattr(transformers, f"{kind}Config")(
+        **parts,
+        image_token_index=image_id,
+        image_token_id=image_id,
+        pad_token_id=None,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        wrapper = getattr(transformers, f"{kind}ForConditionalGeneration")
+        model = wrapper._from_config(config, attn_implementation="eager").eval().float()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+                elif "language_model" not in name and "text_model.layers" not in name:
+                    parameter.mul_(8)  # so that pictures matter
+    assert SIZES["vocab_size"] == model.config.get_text_config().vocab_size
+    model.save_pretrained(folder)
+
+
+def _qwen_parts(family: str) -> tuple[str, dict[str, Any]]:
+    vision: dict[str, Any] = {"depth": 2, "num_heads": 2, "patch_size": 14, "spatial_merge_size": 2}
+    vision |= {"hidden_size": 16, "intermediate_size": 16, "out_hidden_size": 64}
+    if family == "qwen2_vl":
+        vision |= {"embed_dim": 16, "hidden_size": 64}
+    if family == "qwen2_5_vl":
+        vision |= {"window_size": 56, "fullatt_block_indexes": [1]}
+    if family in ("qwen3_vl", "qwen3_vl_moe"):
+        vision |= {"deepstack_visual_indexes": [0, 1]}
+    kind, base, sections = {
+        "qwen2_vl": ("Qwen2VL", "qwen2", [2, 3, 3]),
+        "qwen2_5_vl": ("Qwen2_5_VL", "qwen2", [2, 3, 3]),
+        "qwen3_vl": ("Qwen3VL", "qwen3", [6, 5, 5]),
+        "qwen3_vl_moe": ("Qwen3VLMoe", "qwen3_moe", [6, 5, 5]),
+        "qwen3_5": ("Qwen3_5", "qwen3_5", [1, 1, 0]),
+        "qwen3_5_moe": ("Qwen3_5Moe", "qwen3_5_moe", [1, 1, 0]),
+    }[family]
+    text = make_config(base, num_hidden_layers=3).to_dict()
+    rope = {"rope_type": "default", "rope_theta": 1e4, **text["rope_parameters"]}
+    fields = {name: value for name, value in text.items() if name != "model_type"}
+    fields |= {"rope_parameters": {**rope, "mrope_section": sections}}
+    fields["max_position_embeddings"] = 1024
+    return kind, {"text_config": fields, "vision_config": vision}
+
+
+def _parts(family: str) -> tuple[str, dict[str, Any]]:
     text = {"llava": "qwen2", "mistral3": "mistral", "internvl": "qwen2"}.get(family, "llama")
     kinds = {"llava": "Llava", "llava_next": "LlavaNext", "idefics3": "Idefics3"}
     kinds["smolvlm"] = "SmolVLM"
@@ -198,27 +262,8 @@ def _make_model(folder: Path, family: str, image_id: int) -> None:
     if family == "internvl":
         sizes = {"image_size": [56, 56], "patch_size": [14, 14]}
         vision, more = {**_CLIP, **sizes, "model_type": "internvl_vision"}, {"image_seq_length": 4}
-    config = getattr(transformers, f"{kind}Config")(
-        text_config={**make_config(text).to_dict(), "max_position_embeddings": 1024},
-        vision_config=vision,
-        image_token_index=image_id,
-        image_token_id=image_id,
-        pad_token_id=None,
-        tie_word_embeddings=False,
-        **more,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        wrapper = getattr(transformers, f"{kind}ForConditionalGeneration")
-        model = wrapper._from_config(config, attn_implementation="eager").eval().float()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if parameter.ndim == 1:
-                    parameter.add_(0.2 * torch.randn_like(parameter))
-                elif "language_model" not in name and "text_model.layers" not in name:
-                    parameter.mul_(8)  # so that pictures matter
-    assert SIZES["vocab_size"] == model.config.get_text_config().vocab_size
-    model.save_pretrained(folder)
+    text_config = {**make_config(text).to_dict(), "max_position_embeddings": 1024}
+    return kind, {"text_config": text_config, "vision_config": vision, **more}
 
 
 def _make_processor(folder: Path, family: str, tokenizer: Any) -> None:
@@ -269,6 +314,12 @@ def _make_processor(folder: Path, family: str, tokenizer: Any) -> None:
             "InternVLProcessor",
         ),
     }
+    for name in QWEN:
+        kind = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL"}.get(name, "Qwen3VL")
+        sizes = {"shortest_edge": 28 * 28 * 9, "longest_edge": 28 * 28 * 20}
+        patches = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+        images = {"image_processor_type": "Qwen2VLImageProcessor", "size": sizes, **patches}
+        kinds[name] = images, {}, f"{kind}Processor"
     kinds["smolvlm"] = ({**kinds["idefics3"][0]}, {**kinds["idefics3"][1]}, "SmolVLMProcessor")
     kinds["smolvlm"][0]["image_processor_type"] = "SmolVLMImageProcessor"
     images, own, kind = kinds[family]

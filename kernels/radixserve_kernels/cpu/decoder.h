@@ -216,7 +216,7 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
             for (int64_t i = first; i < last; i++) {
                 float *to = residual + i * residual_stride;
                 if (step.given_rows && step.given_rows[i] >= 0)
-                    memcpy(to, step.given + step.given_rows[i] * shape.hidden, shape.hidden * sizeof(float));
+                    memcpy(to, given(step, i, 0), shape.hidden * sizeof(float));
                 else
                     embed(embedding, step.input_ids[i], shape.hidden, shape.embedding_scale, to);
             }
@@ -257,12 +257,34 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
                 add_layer_input(thread, count, number);
                 post_norm = layer.own_input->norm;
             }
+            if (int64_t(number) + 1 < step.num_given) {
+                if (post_norm) make_input(thread, count, post_norm, nullptr), post_norm = nullptr;
+                add_given(thread, step, number + 1);
+            }
             make_input(thread, count, post_norm, is_last ? norm : layers[number + 1].pre_attention_norm,
                        float(layer.scale));
         }
         linear<float>(thread, input, hidden_stride, step.num_sampled, head, nullptr, step.logits, shape.vocab,
                       shape.logit_scale);
         if (shape.logit_soft_cap) cap_logits(thread, step.logits, step.num_sampled * shape.vocab);
+    }
+
+    // Part `number` of what is given for token i.
+    const float *given(const Step &step, int64_t i, int64_t number) const {
+        return step.given + (step.given_rows[i] * step.num_given + number) * shape.hidden;
+    }
+
+    // Adds a later part of what is given to the residual, after another layer than the last.
+    void add_given(const TeamThread &thread, const Step &step, int64_t number) {
+        thread.share(step.num_tokens, price(2.0 * step.num_tokens * shape.hidden, 0), [&](int64_t first, int64_t last) {
+            for (int64_t i = first; i < last; i++) {
+                if (step.given_rows[i] < 0) continue;
+                const float *from = given(step, i, number);
+                float *to = residual + i * residual_stride;
+                for (int64_t k = 0; k < shape.hidden; k++) to[k] += from[k];
+            }
+        });
+        thread.barrier();
     }
 
     // Where a row of `attended` has what a recurrence beside attention gives.

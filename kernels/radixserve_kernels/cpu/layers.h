@@ -121,7 +121,8 @@ struct Step {
     const void *adapters;      // LoraGroup [num_adapters] of rows that have an adapter, see lora.h
     int64_t num_adapters;
     const int64_t *given_rows;  // [num_tokens] of tokens whose embeddings are given, else -1; null: of none
-    const float *given;         // [rows][hidden] these embeddings
+    const float *given;         // [rows][num_given][hidden] these embeddings, and what is added after the first layers
+    int64_t num_given;
 };
 
 template <class T, class A> struct LoraTerm;  // what adapters add to a product, see lora.h; in products null for nothing
