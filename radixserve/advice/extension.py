@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from radixserve.advice.fingerprints import Fingerprints, namespace_salt, prefix_ids
+from radixserve.advice.fingerprints import Fingerprints, Hashes, Piece, namespace_salt
 from radixserve.advice.messages import GetAdvice
 from radixserve.advice.report import advice_line
 from radixserve.advice.reuse_curve import LEAST_BLOCK, ReuseCurve, Use
@@ -18,7 +20,7 @@ from radixserve.arrays import IntArray
 from radixserve.cache import PrefixCache
 from radixserve.engine.extension import EngineExtension
 from radixserve.engine.messages import EngineMessage
-from radixserve.output import Finish
+from radixserve.output import Finish, Usage
 from radixserve.reports import AdviceStats, CacheAdvice, CurvePoint
 from radixserve.request import Request
 
@@ -27,6 +29,7 @@ REACH = 4  # the curve remembers this many times the pool
 ENOUGH = 0.95  # part of the reusable tokens that the advised size reuses
 REGRET_S = 60.0
 GIB = 1 << 30
+_MOST_QUEUED, _MOST_QUEUED_TOKENS = 32, 1 << 13  # arrivals and ends, and tokens, before a look
 _MOST_SALTS = 16  # namespaces that are compared: those used last
 _SHARES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)  # of the pool, in the curve
 
@@ -51,20 +54,30 @@ class ComputedTokens:
     diverged: int = 0
 
 
+class _Arrival(NamedTuple):
+    request: Request
+    time: float
+
+
+class _End(NamedTuple):
+    request: Request
+    output_ids: Sequence[int]
+    usage: Usage
+
+
 class _Open(NamedTuple):
     """A request that has arrived and has not ended."""
 
     use: Use
-    salt: int
-    last_sum: int  # `Fingerprints.sums` of its prompt
-    end_blocks: list[int]  # of its prompt, behind those that could be reused: one or none
+    hashes: Hashes  # of its prompt
     num_elsewhere: int  # leading blocks that another namespace has
     was_open: bool  # whether the last user of its known blocks had not ended
     is_recent: bool  # whether that one arrived within REGRET_S before
 
 
 class AdviceExtension(EngineExtension):
-    """Keeps the reuse distances of prompts, and counts why tokens were computed.
+    """Keeps the reuse distances of prompts, and counts why tokens were computed. Requests are noted
+    when they arrive and end, and looked at some at a time, which costs a fraction.
 
     bytes_per_token  of K/V
     has_blocks       whether the cache matches whole pages only
@@ -92,12 +105,14 @@ class AdviceExtension(EngineExtension):
         self._most_chunks = most_blocks
         self._chunks: tuple[set[int], set[int]] = (set(), set())  # young and old, of text cached
         self._prints = Fingerprints()
+        self._queue: list[_Arrival | _End] = []  # in order, not looked at yet
+        self._num_queued = 0  # tokens
         self._salts: dict[int, None] = {}  # of namespaces, the last used one last
         self._open: dict[str, _Open] = {}
         self._open_numbers: set[int] = set()
         self._recent: deque[tuple[float, int]] = deque()  # (second, its first request's number)
         self._began, self._num_requests = clock(), 0
-        self.computed = ComputedTokens()
+        self._computed = ComputedTokens()
         self._reused_tokens = self._regretted_tokens = 0
 
     # -- calls of the engine ------------------------------------------------------------------
@@ -109,25 +124,10 @@ class AdviceExtension(EngineExtension):
         release: Callable[[int], None],  # noqa: ARG002
     ) -> bool:
         """Notes that a request arrives; holds none back."""
-        tokens, curve = request.keyed_tokens(), self._curve
-        salt = namespace_salt(str(request.namespace))
-        sums = self._prints.sums(tokens)
-        blocks: list[int] = prefix_ids(sums[curve.ends(len(tokens)) - 1], salt).tolist()
-        num_usable = curve.num_blocks(len(tokens) - 1)
-        usable = blocks[:num_usable]
-        use = curve.arrive(usable, len(tokens))
-        unknown = usable[use.num_known :]
-        num_elsewhere = use.num_known
-        if unknown and len(self._salts) > (salt in self._salts):
-            num_elsewhere += self._num_elsewhere(unknown, salt)
-        self._note_salt(salt)
-        was_open = use.last_user in self._open_numbers
-        is_recent = use.last_user >= self._first_recent(use.number)
-        last_sum, end_blocks = int(sums[-1]), blocks[num_usable:]
-        self._open[request.request_id] = _Open(
-            use, salt, last_sum, end_blocks, num_elsewhere, was_open, is_recent
-        )
-        self._open_numbers.add(use.number)
+        self._queue.append(_Arrival(request, self._clock()))
+        self._num_queued += len(request.token_ids)
+        if self._num_queued >= _MOST_QUEUED_TOKENS:
+            self._follow()
         return False
 
     def on_finish(
@@ -137,24 +137,13 @@ class AdviceExtension(EngineExtension):
         finish: Finish,
         arrived_at: float,  # noqa: ARG002
     ) -> None:
-        """Count why the request's tokens were computed, and note what it leaves in the cache."""
-        opened = self._open.pop(request.request_id, None)
-        if opened is None:
-            return
-        self._open_numbers.discard(opened.use.number)
-        self._num_requests += 1
-        prompt, output = request.keyed_tokens(), np.asarray(output_ids[:-1], np.int32)
-        if request.adapter is not None:
-            output += request.adapter.token_mark
-        self._count(opened, prompt, output, finish)
-        curve, blocks, num_prompt = self._curve, opened.end_blocks, len(prompt)
-        if len(output):
-            sums = self._prints.sums(output, num_prompt, opened.last_sum)
-            ends = curve.ends(num_prompt + len(output), num_prompt) - num_prompt
-            blocks = blocks + prefix_ids(sums[ends - 1], opened.salt).tolist()
-        curve.extend(opened.use.number, blocks, curve.num_blocks(num_prompt - 1))
+        """Notes that a request has ended: why its tokens were computed, what it leaves cached."""
+        self._queue.append(_End(request, output_ids, finish.usage))
+        if len(self._queue) >= _MOST_QUEUED:
+            self._follow()
 
     def on_reset(self, namespace: str | None) -> None:
+        self._follow()
         if namespace is None:
             self._curve.forget()
             self._chunks = (set(), set())
@@ -173,10 +162,17 @@ class AdviceExtension(EngineExtension):
         }
         return dict(report)
 
+    @property
+    def computed(self) -> ComputedTokens:
+        """The computed tokens so far, by reason."""
+        self._follow()
+        return self._computed
+
     # -- the advice ---------------------------------------------------------------------------
 
     def advice(self) -> CacheAdvice:
         """See `Runtime.advice`. O(1)."""
+        self._follow()
         curve, pool, each = self._curve, self._pool_tokens, self._bytes_per_token
         now = self.point(pool)
         advice: CacheAdvice = {
@@ -198,19 +194,81 @@ class AdviceExtension(EngineExtension):
 
     def point(self, tokens: float) -> CurvePoint:
         """A cache size, and the hit rate that LRU would have had so far."""
+        self._follow()
         count = round(tokens)
         rate = self._curve.hit_tokens(tokens) / max(1, self._curve.prompt_tokens)
         return {"tokens": count, "bytes": count * self._bytes_per_token, "hit_rate": rate}
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _count(self, opened: _Open, prompt: IntArray, output: IntArray, finish: Finish) -> None:
-        usage, counts = finish.usage, self.computed
+    def _follow(self) -> None:
+        """Look at the noted requests. Hashing many at once is what makes it cheap."""
+        if not self._queue:
+            return
+        queue, self._queue, self._num_queued = self._queue, [], 0
+        arrivals = [one for one in queue if isinstance(one, _Arrival)]
+        pieces = [
+            Piece(one.request.keyed_tokens(), _salt_of(one.request.namespace)) for one in arrivals
+        ]
+        prompts = dict(
+            zip((one.request.request_id for one in arrivals), self._hash(pieces), strict=True)
+        )
+        answered, pieces = [], []
+        for one in queue:
+            if isinstance(one, _End) and len(one.output_ids) > 1:
+                name = one.request.request_id
+                opened = self._open.get(name)
+                prompt = prompts.get(name) if opened is None else opened.hashes
+                if prompt is not None:
+                    answered.append(name)
+                    pieces.append(prompt.end._replace(tokens=_answer(one)))
+        answers = dict(zip(answered, self._hash(pieces), strict=True))
+        for one in queue:
+            name = one.request.request_id
+            if isinstance(one, _Arrival):
+                self._arrive(one, prompts[name])
+            elif name in self._open:
+                self._end(self._open.pop(name), one.usage, answers.get(name))
+
+    def _hash(self, pieces: list[Piece]) -> list[Hashes]:
+        if not pieces:
+            return []
+        curve = self._curve
+        spans = [(one.start, one.start + len(one.tokens)) for one in pieces]
+        blocks = [slice(curve.num_blocks(low), curve.num_blocks(high)) for low, high in spans]
+        return self._prints.hash_all(pieces, curve.ends(max(high for _, high in spans)), blocks)
+
+    def _arrive(self, arrival: _Arrival, hashes: Hashes) -> None:
+        curve, salt, num_prompt = self._curve, hashes.end.salt, hashes.end.start
+        usable = hashes.blocks[: curve.num_blocks(num_prompt - 1)]
+        use = curve.arrive(usable, num_prompt)
+        unknown = usable[use.num_known :]
+        num_elsewhere = use.num_known
+        if unknown and len(self._salts) > (salt in self._salts):
+            num_elsewhere += self._num_elsewhere(unknown, salt)
+        self._note_salt(salt)
+        was_open = use.last_user in self._open_numbers
+        is_recent = use.last_user >= self._first_recent(use.number, arrival.time)
+        name = arrival.request.request_id
+        self._open[name] = _Open(use, hashes, num_elsewhere, was_open, is_recent)
+        self._open_numbers.add(use.number)
+
+    def _end(self, opened: _Open, usage: Usage, answer: Hashes | None) -> None:
+        self._open_numbers.discard(opened.use.number)
+        self._num_requests += 1
+        self._count(opened, usage, answer)
+        curve, hashes = self._curve, opened.hashes
+        num_usable = curve.num_blocks(hashes.end.start - 1)
+        blocks = hashes.blocks[num_usable:] + ([] if answer is None else answer.blocks)
+        curve.extend(opened.use.number, blocks, num_usable)
+
+    def _count(self, opened: _Open, usage: Usage, answer: Hashes | None) -> None:
+        counts, num_prompt = self._computed, opened.hashes.end.start
         cached = usage.cached_tokens
         end = cached + usage.computed_tokens
         self._reused_tokens += cached
         num_known = self._curve.end(opened.use.num_known)
-        self._curve.match_further(opened.use, self._num_further(opened.use, cached, len(prompt)))
+        self._curve.match_further(opened.use, self._num_further(opened.use, cached, num_prompt))
         known = min(max(cached, num_known), end)
         lost = known - cached
         if lost and self._has_blocks and lost < self._cache.page_size:
@@ -222,7 +280,7 @@ class AdviceExtension(EngineExtension):
             self._regretted_tokens += lost if opened.is_recent else 0
         elsewhere = min(max(known, self._curve.end(opened.num_elsewhere)), end)
         counts.namespace += elsewhere - known
-        seen = self._note_text(prompt, output, elsewhere, end)
+        seen = self._note_text(opened.hashes, answer, elsewhere, end)
         counts.diverged += seen
         counts.new += end - elsewhere - seen
 
@@ -233,18 +291,24 @@ class AdviceExtension(EngineExtension):
         found = cached - num_known if cached >= num_known else (next_end - num_known) // 2
         return min(found, num_prompt - 1 - num_known)
 
-    def _note_text(self, prompt: IntArray, output: IntArray, start: int, end: int) -> int:
-        """Remember the chunks from position `start` on. Returns the prompt's tokens before `end` in
-        chunks that were remembered already."""
-        ends, found = self._prints.chunks(np.concatenate((prompt[start:], output)))
-        ids: list[int] = found.tolist()
+    def _note_text(self, prompt: Hashes, answer: Hashes | None, start: int, end: int) -> int:
+        """Remember the chunks behind position `start`. Returns the prompt's tokens before `end` in
+        chunks that were remembered already. Those of the block that begins there do not count: the
+        same tokens may stand before them."""
+        ends, ids = prompt.chunk_ends, prompt.chunks
+        first = bisect_left(ends, start + LEAST_BLOCK) + 1
+        ids = ids[first:]
         young, old = self._chunks
-        num_seen, before = 0, 0
-        for stop, chunk in zip(ends.tolist(), ids, strict=True):
-            if start + stop <= end and (chunk in young or chunk in old):
-                num_seen += stop - before
-            before = stop
+        num_seen = 0
+        if not (young.isdisjoint(ids) and old.isdisjoint(ids)):
+            before = ends[first - 1]
+            for stop, chunk in zip(ends[first:], ids, strict=True):
+                if stop <= end and (chunk in young or chunk in old):
+                    num_seen += stop - before
+                before = stop
         young.update(ids)
+        if answer is not None:
+            young.update(answer.chunks)
         if 2 * len(young) >= self._most_chunks:
             self._chunks = (set(), young)
         return num_seen
@@ -269,11 +333,22 @@ class AdviceExtension(EngineExtension):
                 most = max(most, low)
         return most
 
-    def _first_recent(self, number: int) -> int:
+    def _first_recent(self, number: int, now: float) -> int:
         """The first request that arrived within REGRET_S, to a second. `number`: of this one."""
-        now = self._clock()
         if not self._recent or now >= self._recent[-1][0] + 1.0:
             self._recent.append((now, number))
         while self._recent[0][0] < now - REGRET_S:
             self._recent.popleft()
         return self._recent[0][1]
+
+
+def _answer(end: _End) -> IntArray:
+    """The output without the last token, which has no K/V."""
+    tokens = np.asarray(end.output_ids[:-1], np.int32)
+    adapter = end.request.adapter
+    return tokens if adapter is None else tokens + adapter.token_mark
+
+
+@lru_cache(1024)
+def _salt_of(namespace: object) -> int:
+    return namespace_salt(str(namespace))

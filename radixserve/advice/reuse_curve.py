@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import NamedTuple
 
 import numpy as np
-
-from radixserve.arrays import IntArray
+from numpy.typing import NDArray
 
 _STEPS_PER_OCTAVE = 8  # of distances, as in replay/bounds.py
 _OCTAVES = 48
@@ -63,6 +62,7 @@ class ReuseCurve:
         self._turned_at = 0  # the next number when the young generation began
         self._next = 0
         self._used = np.zeros(1024, np.int64)  # [requests] tokens that each was the last to use
+        self._ends: NDArray[np.intp] = np.empty(0, np.intp)
         self._tokens = [0] * len(_EDGES)  # reused tokens by distance: up to each edge
 
     def num_blocks(self, num_tokens: int) -> int:
@@ -78,14 +78,12 @@ class ReuseCurve:
             return (num_blocks - self._num_small) * self.block_size
         return LEAST_BLOCK << num_blocks - 1 if num_blocks else 0
 
-    def ends(self, num_tokens: int, start: int = 0) -> IntArray:
-        """[n] the tokens up to the end of each block that ends behind `start`, not behind
-        `num_tokens`."""
-        size = self.block_size
-        small = [LEAST_BLOCK << n for n in range(self._num_small)]
-        first = size * max(1, start // size + 1)
-        large = np.arange(first, num_tokens + 1, size)
-        return np.asarray([*(end for end in small if start < end <= num_tokens), *large], np.intp)
+    def ends(self, num_tokens: int) -> NDArray[np.intp]:
+        """[at least `num_blocks`] the tokens up to the end of each block."""
+        count = self.num_blocks(num_tokens)
+        if len(self._ends) < count:
+            self._ends = np.asarray([self.end(n + 1) for n in range(2 * count)], np.intp)
+        return self._ends
 
     def knows(self, block: int) -> bool:
         """Whether a block is remembered."""
@@ -99,9 +97,12 @@ class ReuseCurve:
         self._next += 1
         self.prompt_tokens += num_prompt
         users = self._touch(blocks, number)
-        num_known = next((place for place, user in enumerate(users) if user < 0), len(users))
-        cuts = [0, *(n for n in range(1, num_known) if users[n] != users[n - 1]), num_known]
-        runs = list(pairwise(cuts)) if num_known else []
+        num_known = users.index(-1) if -1 in users else len(users)
+        if num_known and users.count(users[0]) == num_known:
+            runs = [(0, num_known)]
+        else:
+            cuts = [0, *(n for n in range(1, num_known) if users[n] != users[n - 1]), num_known]
+            runs = list(pairwise(cuts)) if num_known else []
         end = 0
         for low, high in runs:
             start = self._distance(users[low])
@@ -163,7 +164,7 @@ class ReuseCurve:
     def _touch(self, blocks: Sequence[int], number: int) -> list[int]:
         """Note that a request uses these blocks. Returns the last request before that did, by
         block; -1 for none."""
-        users = [self._young.get(block, -1) for block in blocks]
+        users = list(map(self._young.get, blocks, repeat(-1)))
         if self._old and -1 in users:
             forget = self._old.pop
             for place, user in enumerate(users):
@@ -174,7 +175,8 @@ class ReuseCurve:
 
     def _distance(self, user: int) -> int:
         """Tokens that were used after a request and not since, by another one."""
-        return int(self._used[user + 1 - self._base : self._next - 1 - self._base].sum())
+        between = self._used[user + 1 - self._base : self._next - 1 - self._base]
+        return int(np.add.reduce(between))
 
     def _note(self, start: int, end: int) -> None:
         """Tokens with the distances start + 1, ..., end were reused."""

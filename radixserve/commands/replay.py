@@ -124,8 +124,9 @@ _OUTPUTS = {
     "--baseline": "instead of the other replays: hit rate and time to first token with a cache and "
     "with none, a row for each trace",
     "--plot FILE": "draw plots into FILE (needs matplotlib)",
-    "--save-plot FILE": "with --advise: draw the hit rate by size, and why tokens are computed "
-    "over time with the first of --cache-tokens, by default with the advised size",
+    "--save-plot FILE": "with --advise: draw the hit rate by size; with the first of "
+    "--cache-tokens, by default the advised size, why tokens are computed over time, the time to "
+    "the first token with and without the cache, and the tree with its hot and lost edges",
     "--report FILE": "with --advise or --diagnose: write tables and pictures into one HTML file",
 }
 _TRACE = {"--limit N": "only the first N requests; of a made trace so many (default: 400)"}
@@ -361,7 +362,8 @@ def _traces(args: argparse.Namespace) -> Iterator[Trace]:
 
 def _run_advice(args: argparse.Namespace) -> int:
     from radixserve.replay import parse_tokens
-    from radixserve.replay.advice_plots import draw_advice, write_report
+    from radixserve.replay.advice_plots import Pictured, draw_advice, write_report
+    from radixserve.replay.edges import edge_finding
     from radixserve.replay.losses import losses_over_time
     from radixserve.replay.sizing import Pricing, advice_document, advice_findings, advise
 
@@ -385,10 +387,13 @@ def _run_advice(args: argparse.Namespace) -> int:
             for finding in findings:
                 finding.print(make_console())
         if args.save_plot is not None or args.report is not None:
-            losses = losses_over_time(trace, (sizes or [advice.recommended.cache_tokens])[0])
-            contents.append((findings, advice, losses))
+            size = (sizes or [advice.recommended.cache_tokens])[0]
+            pictured = Pictured(advice, losses_over_time(trace, size), size)
+            decode = partial(_join, trace.words) if trace.words else None
+            edges = edge_finding(trace, pictured.edges, decode)
+            contents.append(([*findings, edges], pictured))
     if args.save_plot is not None:
-        draw_advice(contents[0][1], contents[0][2], args.save_plot)
+        draw_advice(contents[0][1], args.save_plot)
     if args.report is not None:
         write_report(contents, args.report)
     if args.json:
@@ -414,7 +419,7 @@ def _run_diagnosis(args: argparse.Namespace) -> int:
         diagnosis = find_faults(trace, decode=decode, page_size=pages[0])
         documents.append(diagnosis_document(diagnosis))
         findings = diagnosis_findings(documents[-1])
-        contents.append((findings, None, None))
+        contents.append((findings, None))
         if not args.json:
             for finding in findings:
                 finding.print(make_console())

@@ -179,7 +179,9 @@ class _Comparison:
             return kind_of_order(moved, position, num_prompt), runs
         runs = ordered
         kinds = []
-        is_history = request.session is None or request.session == before.session
+        is_session = request.session is None or request.session == before.session
+        # A conversation that goes on has the earlier answer; two alike questions have not.
+        is_history = is_session and any(run.other_end > num_prompt for run in runs)
         start, other_start = position, position
         for run in runs:
             gap = Gap.between(

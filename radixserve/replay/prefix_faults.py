@@ -22,6 +22,7 @@ from radixserve.replay.report import Finding
 from radixserve.replay.trace import HashTokens, Ints, PackedTokens, Trace, TraceRequest
 
 LEAST_SHARE = 0.01  # of the computed tokens, that a fault loses, or it is not told
+LEAST_GAIN = 0.01  # of hit rate, that mending brings, or the fault is not told
 _LEAST_CHANGES = 3  # that lose the same text; fewer are joined to one fault of a kind
 _SHOWN, _BEFORE = 24, 8  # tokens of a change that are shown, and in front of it
 
@@ -77,7 +78,7 @@ def find_faults(
     page_size: int = 1,
 ) -> Diagnosis:
     """The faults of a trace that lose LEAST_SHARE of the computed tokens, by the tokens lost; those
-    alone whose mending raises the hit rate in a replay.
+    alone that three requests have, and whose mending raises the hit rate by LEAST_GAIN in a replay.
 
     decode     token ids to text, by which kinds are recognised and examples shown
     page_size  of a cache that matches whole pages only; what its pages lose is a fault, too
@@ -99,7 +100,10 @@ def find_faults(
         rate = paths.reusable_tokens / prompted
         faults.append(Fault(PAGE, lost=lost, predicted_rate=rate, mended_rate=rate))
     least = max(1.0, LEAST_SHARE * (prompted - total))
-    faults = sorted((one for one in faults if one.lost >= least), key=lambda one: -one.lost)
+    faults = [
+        one for one in faults if one.lost >= least and (one.kind == PAGE or one.num_requests > 2)
+    ]
+    faults.sort(key=lambda one: -one.lost)
     for fault in faults:
         if fault.kind != PAGE:
             _show(trace, fault, decode)
@@ -107,7 +111,7 @@ def find_faults(
             mended = mend(trace, paths, fault)
             hits = _whole(build_paths(mended).reusable, page_size).sum()
             fault.mended_rate = int(hits) / mended.prompt_tokens
-    faults = [fault for fault in faults if fault.mended_rate > total / prompted]
+    faults = [one for one in faults if one.mended_rate >= total / prompted + LEAST_GAIN]
     return Diagnosis(trace, page_size, prompted, total, faults, partings)
 
 

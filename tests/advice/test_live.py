@@ -11,7 +11,7 @@ import pytest
 
 from radixserve import Runtime, SamplingParams
 from radixserve.advice.extension import MOST_BLOCKS, AdviceExtension
-from radixserve.advice.fingerprints import Fingerprints, namespace_salt
+from radixserve.advice.fingerprints import Fingerprints, Piece, namespace_salt, prefix_ids
 from radixserve.advice.report import join_advice
 from radixserve.advice.reuse_curve import ReuseCurve
 from radixserve.arrays import IntArray
@@ -39,7 +39,21 @@ def test_a_prefix_hash_is_of_the_whole_prefix() -> None:
     assert len(ids) == len(set(ids)) == 6
     assert prints.prefixes(tokens[:40], 16).tolist() == ids[:2]
     sums = prints.sums(tokens)
-    assert np.array_equal(prints.sums(tokens[37:], 37, int(sums[36])), sums[37:])
+    ends = np.arange(1, 101)
+    (whole,) = prints.hash_all([Piece(tokens, 5)], ends, [slice(0, 100)])
+    assert whole.blocks == prefix_ids(sums, 5).tolist()
+    # In parts, beside others, it is the same.
+    other = Piece(tokens_of(1, 7))
+    _, head = prints.hash_all([other, Piece(tokens[:37], 5)], ends, [slice(0, 0), slice(0, 37)])
+    tail, _ = prints.hash_all(
+        [head.end._replace(tokens=tokens[37:]), other], ends, [slice(37, 100), slice(0, 7)]
+    )
+    assert head.blocks + tail.blocks == whole.blocks
+    assert head.chunks + tail.chunks == whole.chunks
+    assert head.chunk_ends + tail.chunk_ends == whole.chunk_ends
+    assert tail.end[1:] == whole.end[1:]
+    huge = tokens.astype(np.int64) + (1 << 30)
+    assert prints.prefixes(huge.astype(np.int32), 16).tolist() != ids
     for place in (0, 40, 95):
         changed = tokens.copy()
         changed[place] += 1
