@@ -8,14 +8,15 @@ of others take all of the memory.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple
 
 from radixserve.engine.engine import Engine
 from radixserve.engine.extension import EngineExtension
 from radixserve.errors import request_failed
+from radixserve.images.daemon_thread import in_thread
 from radixserve.picture import Picture
 from radixserve.request import Request
 from radixserve.scheduler.extension import SchedulerExtension, SchedulerParts
@@ -129,7 +130,7 @@ class PictureExtension(EngineExtension):
 
     def _begin(self, picture: Picture) -> None:
         if self._rows.has_room(picture, self._itemsize, self._open.needed()):
-            self._encoding = picture, _in_thread(self._rows.encode, picture)
+            self._encoding = picture, in_thread(partial(self._rows.encode, picture))
 
     def _pinned(self) -> set[int]:
         """The first ids of pictures that open requests and the first held one need."""
@@ -163,17 +164,3 @@ def _ends_after(picture: Picture, tokens: Any, length: int) -> bool:
     rest = tokens[length:]
     end = picture.first_id + picture.num_rows
     return bool(((rest >= picture.first_id) & (rest < end)).any())
-
-
-def _in_thread(encode: Callable[[Picture], Any], picture: Picture) -> Future[Any]:
-    """What `encode` returns, from a thread that never keeps the process alive."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(encode(picture))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="radixserve-pictures", daemon=True).start()
-    return future

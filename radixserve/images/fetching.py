@@ -8,6 +8,7 @@ are followed by hand, each checked like the first URL.
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -18,8 +19,10 @@ import httpcore
 
 from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
+from radixserve.images.daemon_thread import in_thread
 
 _MAX_REDIRECTS = 5
+_LOOK_UPS = threading.Semaphore(32)  # of hosts at once; one that hangs cannot be ended
 _REDIRECTS = (301, 302, 303, 307, 308)
 _NAT64, _6TO4 = b"\x00\x64\xff\x9b", b"\x20\x02"  # prefixes of IPv6 that carry an IPv4 address
 
@@ -118,8 +121,7 @@ class _CheckedBackend(httpcore.NetworkBackend):
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.NetworkStream:
         del timeout
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        addresses = [str(address[4][0]) for address in found]
+        addresses = _resolve(host, port, self._deadline)
         if not self._allows_private and not all(map(is_public, addresses)):
             raise InvalidRequest(
                 f"pictures are not fetched from {shown(host)}: its address is not of the internet"
@@ -155,6 +157,21 @@ class _TimedStream(httpcore.NetworkStream):
 
     def get_extra_info(self, info: str) -> Any:
         return self._stream.get_extra_info(info)
+
+
+def _resolve(host: str, port: int, deadline: float) -> list[str]:
+    """Returns the addresses of a host. Raises TimeoutError after the deadline, OSError."""
+
+    def look_up() -> list[str]:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        finally:
+            _LOOK_UPS.release()
+        return [str(address[4][0]) for address in found]
+
+    if not _LOOK_UPS.acquire(timeout=_left(deadline)):
+        raise TimeoutError("other look-ups of hosts hang")
+    return in_thread(look_up).result(_left(deadline))
 
 
 def _left(deadline: float) -> float:

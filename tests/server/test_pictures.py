@@ -9,6 +9,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -355,6 +356,30 @@ def test_private_addresses(url: str) -> None:
     fetch = UrlFetcher([*hosts, "169.254.169.254"], 1.0)
     with pytest.raises(InvalidRequest, match=r"not of the internet|must be http|is not a URL"):
         fetch(url, 1_000)
+
+
+def test_resolvers_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look-up ends at the deadline, also where more hang than may at once."""
+    fetch, ends = UrlFetcher(["images.example"], 0.1), threading.Event()
+
+    def hang(*_: object, **__: object) -> None:
+        ends.wait(30)
+        raise OSError("no address")
+
+    monkeypatch.setattr("socket.getaddrinfo", hang)
+    try:
+        with ThreadPoolExecutor(40) as pool:
+            began = time.monotonic()
+            answers = [pool.submit(fetch, "https://images.example/a.png", 100) for _ in range(40)]
+            for answer in answers:
+                with pytest.raises(InvalidRequest, match="takes too long"):
+                    answer.result(5)
+            assert time.monotonic() - began < 5
+            assert sum("pictures" in one.name for one in threading.enumerate()) <= 34
+    finally:
+        ends.set()
+    with pytest.raises(InvalidRequest, match="no address"):
+        UrlFetcher(["images.example"], 5.0)("https://images.example/a.png", 100)
 
 
 def test_addresses() -> None:
