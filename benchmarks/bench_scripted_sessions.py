@@ -16,7 +16,7 @@ In simulated time, in which all settings are tried: greedy with fixed max_runnin
 fixed number of live sessions, and with other orders of eviction, mru and random among them; priced
 with sessions known by name and found by their tokens.
 
-With --engine on the real one, with a tiny random model or --model: priced admission, with plain
+With --engine on the real one, with a tiny random model or --model: the default settings, with plain
 requests and with branches, and greedy admission with fixed numbers of running requests; 64 is the
 usual one. A round runs each on a new engine; medians of --repeats rounds. In brackets: seconds over
 those of the best fixed number. All answers must be equal.
@@ -182,8 +182,8 @@ def measure(
     """{rule: computed tokens and mean session seconds} on the engine, medians of --repeats rounds
     in which the rules take turns. The answers must be the same."""
     rules: dict[str, dict[str, Any]] = {
-        "priced": {"as_branch": False, "admission": "priced"},
-        "branches": {"as_branch": True, "admission": "priced"},
+        "priced": {"as_branch": False},
+        "branches": {"as_branch": True},
     }
     for number in args.running:
         greedy = {"as_branch": False, "admission": "greedy", "max_running_requests": number}

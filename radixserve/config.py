@@ -290,14 +290,14 @@ class CacheSettings(SettingsGroup):
                         faster and needs the package xxhash
     eviction            order in which unused pages are evicted: "lru", "arc", "lfu", "fifo",
                         "slru", "priority", "expected-return"; cache "hash" has "lru" only.
-                        Default: "lru"; with admission "priced" "expected-return"
+                        Default: "expected-return" with admission "priced", else "lru"
     max_lease_share     share of the pool that the leases of open sessions may fill, of cache
                         "radix"; the leases that began first end early
     """
 
     cache: CacheKind = "radix"
     hash_algorithm: HashAlgorithm = "sha256"
-    eviction: EvictionPolicy = field(default=None, metadata={"usual": "lru"})  # type: ignore[arg-type]
+    eviction: EvictionPolicy = field(default=None, metadata={"usual": "expected-return"})  # type: ignore[arg-type]
     max_lease_share: float = 0.5
 
     def _check(self) -> None:
@@ -325,14 +325,16 @@ class SchedulerSettings(SettingsGroup):
     schedule_policy     "lpm" (longest cached prefix first; with admission "priced" and too few free
                         pages shortest job first), "fcfs", "dfs-weight"
     max_overtake        most later requests of its tenant that may be admitted before a waiting
-                        request. Default: 64; with admission "priced" 4096
+                        request. Default: 4096 with admission "priced", else 64
     max_wait_s          seconds after which no later request is admitted before a waiting request;
                         default: no limit
     tenant_weights      {tenant: weight}: shares of the computed tokens between tenants that wait;
                         the others have 1. A tenant is what stands before the first "/" of a
                         request's namespace. `radixserve serve` takes them from the key file
-    admission           "greedy" (a request starts if it fits), or "priced": a request waits that
-                        would evict K/V of more worth; see docs/scheduling.md
+    admission           "priced": a request waits that would evict K/V of more worth; see
+                        docs/priced-admission.md. "greedy": a request starts if it fits. Default:
+                        "priced", but "greedy" if cache is not "radix" or eviction names an order
+                        other than "expected-return"
     max_draft_tokens    most guessed tokens of a request that a step verifies beside its last token;
                         answers stay the same, see docs/drafts.md. 0: none. Default: 32 on a CPU, 0
                         on a device and where `resolved_config.inexact` names a reason
@@ -342,10 +344,10 @@ class SchedulerSettings(SettingsGroup):
     max_running_requests: int = 64
     max_seq_len: int | None = None
     schedule_policy: SchedulePolicy = "lpm"
-    max_overtake: int = field(default=None, metadata={"usual": 64})  # type: ignore[assignment]
+    max_overtake: int = field(default=None, metadata={"usual": 4096})  # type: ignore[assignment]
     max_wait_s: float | None = None
     tenant_weights: Mapping[str, float] | None = field(default=None, hash=False)
-    admission: AdmissionRule = "greedy"
+    admission: AdmissionRule = field(default=None, metadata={"usual": "priced"})  # type: ignore[arg-type]
     max_draft_tokens: int | None = None
 
     def _check(self) -> None:
@@ -515,10 +517,15 @@ class EngineConfig(
 
     def _choose_defaults(self) -> None:
         """Set the fields whose defaults depend on others."""
-        is_priced = self.admission == "priced" and self.cache == "radix"
+        admission, is_radix = self.admission, self.cache == "radix"
+        if admission is None:
+            is_ordered = self.eviction not in (None, "expected-return")
+            admission = "greedy" if is_ordered or not is_radix else "priced"
+        is_priced = admission == "priced" and is_radix
         implied = {
+            "admission": admission,
             "eviction": "expected-return" if is_priced else "lru",
-            "max_overtake": default_max_overtake(self.admission),
+            "max_overtake": default_max_overtake(admission),
             "page_size": 16 if self.cache == "hash" else 1,
         }
         for name, value in implied.items():

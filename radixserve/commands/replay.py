@@ -194,7 +194,7 @@ _LOOP = {
     "--closed-loop": "instead of the other replays: a session sends its next request a think time "
     "after the last answer, which is that of the trace",
     "--admission NAMES": "greedy,priced: with priced, a request waits if it would evict K/V that "
-    "is worth more (default: greedy)",
+    "is worth more (default: priced)",
     "--prefill-rate X": "prefill tokens per second, instead of --prefill-us",
     "--decode-rate X": "tokens per second of a request that runs alone, instead of --step-ms",
     "--step-costs FILE": "seconds of a step as JSON: fixed_s, prefill_token_s, decode_row_s, "
@@ -566,7 +566,8 @@ def _servings(args: argparse.Namespace) -> list[Serving]:
     if args.order is None and not (args.closed_loop or args.advise or args.baseline):
         return []
     orders = _items("--order", args.order or "lpm")
-    admissions = _items("--admission", args.admission or "greedy")
+    usual = "priced" if args.closed_loop else "greedy"
+    admissions = _items("--admission", args.admission or usual)
     for admission in admissions:
         check_choice("--admission", admission, ADMISSIONS)
     for order in orders:

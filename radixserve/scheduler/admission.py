@@ -237,6 +237,5 @@ class Admission:
 
     def _is_blocked(self, spare: int) -> bool:
         """Whether no queued request fits into `spare` pages. O(preempted requests)."""
-        if not self._running or self._waiting.min_page_need <= spare:
-            return False
-        return not self._waiting.has_limit
+        may_fit = not self._running or self._waiting.min_page_need <= spare
+        return not may_fit and not self._waiting.has_limit

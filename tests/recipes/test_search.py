@@ -255,11 +255,7 @@ def test_every_token_of_a_proposed_tree_is_computed_once(folder: Path, page_size
 
 
 def test_a_level_is_one_batch(folder: Path) -> None:
-    """By default admission may hold some of them, by what it has measured."""
-    with (
-        Runtime(str(folder), num_pages=4096, admission="greedy") as rt,
-        rt.branch(PROMPT) as root,
-    ):
+    with Runtime(str(folder), num_pages=4096) as rt, rt.branch(PROMPT) as root:
         before = rt.cache_stats()["steps"]
         tree = beam(root, Sample(4, params(10)), Likelihood(), width=4, depth=2)
         assert len(tree) == 1 + 4 + 16

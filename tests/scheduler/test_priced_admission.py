@@ -379,15 +379,23 @@ def test_priced_admission_needs_its_order_of_eviction() -> None:
         EngineConfig(admission="cheap")
 
 
-def test_what_priced_admission_implies() -> None:
+def test_priced_admission_is_the_default_where_nothing_else_is_asked_for() -> None:
+    priced, greedy = ("priced", "expected-return", 4096), ("greedy", "lru", 64)
     for settings, expected in [
-        ({}, ("greedy", "lru", 64)),
-        ({"admission": "priced"}, ("priced", "expected-return", 4096)),
-        ({"admission": "priced", "max_overtake": 7}, ("priced", "expected-return", 7)),
-        ({"eviction": "expected-return"}, ("greedy", "expected-return", 64)),
+        ({}, priced),
+        ({"eviction": "expected-return"}, priced),
+        ({"max_overtake": 7}, (*priced[:2], 7)),
+        ({"admission": "greedy"}, greedy),
+        ({"admission": "greedy", "eviction": "expected-return"}, ("greedy", "expected-return", 64)),
+        ({"eviction": "lru"}, greedy),
+        ({"eviction": "lfu"}, ("greedy", "lfu", 64)),
+        ({"cache": "hash"}, greedy),
+        ({"cache": "off"}, greedy),
     ]:
         config = EngineConfig(**settings)  # type: ignore[arg-type]
         assert (config.admission, config.eviction, config.max_overtake) == expected, settings
+    assert "admission" not in repr(EngineConfig())
+    assert "admission='greedy'" in repr(EngineConfig(admission="greedy"))
 
 
 def roomy_schedules(admission: str, policy: str) -> list[object]:

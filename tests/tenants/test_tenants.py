@@ -275,9 +275,9 @@ def test_wrong_weights_are_refused(weights: object) -> None:
 
 
 def test_the_bound_on_overtaking_follows_the_admission() -> None:
-    assert EngineConfig().max_overtake == 64
-    assert EngineConfig(admission="priced").max_overtake == 4096
-    assert EngineConfig(admission="priced", max_overtake=7).max_overtake == 7
+    assert EngineConfig().max_overtake == 4096
+    assert EngineConfig(admission="greedy").max_overtake == 64
+    assert EngineConfig(admission="priced", max_overtake=3).max_overtake == 3
 
 
 def storm(seed: int, steps: int) -> Counter[str]:
