@@ -117,7 +117,7 @@ class _Step(ctypes.Structure):
         ),
         ("num_adapters", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("given_rows", "given")),
-        ("num_given", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("num_given", "num_threads")),
     )
 
 
@@ -214,14 +214,15 @@ class FusedDecoder:
 
         Raises ValueError if a layer's memory is for other heads than it has.
         """
-        size = (len(sampled), self._vocab_size)
+        num_sampled = sampled.numel()
+        size = (num_sampled, self._vocab_size)
         logits = torch.from_numpy(np.empty(size, np.float32))  # torch.empty gives Python's lock up
         step = self._step
         if rotations is not self._rotations:
             self._rotations = rotations
             self._tables = (ctypes.c_void_p * len(rotations))(*(r.data_ptr() for r in rotations))
             step.rotations = ctypes.addressof(self._tables)
-        step.num_tokens, step.num_sampled = len(input_ids), len(sampled)
+        step.num_tokens, step.num_sampled = input_ids.numel(), num_sampled
         step.input_ids, step.positions = input_ids.data_ptr(), positions.data_ptr()
         step.slots, step.sampled = slots.data_ptr(), sampled.data_ptr()
         step.logits = logits.data_ptr()
@@ -234,7 +235,7 @@ class FusedDecoder:
         step.given_rows = None if given is None else given.rows.ctypes.data
         step.given = None if given is None else given.embeddings.data_ptr()
         step.num_given = 0 if given is None else given.embeddings.shape[1]
-        self._library.radixserve_set_threads(torch.get_num_threads())
+        step.num_threads = torch.get_num_threads()
         plan, kv = attention
         if kv is not self._checked_kv:
             self._check_heads(kv)

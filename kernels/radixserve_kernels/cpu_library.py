@@ -229,7 +229,6 @@ _INTERFACE: dict[str, tuple[Any, tuple[Any, ...]]] = {  # of cpu/library.cpp
     "experts": (_check, (_FLAG, _POINTER, _POINTER, _NUMBER, _NUMBER, _POINTER)),
     "job_grid": (_FLAG, ()),
     "plan": (_POINTER, (_POINTER, _POINTER, _NUMBER, _FLAG)),
-    "reset_plan": (_check, (_POINTER, _POINTER, _POINTER, _NUMBER, _FLAG)),
     "jobs": (_check, (_POINTER, _POINTER)),
     "delete_plan": (None, (_POINTER,)),
     "attention": (_POINTER, ()),

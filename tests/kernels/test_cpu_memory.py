@@ -15,8 +15,6 @@ from radixserve.api.runtime import DEMO
 from radixserve.attention.cpu import CpuBackend
 from radixserve.models.cpu_decoder import load_cpu_decoder
 from radixserve.models.source import find_model
-from radixserve_kernels.attention_metadata import AttentionMetadata
-from radixserve_kernels.cpu_attention import CpuAttentionPlan
 from radixserve_kernels.cpu_library import cpu_library
 from radixserve_kernels.cpu_ops import unsupported_reason
 from radixserve_kernels.cpu_weights import PackedWeight
@@ -119,14 +117,18 @@ def test_a_request_that_is_too_large() -> None:
     assert weight(x).isfinite().all()
 
 
-def test_a_plan_that_could_not_be_replaced_is_empty() -> None:
-    ends = np.array([0, 1])
-    rows = AttentionMetadata(ends[:1], ends, ends, ends[1:], [np.zeros(1, np.int32)])
-    plan, library = CpuAttentionPlan(rows, 1, (4, 2, 8), None), cpu_library()
-    too_many, heads = (ctypes.c_int64 * 7)(1 << 50, 1), (ctypes.c_int64 * 4)(4, 2, 8)
+def test_a_plan_that_could_not_be_made_is_made_later() -> None:
+    library, ends = cpu_library(), np.array([0, 1])
+    rows = (ctypes.c_int64 * 8)(1 << 50, 1, *[ends.ctypes.data] * 5, 1)
+    heads, jobs = (ctypes.c_int64 * 4)(4, 2, 8), (ctypes.c_int64 * 13)()
+    plan = library.radixserve_plan(rows, heads, 0, 0)
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            library.radixserve_jobs(plan, jobs)
+    rows[0] = 1
+    library.radixserve_jobs(plan, jobs)
+    assert jobs[0] == 1
+    rows[0], rows[7] = 1 << 50, 1  # other rows
     with pytest.raises(MemoryError):
-        library.radixserve_reset_plan(plan.pointer, too_many, heads, 0, 0)
-    with pytest.raises(MemoryError):
-        plan.jobs()
-    plan.reset(rows)
-    assert plan.jobs().num_keys.tolist() == [1]
+        library.radixserve_jobs(plan, jobs)
+    library.radixserve_delete_plan(plan)

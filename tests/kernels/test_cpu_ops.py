@@ -204,9 +204,8 @@ def test_a_plan_is_cut_for_the_threads_there_are(monkeypatch: pytest.MonkeyPatch
     library = cpu_library()
     monkeypatch.setattr(library, "radixserve_set_threads", told.append)
     one, ends = np.array([0]), np.array([0, 1])
-    CpuAttentionPlan(
-        AttentionMetadata(one, ends, ends, ends[1:], [np.zeros(1, np.int32)]), 1, (1, 1, 8), None
-    )
+    rows = AttentionMetadata(one, ends, ends, ends[1:], [np.zeros(1, np.int32)])
+    CpuAttentionPlan(rows, 1, (1, 1, 8), None).jobs()
     assert told == [torch.get_num_threads()]
 
 
@@ -225,6 +224,22 @@ def test_a_plan_that_was_reset_is_that_of_the_new_rows() -> None:
             assert getattr(reset, name).tolist() == getattr(fresh, name).tolist(), name
         assert reset.flags.tolist() == fresh.flags.tolist()
         assert reset.num_tokens == len(lengths)
+
+
+def test_rows_that_were_written_over_are_planned_anew() -> None:
+    start, qo_indptr, kv_indptr = np.array([4]), np.array([0, 1]), np.array([0, 5])
+    seq_lens = np.array([5])
+    pages = np.arange(10, dtype=np.int32)
+    rows = AttentionMetadata(start, qo_indptr, kv_indptr, seq_lens, [pages[:5]])
+    plan = CpuAttentionPlan(rows, 1, (4, 2, 8), 24)
+    assert plan.jobs().num_keys.tolist() == [5]
+    start += 1
+    seq_lens += 1
+    kv_indptr[1] += 1
+    rows.take_page_tables([pages[4:]])
+    plan.reset(rows)
+    assert plan.jobs().num_keys.tolist() == [6]
+    assert plan.jobs().page_ids.tolist() == [4, 5, 6, 7, 8, 9]
 
 
 def test_weights_lie_side_by_side() -> None:

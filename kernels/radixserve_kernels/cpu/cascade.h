@@ -17,6 +17,7 @@ struct AttentionMetadata {
     const int64_t *kv_indptr;   // [R + 1] pages of each row in kv_indices
     const int32_t *kv_indices;  // page ids
     const int64_t *seq_lens;    // [R] tokens after the step
+    int64_t is_new;             // whether no plan was made of them
 };
 
 // Pages [first, end) that all of `rows` share.

@@ -123,6 +123,7 @@ struct Step {
     const int64_t *given_rows;  // [num_tokens] of tokens whose embeddings are given, else -1; null: of none
     const float *given;         // [rows][num_given][hidden] these embeddings, and what is added after the first layers
     int64_t num_given;
+    int64_t num_threads;
 };
 
 template <class T, class A> struct LoraTerm;  // what adapters add to a product, see lora.h; in products null for nothing

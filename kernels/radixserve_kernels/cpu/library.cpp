@@ -60,9 +60,21 @@ struct NativePlan {
         : heads(heads), step(rows, is_exact ? job_grid() : 1, merge_tokens), plan(step.jobs, heads) {}
 };
 
-// Empty after it could not be replaced.
-using AnyPlan = std::optional<NativePlan>;
-static NativePlan &native(void *plan) { return ((AnyPlan *)plan)->value(); }
+// The plan of borrowed rows, made when it is first used after they were marked as new.
+struct AnyPlan {
+    AttentionMetadata *rows;
+    const Heads heads;
+    const int64_t merge_tokens;  // see SharedPages; negative: rows share no pages
+    const bool is_exact;
+    std::optional<NativePlan> made;  // empty after it could not be replaced
+
+    NativePlan &get() {
+        if (rows->is_new) made.emplace(*rows, heads, merge_tokens, is_exact), rows->is_new = 0;
+        return made.value();
+    }
+};
+static NativePlan &native(void *plan) { return ((AnyPlan *)plan)->get(); }
+static void use_threads(int64_t count) { max_threads = count < 1 ? 1 : int(count); }
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -80,7 +92,7 @@ int radixserve_bf16() {
 }
 void radixserve_use_amx(int use) { has_amx = use && request_amx(); }
 int radixserve_lanes() { return LANES; }
-void radixserve_set_threads(int count) { max_threads = count < 1 ? 1 : count; }
+void radixserve_set_threads(int count) { use_threads(count); }
 
 // Elements of a packed weight [columns, depth]. kind: 0 float32, 1 bfloat16, 2 float16.
 int64_t radixserve_packed_size(int kind, int64_t columns, int64_t depth) {
@@ -139,14 +151,9 @@ int radixserve_experts(int is_bf16, const void *experts, const void *x, int64_t 
     }); });
 }
 
-// merge_tokens: see SharedPages; negative: rows share no pages.
-void *radixserve_plan(const AttentionMetadata *rows, const Heads *heads, int64_t merge_tokens, int is_exact) {
-    return make_or_null([&] { return new AnyPlan(std::in_place, *rows, *heads, merge_tokens, bool(is_exact)); });
-}
-// Replaces a plan in place.
-int radixserve_reset_plan(void *plan, const AttentionMetadata *rows, const Heads *heads, int64_t merge_tokens,
-                          int is_exact) {
-    return lacks_memory([&] { ((AnyPlan *)plan)->emplace(*rows, *heads, merge_tokens, bool(is_exact)); });
+// A plan for `rows`, now and each time that they are marked as new.
+void *radixserve_plan(AttentionMetadata *rows, const Heads *heads, int64_t merge_tokens, int is_exact) {
+    return make_or_null([&] { return new AnyPlan{rows, *heads, merge_tokens, bool(is_exact), {}}; });
 }
 // Tokens of which the first position of a job is a multiple.
 int radixserve_job_grid() { return int(job_grid()); }
@@ -254,6 +261,7 @@ void *radixserve_decoder(int is_bf16, const DecoderShape *shape, const void *lay
 void radixserve_delete_decoder(void *decoder) { delete (AnyDecoder *)decoder; }
 
 int radixserve_run(void *decoder, const Step *step, void *plan, const LayerKV *kv) {
+    use_threads(step->num_threads);
     return lacks_memory([&] { ((AnyDecoder *)decoder)->run(*step, native(plan).plan, kv); });
 }
 
