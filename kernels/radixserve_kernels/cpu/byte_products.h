@@ -25,13 +25,19 @@ template <int M> class ByteSums {
 #else
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
-            // Of few rows two parts at a time: the compiler loads them once.
-            const int8x16_t two = vld1q_s8(row(m) + (M <= 2 ? part / 2 * 16 : 0));
-            const int8x8_t eight = M > 2 ? vld1_s8(row(m) + 8 * part) : part % 2 ? vget_high_s8(two) : vget_low_s8(two);
+            if constexpr (M <= 2) {  // two parts at a time: the compiler loads them once
+                const int8x16_t two = vld1q_s8(row(m) + part / 2 * 16);
 #pragma GCC unroll 2
-            for (int n = 0; n < 2; n++) {
-                sums[m][n] = vdotq_lane_s32(sums[m][n], w[n], eight, 0);
-                sums[m][n] = vdotq_lane_s32(sums[m][n], w[2 + n], eight, 1);
+                for (int n = 0; n < 2; n++) {
+                    const int32x4_t sum = sums[m][n];
+                    sums[m][n] = part % 2 ? vdotq_laneq_s32(vdotq_laneq_s32(sum, w[n], two, 2), w[2 + n], two, 3)
+                                          : vdotq_laneq_s32(vdotq_laneq_s32(sum, w[n], two, 0), w[2 + n], two, 1);
+                }
+            } else {
+                const int8x8_t eight = vld1_s8(row(m) + 8 * part);
+#pragma GCC unroll 2
+                for (int n = 0; n < 2; n++)
+                    sums[m][n] = vdotq_lane_s32(vdotq_lane_s32(sums[m][n], w[n], eight, 0), w[2 + n], eight, 1);
             }
         }
 #endif
