@@ -81,6 +81,10 @@ def load_processor(folder: Path) -> Any:
     try:
         model_type = AutoConfig.from_pretrained(folder).model_type
         model_type = _PROCESSORS.get(model_type, model_type)
+        if names[model_type] == "Lfm2VlProcessor":
+            from radixserve.images.lfm2_processor import Lfm2VlProcessor
+
+            return Lfm2VlProcessor(folder, AutoTokenizer.from_pretrained(folder))
         parts = {
             "image_processor": read_images(folder, backend="pil"),
             "tokenizer": AutoTokenizer.from_pretrained(folder),

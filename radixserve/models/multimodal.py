@@ -18,8 +18,8 @@ WRAPPERS = (
 # Wrappers whose text model computes the rows of a picture as it computes text: a token sees those
 # before it. See `MRope` for positions, which are places in the sequence where there is none.
 WITH_PICTURES = (
-    *("Idefics3", "InternVL", "Llava", "LlavaNext", "Mistral3", "Qwen2VL", "Qwen2_5_VL"),
-    *("Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "SmolVLM"),
+    *("Gemma4", "Idefics3", "InternVL", "Lfm2Vl", "Llava", "LlavaNext", "Mistral3", "Qwen2VL"),
+    *("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "SmolVLM"),
 )
 # Text models that scale all embeddings in their forward pass, those of pictures too.
 _SCALING = ("granite",)
@@ -94,6 +94,10 @@ def picture_refusal(config: Any) -> str:
     text = config.get_text_config()
     if text.model_type in _SCALING:
         return f"pictures beside a text model of the family {text.model_type} are not built"
+    if getattr(text, "use_bidirectional_attention", None):
+        return "rows of a picture that see each other (bidirectional attention) are not built"
+    if getattr(text, "hidden_size_per_layer_input", 0) and text.pad_token_id != 0:
+        return "pictures beside layers with inputs of their own need the pad token 0"
     mrope, layers = mrope_of(config), text.num_hidden_layers
     if mrope is not None and mrope.num_deepstack >= layers:
         return f"{mrope.num_deepstack} deepstack features need more than {layers} layers"

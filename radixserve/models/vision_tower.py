@@ -54,6 +54,10 @@ class VisionTower:
         text.num_hidden_layers = 0
         if getattr(text, "layer_types", None) is not None:
             text.layer_types = []
+        if hasattr(text, "hidden_size_per_layer_input"):
+            text.hidden_size_per_layer_input = text.num_kv_shared_layers = 0
+        if getattr(config, "audio_config", None) is not None:
+            config.audio_config = None
         model: Any = AutoModelForImageTextToText.from_pretrained(
             self._folder, config=config, dtype=self._dtype
         )

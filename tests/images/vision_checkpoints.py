@@ -13,6 +13,7 @@ import transformers
 from PIL import Image
 from transformers import ProcessorMixin
 
+from radixserve.images.lfm2_processor import Lfm2VlProcessor
 from radixserve.images.processor import load_processor
 from tests.checkpoints import SIZES, make_config
 
@@ -50,7 +51,22 @@ _TOKENS |= {
     }
     for family in QWEN
 }
+_TOKENS["gemma4"] = {
+    "image_token": "<|image|>",
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "audio_token": "<|audio|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+}
+_TOKENS["lfm2_vl"] = {
+    "image_token": "<image>",
+    "image_start_token": "<|image_start|>",
+    "image_end_token": "<|image_end|>",
+    "image_thumbnail_token": "<|img_thumbnail|>",
+}
 _MARKERS = {"internvl": "<IMG_CONTEXT>", "mistral3": "[IMG]"}  # of the others "<image>"
+_MARKERS["gemma4"] = "<|image|>"
 _MARKERS |= dict.fromkeys(QWEN, "<|image_pad|>")
 _TILES = [f"<row_{row}_col_{col}>" for row in (1, 2) for col in (1, 2)]
 FAMILIES = tuple(family for family in _TOKENS if family not in MORE_FAMILIES)
@@ -97,6 +113,8 @@ def reference_inputs(folder: Path, messages: list[dict[str, Any]]) -> dict[str, 
     )
     if not pictures:
         return dict(processor.tokenizer([text], add_special_tokens=False, return_tensors="pt"))
+    if isinstance(processor, Lfm2VlProcessor):
+        return _one_by_one(processor, text, pictures)
     if not isinstance(processor, ProcessorMixin):
         return _by_hand(processor, text, pictures)
     made = processor(images=pictures, text=[text], return_tensors="pt", add_special_tokens=False)
@@ -113,6 +131,19 @@ def _by_hand(processor: Any, text: str, pictures: list[Any]) -> dict[str, Any]:
         [text.replace("[I]", "[IMG]")], add_special_tokens=False, return_tensors="pt"
     )
     return {**ids, "pixel_values": images["pixel_values"], "image_sizes": images["image_sizes"]}
+
+
+def _one_by_one(processor: Any, text: str, pictures: list[Any]) -> dict[str, Any]:
+    """LFM2-VL, likewise. Its own processor gave the same bits for 300 pictures."""
+    made = [processor(images=[image], text=None) for image in pictures]
+    before, *after = text.split(processor.image_token)
+    ids = processor.tokenizer.encode(before)
+    for part, one in zip(after, made, strict=True):
+        ids += [*one.pop("input_ids")[0], *processor.tokenizer.encode(part)]
+    arrays = {name: np.concatenate([one[name] for one in made]) for name in made[0]}
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    ids = torch.tensor([ids])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **tensors}
 
 
 @torch.inference_mode()
@@ -174,12 +205,17 @@ def _make_tokenizer(folder: Path, family: str) -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     tiles = _TILES if family in ("idefics3", "smolvlm") else []
+    if family == "lfm2_vl":
+        tiles = [
+            f"<|img_row_{row}_col_{column}|>" for row in (1, 2, 3, 4) for column in (1, 2, 3, 4)
+        ]
     roles = [f"<|{role}|>" for role in ("system", "user", "assistant", "tool")]
     backend.add_special_tokens(["<|bos|>", "<|eos|>", *roles, *tiles])
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token="<|bos|>",
         eos_token="<|eos|>",
+        pad_token="<|eos|>" if family == "gemma4" else None,
         extra_special_tokens=_TOKENS[family],
     )
     marker = _MARKERS.get(family, "<image>")
@@ -245,10 +281,16 @@ def _qwen_parts(family: str) -> tuple[str, dict[str, Any]]:
 
 
 def _parts(family: str) -> tuple[str, dict[str, Any]]:
-    text = {"llava": "qwen2", "mistral3": "mistral", "internvl": "qwen2"}.get(family, "llama")
-    kinds = {"llava": "Llava", "llava_next": "LlavaNext", "idefics3": "Idefics3"}
-    kinds["smolvlm"] = "SmolVLM"
-    kind = {**kinds, "mistral3": "Mistral3", "internvl": "InternVL"}[family]
+    kind, text = {
+        "llava": ("Llava", "qwen2"),
+        "llava_next": ("LlavaNext", "llama"),
+        "idefics3": ("Idefics3", "llama"),
+        "smolvlm": ("SmolVLM", "llama"),
+        "mistral3": ("Mistral3", "mistral"),
+        "internvl": ("InternVL", "qwen2"),
+        "gemma4": ("Gemma4", "gemma4"),
+        "lfm2_vl": ("Lfm2Vl", "lfm2"),
+    }[family]
     vision: dict[str, Any] = _CLIP
     more: dict[str, Any] = {}
     if family in ("llava", "llava_next"):
@@ -262,7 +304,15 @@ def _parts(family: str) -> tuple[str, dict[str, Any]]:
     if family == "internvl":
         sizes = {"image_size": [56, 56], "patch_size": [14, 14]}
         vision, more = {**_CLIP, **sizes, "model_type": "internvl_vision"}, {"image_seq_length": 4}
+    if family == "gemma4":
+        vision = {**_CLIP, "model_type": "gemma4_vision", "patch_size": 4, "head_dim": 8}
+        vision |= {"num_key_value_heads": 2, "position_embedding_size": 128}
+    if family == "lfm2_vl":
+        vision = {**_CLIP, "model_type": "siglip2_vision_model", "patch_size": 7, "num_patches": 64}
+        more = {"downsample_factor": 2, "projector_hidden_size": 32}
     text_config = {**make_config(text).to_dict(), "max_position_embeddings": 1024}
+    if family == "gemma4":
+        text_config["pad_token_id"] = 0
     return kind, {"text_config": text_config, "vision_config": vision, **more}
 
 
@@ -314,6 +364,12 @@ def _make_processor(folder: Path, family: str, tokenizer: Any) -> None:
             "InternVLProcessor",
         ),
     }
+    sizes = {"encoder_patch_size": 7, "tile_size": 56, "max_tiles": 4}
+    sizes |= {"min_image_tokens": 4, "max_image_tokens": 8}
+    images = {"image_processor_type": "Lfm2VlImageProcessor", **sizes}
+    kinds["lfm2_vl"] = images, {}, "Lfm2VlProcessor"
+    images = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4}
+    kinds["gemma4"] = {**images, "max_soft_tokens": 70}, {}, "Gemma4Processor"
     for name in QWEN:
         kind = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL"}.get(name, "Qwen3VL")
         sizes = {"shortest_edge": 28 * 28 * 9, "longest_edge": 28 * 28 * 20}

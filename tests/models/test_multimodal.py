@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from radixserve import InvalidRequest, ModelNotSupported, Runtime, SamplingParams
+from radixserve.models.multimodal import picture_refusal
 from tests.checkpoints import MOE, SIZES, edit_json, make_config, make_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -252,3 +253,22 @@ def test_llama_4_as_published_is_refused_for_its_temperature(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelNotSupported, match="by their place in the batch, as its attn_temp"):
         Runtime(tmp_path, num_pages=200)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "text", "reason"),
+    [
+        ("Gemma3", {}, "pictures of Gemma3ForConditionalGeneration are not built"),
+        ("Gemma4", {"use_bidirectional_attention": "vision"}, "see each other"),
+        ("Gemma4", {"pad_token_id": 3}, "need the pad token 0"),
+        ("Gemma4", {}, ""),
+        ("Qwen3VL", {"num_hidden_layers": 3}, "3 deepstack features need more than 3 layers"),
+        ("Qwen3VL", {"num_hidden_layers": 4}, ""),
+    ],
+)
+def test_why_pictures_are_refused(wrapper: str, text: dict[str, Any], reason: str) -> None:
+    config = getattr(transformers, f"{wrapper}Config")(text_config=text)
+    config.architectures = [f"{wrapper}ForConditionalGeneration"]
+    found = picture_refusal(config)
+    assert reason in found
+    assert bool(reason) == bool(found)
