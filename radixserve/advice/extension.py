@@ -29,7 +29,7 @@ REACH = 4  # the curve remembers this many times the pool
 ENOUGH = 0.95  # part of the reusable tokens that the advised size reuses
 REGRET_S = 60.0
 GIB = 1 << 30
-_MOST_QUEUED, _MOST_QUEUED_TOKENS = 32, 1 << 13  # arrivals and ends, and tokens, before a look
+_MOST_QUEUED, _MOST_QUEUED_TOKENS = 128, 1 << 13  # arrivals and ends, and tokens, before a look
 _MOST_SALTS = 16  # namespaces that are compared: those used last
 _SHARES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)  # of the pool, in the curve
 

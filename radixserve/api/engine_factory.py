@@ -28,7 +28,7 @@ from radixserve.images.extension import PictureExtension
 from radixserve.images.table import PictureTable
 from radixserve.scheduler import Scheduler
 from radixserve.scores import KeptScores
-from radixserve.store.connector import open_connector
+from radixserve.store.connector import KVConnector, open_connector
 from radixserve.store.saved_caches import SavedCaches
 from radixserve.tenants import TenantShares
 
@@ -125,11 +125,15 @@ def _extend(
         each, has_blocks = engine.runner.info.kv_bytes_per_token, config.cache == "hash"
         engine.extend(AdviceExtension(engine.cache, each, has_blocks=has_blocks))
         engine.extend(WorthExtension(engine.prefill_cost, engine.stats))
+    main: KVConnector | None = None
     if config.otlp_traces_endpoint is not None:
-        _send_spans(engine, config.otlp_traces_endpoint)
+        _send_spans(
+            engine,
+            config.otlp_traces_endpoint,
+            lambda request_id: None if main is None else main.tier_of(request_id),
+        )
     if config.trace is not None:
         engine.extend(TraceRecorder(config.trace, config.trace_hash_block))
-    main = None
     if config.kv_store is not None or config.host_cache_memory is not None:
         as_stored = None if pictures is None else pictures.as_stored
         main = open_connector(engine, config, as_stored=as_stored)
@@ -150,7 +154,7 @@ def _is_followed(config: EngineConfig, runner: ModelRunner) -> bool:
     return config.advice
 
 
-def _send_spans(engine: Engine, endpoint: str) -> None:
+def _send_spans(engine: Engine, endpoint: str, tier_of: Callable[[str], str | None]) -> None:
     try:
         from radixserve.spans.extension import SpanExtension
     except ImportError as error:
@@ -159,7 +163,7 @@ def _send_spans(engine: Engine, endpoint: str) -> None:
         ) from None
     path = engine.runner.model_path
     model = engine.runner.info.architecture if path is None else path.name
-    engine.extend(SpanExtension(endpoint, model))
+    engine.extend(SpanExtension(endpoint, model, tier_of))
 
 
 def _publish_events(

@@ -44,16 +44,22 @@ class _Ended(NamedTuple):
     finish: Finish
     arrived_at: float  # in seconds since 1970
     load: tuple[float, float] | None  # seconds after its arrival in which it waited for stored K/V
+    tier: str | None  # that its K/V was loaded from
 
 
 class SpanExtension(EngineExtension):
     """See the module. `endpoint`: the URL of an OTLP collector over HTTP, such as
-    http://localhost:4318/v1/traces."""
+    http://localhost:4318/v1/traces. `tier_of`: where a request's K/V was loaded from, by its id."""
 
     name = "spans"
 
-    def __init__(self, endpoint: str, model: str) -> None:
-        self._model = model
+    def __init__(
+        self,
+        endpoint: str,
+        model: str,
+        tier_of: Callable[[str], str | None] = lambda _: None,
+    ) -> None:
+        self._model, self._tier_of = model, tier_of
         self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: "radixserve"}))
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
         self._tracer = self._provider.get_tracer("radixserve")
@@ -91,8 +97,9 @@ class SpanExtension(EngineExtension):
         load = self._loads.pop(request.request_id, None)
         if request.is_prefetch:
             return
+        tier = self._tier_of(request.request_id)
         try:
-            self._ended.put_nowait(_Ended(request, len(output_ids), finish, arrived_at, load))
+            self._ended.put_nowait(_Ended(request, len(output_ids), finish, arrived_at, load, tier))
         except queue.Full:
             self._num_dropped += 1
 
@@ -186,7 +193,7 @@ def result_attributes(ended: _Ended) -> dict[str, Any]:
     usage, miss = finish.usage, finish.miss
     tier = "none"
     if usage.loaded_tokens:
-        tier = "store"
+        tier = ended.tier or "store"
     elif usage.cached_tokens:
         tier = "pool"
     attributes = {

@@ -12,7 +12,7 @@ Each call has a deadline (`StoreLimits`). A request that waits for a late call c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from radixserve.config import EngineConfig, KVStoreWrite, parse_bytes
 from radixserve.engine.extension import EngineExtension
 from radixserve.engine.messages import EngineMessage, LookUpPrompt
 from radixserve.errors import InvalidRequest
+from radixserve.output import Finish
 from radixserve.request import Request
 from radixserve.store.buffers import BufferPool
 from radixserve.store.counts import StoreCounts
@@ -132,6 +133,20 @@ class KVConnector(EngineExtension):
     def on_release(self, sequence: CacheSequence, num_prompt: int, num_reused: int) -> None:
         if self.is_main:
             self.saver.save(sequence, num_prompt, num_reused)
+
+    def on_finish(
+        self,
+        request: Request,
+        output_ids: Sequence[int],  # noqa: ARG002
+        finish: Finish,  # noqa: ARG002
+        arrived_at: float,  # noqa: ARG002
+    ) -> None:
+        self.loader.tiers.pop(request.request_id, None)
+
+    def tier_of(self, request_id: str) -> str | None:
+        """Where an open request's K/V was loaded from: "host", "disk", "remote", or several, such
+        as "disk+host"; None: nowhere."""
+        return self.loader.tiers.get(request_id)
 
     def on_reset(self, namespace: str | None) -> None:
         if self.is_main:

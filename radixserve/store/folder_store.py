@@ -53,6 +53,7 @@ class FolderStore(RunStore):
     """A `RunStore` on a disk. The files that were not used for longest go when the store would grow
     beyond `max_bytes`."""
 
+    medium = "disk"
     num_bytes = 0
     num_dropped = 0
 

@@ -106,7 +106,7 @@ class TieredStore(RunStore):
     was read from the second is kept in the first."""
 
     def __init__(self, host: HostStore, store: RunStore) -> None:
-        self.host, self.store = host, store
+        self.host, self.store, self.medium = host, store, store.medium
 
     @property
     def num_bytes(self) -> int:

@@ -68,6 +68,8 @@ class Load:
     reads: deque[tuple[StoredRun, Future[BufferedRun | None]]] = field(default_factory=deque)
     deadline: float = 0.0  # of the whole: time.monotonic()
     num_loaded: int = 0
+    tiers: dict[str, str] = field(default_factory=dict)  # of the runs that were read, by name
+    used_tiers: set[str] = field(default_factory=set)  # of those whose K/V is in pages
     began: float = field(default_factory=time.monotonic)
 
 
@@ -96,6 +98,7 @@ class KVLoader:
         """
         self.cost = cost
         self.health = StoreHealth("reading", limits)
+        self.tiers: dict[str, str] = {}  # of open requests: where their K/V was loaded from
         self._prefixes, self._pool, self._cache = prefixes, pool, cache
         self._buffers, self._counts, self._limits = buffers, counts, limits
         self._step_seconds, self._has_room, self._touch = step_seconds, has_room, touch
@@ -315,6 +318,7 @@ class KVLoader:
     def _read_next(self, load: Load) -> None:
         if load.runs:
             run = load.runs.popleft()
+            load.tiers[run.name] = self._prefixes.store.tier_of(run.name)
             load.reads.append((run, self._reader.submit(self._read, run, load.pending.tokens)))
 
     def _read(self, run: StoredRun, tokens: IntArray) -> BufferedRun | None:
@@ -356,6 +360,8 @@ class KVLoader:
         finally:
             self._buffers.give_back(buffered.buffer)
         load.num_loaded += count
+        if count:
+            load.used_tiers.add(load.tiers[run.name])
         self._counts.loaded_tokens += count
         return count > 0
 
@@ -390,6 +396,8 @@ class KVLoader:
         for _, read in load.reads:
             self._discard(read)
         self._touch(load.stored)
+        if load.pending.request_id is not None and load.used_tiers:
+            self.tiers[load.pending.request_id] = "+".join(sorted(load.used_tiers))
         load.pending.on_loaded(load.num_loaded)
 
     def _discard(self, read: Future[BufferedRun | None]) -> None:

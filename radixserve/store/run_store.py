@@ -25,6 +25,8 @@ class RunStore(ABC):
     """Bytes by name. Any thread may call. OSError means that the store refused or cannot be
     reached; no K/V is wrong then. A store may lose a file at any time."""
 
+    medium = "remote"  # of the files that are not in memory
+
     @property
     def num_bytes(self) -> int:
         """Of all files; 0 where the store does not count them."""
@@ -76,6 +78,10 @@ class RunStore(ABC):
     def in_memory(self, name: str) -> bool:  # noqa: ARG002
         """Whether a file lies in the memory of this process."""
         return False
+
+    def tier_of(self, name: str) -> str:
+        """Where a file lies: "host", "disk" or "remote"."""
+        return "host" if self.in_memory(name) else self.medium
 
     def check(self) -> None:  # noqa: B027
         """Audit the store's own books. Raises AssertionError."""

@@ -136,7 +136,7 @@ def test_loads_have_a_span(tmp_path: Path, collector: Collector) -> None:
     (load,) = loads(spans)
     assert attributes(load)["radixserve.loaded_tokens"] == out.usage.loaded_tokens
     (root,) = [one for one in spans if one.span_id == load.parent_span_id]
-    assert attributes(root)["radixserve.tier"] == "store"
+    assert attributes(root)["radixserve.tier"] == "disk"
     assert root.start_time_unix_nano <= load.start_time_unix_nano
     assert load.start_time_unix_nano < load.end_time_unix_nano <= root.end_time_unix_nano
 

@@ -64,6 +64,7 @@ def test_a_tiered_store_reads_memory_first_and_keeps_what_it_read(tmp_path: Path
     store.put(B, [b"ghijkl"])  # A leaves the memory
     assert not store.in_memory(A)
     assert store.in_memory(B)
+    assert (store.tier_of(A), store.tier_of(B), disk.tier_of(B)) == ("disk", "host", "disk")
     assert disk.has(A)
     assert store.get(A, 2) == b"ab"
     assert not store.in_memory(A)  # a head is not worth it
