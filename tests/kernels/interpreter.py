@@ -8,8 +8,10 @@ off what float32 has more than bfloat16 instead of rounding, rounds ties to floa
 knows none of its NaNs, is slow with float16 matrices, and before Triton 3.9 stumbles over numpy
 2.4, which makes no numbers of arrays with an axis.
 
-Half of its time went into the same small values made again for each operation, and into looking for
-overflows with operations of its own: here values are made once, and numpy looks for overflows.
+Most of its time went into the same small values made again for each operation, into looking for
+overflows with operations of its own, and into the rules of types and shapes, which Triton follows
+anew for each operation: here values are made once, numpy looks for overflows, and what the rules
+gave for two types is kept.
 """
 
 from __future__ import annotations
@@ -195,6 +197,64 @@ def _refuse_overflow(_semantic: Any, left: Any, right: Any, operation: Any) -> N
         assert is_held, f"int{kind.int_bitwidth} overflow detected for operation {name}"
 
 
+_operand_types = TritonSemantic.binary_op_type_checking_impl
+_broadcast = TritonSemantic.broadcast_impl_value
+_FOUND: dict[tuple[Any, ...], tuple[Any, Any]] = {}  # of two operands' types: those they are given
+_NUMBERS = (int, float, bool)
+
+
+def _fast_operands(
+    self: Any,
+    left: Any,
+    right: Any,
+    allow_lhs_ptr: bool = False,
+    allow_rhs_ptr: bool = False,
+    arithmetic_check: bool = True,
+    div_or_mod: bool = False,
+) -> Any:
+    """Both in the type and the shape in which an operation takes them."""
+    rules = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+    key = _name(self, left), _name(self, right), rules
+    if key not in _FOUND:
+        operands = _operand_types(self, left, right, *rules)
+        _FOUND[key] = operands[0].type, operands[1].type
+        return operands
+    return tuple(_turned(self, x, kind) for x, kind in zip((left, right), _FOUND[key], strict=True))
+
+
+def _fast_broadcast(self: Any, left: Any, right: Any) -> Any:
+    key = left.type.name, right.type.name
+    if key not in _FOUND:
+        operands = _broadcast(self, left, right)
+        _FOUND[key] = operands[0].type, operands[1].type
+        return operands
+    return tuple(_turned(self, x, kind) for x, kind in zip((left, right), _FOUND[key], strict=True))
+
+
+def _name(semantic: Any, x: Any) -> Any:
+    """What the rules look at: a tensor's type, or that x is a number, and of which type."""
+    if isinstance(x, _NUMBERS):
+        return type(x), semantic.to_tensor_type(x).name
+    return x.type.name
+
+
+def _turned(semantic: Any, x: Any, kind: Any) -> Any:
+    """x as a tensor of the type: cast and repeated."""
+    if isinstance(x, _NUMBERS):
+        x = semantic._cast_to_computation_type(x, kind.scalar)
+    if x.type.name == kind.name:
+        return x
+    if x.type.scalar.name != kind.scalar.name:
+        x = semantic.cast(x, kind.scalar)
+        if x.type.name == kind.name:
+            return x
+    numbers = x.handle.data
+    dtype = numbers.dtype if x.type.is_block() else _fast_dtype(x.handle.dtype)
+    repeated = np.empty(tuple(kind.shape), dtype)
+    repeated[...] = numbers
+    return semantic.tensor(TensorHandle(repeated, x.handle.dtype.scalar), kind)
+
+
 _MENDED: dict[Any, dict[str, Any]] = {
     InterpreterBuilder: {
         "cast_impl": _mended_cast,
@@ -204,5 +264,13 @@ _MENDED: dict[Any, dict[str, Any]] = {
     interpreter: {"_patch_lang_tensor": _mended_tensor, "_get_np_dtype": _fast_dtype},
     tl.core.tensor: {"__init__": _fast_tensor},
     tl.core.block_type: {"__init__": _fast_block},
-    TritonSemantic: {"binary_op_sanitize_overflow_impl": _refuse_overflow},
+    TritonSemantic: {
+        "binary_op_sanitize_overflow_impl": _refuse_overflow,
+        "broadcast_impl_value": _fast_broadcast,
+        **(
+            {"binary_op_type_checking_impl": _fast_operands}
+            if hasattr(TritonSemantic, "_cast_to_computation_type")  # from Triton 3.9 on
+            else {}
+        ),
+    },
 }
