@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import shutil
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -330,15 +333,39 @@ def make_checkpoint(
     eos_ids go to generation_config.json; a small max_shard_size ("40KB") makes several files and an
     index; `overrides` are fields of the transformers config.
     """
+    ids = eos_ids if eos_ids is None or isinstance(eos_ids, int) else list(eos_ids)
+    asked = (family, seed, dtype, ids, max_shard_size, with_tokenizer, overrides)
+    if repr(asked) not in _written:
+        _written[repr(asked)] = _write_checkpoint(*asked)
+    return Path(shutil.copytree(_written[repr(asked)], folder, dirs_exist_ok=True))
+
+
+_written: dict[str, Path] = {}  # checkpoints of this process: many tests ask for the same ones
+
+
+@functools.cache
+def _room() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="checkpoints")
+
+
+def _write_checkpoint(
+    family: str,
+    seed: int,
+    dtype: torch.dtype,
+    eos_ids: int | list[int] | None,
+    max_shard_size: str | None,
+    with_tokenizer: bool,
+    overrides: dict[str, Any],
+) -> Path:
+    folder = Path(_room().name, str(len(_written)))
     model = make_model(make_config(family, **overrides), seed).to(dtype)
     if eos_ids is not None:
-        ids = eos_ids if isinstance(eos_ids, int) else list(eos_ids)
-        model.generation_config.eos_token_id = ids
+        model.generation_config.eos_token_id = eos_ids
     sharding = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     model.save_pretrained(folder, **sharding)
     if with_tokenizer:
         make_tokenizer(folder)
-    return Path(folder)
+    return folder
 
 
 def load_reference(folder: Path) -> Any:
