@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -114,6 +115,7 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+@functools.cache
 def imports(name: str, *, at_load: bool = False) -> set[str]:
     """Every module that `name` imports anywhere, in functions and for types only too.
 

@@ -42,7 +42,7 @@ class Sizes:
 
 
 FULL = Sizes()
-QUICK = Sizes(3, 200, 20, 10, 2_000, (1_000, 2_000), waiting=(128, 500))
+QUICK = Sizes(3, 200, 20, 10, 1_000, (1_000, 2_000), waiting=(16, 64))
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,10 @@ from tests.checkpoints import EOS_ID, make_checkpoint
 
 
 @pytest.fixture(scope="module")
-def quick_collections() -> Iterator[None]:
+def quick_collections() -> None:
     """Tests that collect garbage do not search what was there before."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Promise 2: the same answer with the cache cold, warm or off, however the work is cut up.
 
-Greedy output of random-weight checkpoints equals transformers' `generate` token for token over 40
+Greedy output of random-weight checkpoints equals transformers' `generate` token for token over 28
 mixed requests that share prefixes at odd lengths, with chunk sizes 1, 7 and 64, page sizes 1, 2, 16
 and 64, the radix and the hash cache, and pools so small that requests are evicted and preempted.
 """
@@ -17,7 +17,7 @@ import pytest
 from radixserve import Runtime, SamplingParams
 from tests.checkpoints import all_logprobs_batch, greedy_batch, load_reference, make_checkpoint
 
-NUM_REQUESTS = 40
+NUM_REQUESTS = 28
 MAX_PROMPT = 90
 LOGPROB_TOLERANCE = 1e-4
 TIE = 1e-5  # best and second best closer than this: float32 cannot tell, nor can transformers

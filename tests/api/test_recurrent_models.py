@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,15 @@ def rt(model: Any, make: Make) -> Iterator[Runtime]:
         runtime.check()
 
 
+def on_some(shift: int, families: Sequence[str] = FAMILIES) -> pytest.MarkDecorator:
+    """Parametrizes a test so that each family runs on one of MAKERS; others are long runs."""
+    found = []
+    for family, maker in product(families, MAKERS):
+        is_short = (families.index(family) + list(MAKERS).index(maker)) % len(MAKERS) == shift
+        found.append(pytest.param(family, maker, marks=() if is_short else pytest.mark.long))
+    return pytest.mark.parametrize(("model", "make"), found, indirect=True)
+
+
 @torch.inference_mode()
 def check(model: Any, prompt: list[int], answer: list[int]) -> None:
     """Each token is as likely as the best one that the model itself finds, without a cache."""
@@ -98,6 +108,7 @@ def test_answers_and_counts(model: Any, rt: Runtime) -> None:
     assert branched.usage.cached_tokens == 2 * INTERVAL
 
 
+@on_some(0)
 def test_an_answer_that_ends_at_a_token(model: Any, rt: Runtime) -> None:
     """It is continued from its end, though the step after it may have been launched by then."""
     answer = ask(rt, PROMPT).token_ids
@@ -114,6 +125,7 @@ def test_an_answer_that_ends_at_a_token(model: Any, rt: Runtime) -> None:
     assert more.usage.cached_tokens == len(PROMPT) + at
 
 
+@on_some(1)
 def test_requests_together_and_cache_off(model: Any, rt: Runtime, make: Make) -> None:
     prompts = [[*PROMPT[: 60 + 7 * at], at + 3, at + 4] for at in range(6)]
     for prompt, one in zip(prompts, rt.generate(prompts, GREEDY), strict=True):
@@ -124,14 +136,13 @@ def test_requests_together_and_cache_off(model: Any, rt: Runtime, make: Make) ->
         assert off.cache_stats()["reused_tokens"] == 0
 
 
-@pytest.mark.parametrize("family", ["jamba", "nemotron_h"])
-def test_mixers_that_treat_single_tokens_otherwise(family: str, tmp_path: Path, make: Make) -> None:
-    model = save(family, tmp_path)
-    with make(model) as rt:
-        test_answers_and_counts(model, rt)
-        test_requests_together_and_cache_off(model, rt, make)
+@on_some(0, ("jamba", "nemotron_h"))
+def test_mixers_that_treat_single_tokens_otherwise(model: Any, rt: Runtime, make: Make) -> None:
+    test_answers_and_counts(model, rt)
+    test_requests_together_and_cache_off(model, rt, make)
 
 
+@on_some(2)
 def test_branches_and_samples(model: Any, rt: Runtime) -> None:
     with rt.branch(PROMPT) as root:
         root.generate(GREEDY)
@@ -150,6 +161,7 @@ def test_branches_and_samples(model: Any, rt: Runtime) -> None:
     assert [one.token_ids for one in cold] == [one.token_ids for one in warm]
 
 
+@on_some(1)
 def test_a_small_pool_preempts_and_evicts(model: Any, make: Make) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     prompts = [RNG.integers(3, 250, 50).tolist() for _ in range(8)]

@@ -59,8 +59,8 @@ class Case:
             hidden = torch.arange(start + new) > torch.arange(start, start + new)[:, None]
             if cap := features.logits_soft_cap:
                 scores = torch.tanh(scores / cap) * cap
-            for i in range(new):
-                hidden[i, : first_seen(features, start + i)] = True
+            firsts = [first_seen(features, start + i) for i in range(new)]
+            hidden |= torch.arange(start + new) < torch.tensor(firsts)[:, None]
             scores = scores.masked_fill(hidden, -math.inf)
             if features.sinks is not None:
                 sinks = features.sinks.double()[:, None, None].expand(-1, new, 1)

@@ -102,9 +102,11 @@ class TestEviction:
 
 
 @pytest.mark.parametrize("world", [World, HashWorld, LateHashWorld])
-@pytest.mark.parametrize("block", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "block", [0, *(pytest.param(block, marks=pytest.mark.long) for block in range(1, 5))]
+)
 def test_random_programs_under_the_page_oracle(world: type[World], block: int) -> None:
-    for seed in range(block * 50, block * 50 + 50):
+    for seed in range(block * 20, block * 20 + 20):
         run_world(world, seed, 100)
 
 

@@ -13,6 +13,13 @@ from radixserve.cache import HashBlockCache, RadixCache, garbage
 SMALL = 64  # nodes from which these caches are frozen, and as many between two freezes
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen_as_before() -> Iterator[None]:
+    """See tests/conftest.py."""
+    yield
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def few_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(garbage, "LEAST_NODES", SMALL)

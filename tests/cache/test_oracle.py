@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from typing import Any
 
 import pytest
 from hypothesis import assume, settings
@@ -139,10 +140,10 @@ class WindowMachine(CacheMachine):
 TestWindowMachine = WindowMachine.TestCase
 TestStateMachine = StateMachine.TestCase
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=20, stateful_step_count=40)
+TestCacheMachine.settings = settings(max_examples=12, stateful_step_count=40)
 
 
-TestStateMachine.settings = settings(TestCacheMachine.settings, max_examples=10)
+TestStateMachine.settings = settings(TestCacheMachine.settings, max_examples=6)
 TestWindowMachine.settings = TestStateMachine.settings
 
 
@@ -163,19 +164,27 @@ def run_world(seed: int, steps: int, kinds: tuple[type[World], ...] = (World, La
     world.drain()
 
 
-@pytest.mark.parametrize("block", range(8))
+def blocks(num_blocks: int, num_short: int = 1) -> list[Any]:
+    """The first ones; the others are long runs."""
+    return [
+        pytest.param(block, marks=() if block < num_short else pytest.mark.long)
+        for block in range(num_blocks)
+    ]
+
+
+@pytest.mark.parametrize("block", blocks(8, 3))
 def test_random_programs(block: int) -> None:
     for seed in range(block * 20, block * 20 + 20):
         run_world(seed, 120)
 
 
-@pytest.mark.parametrize("block", range(2))
+@pytest.mark.parametrize("block", blocks(2))
 def test_random_programs_with_states(block: int) -> None:
     for seed in range(block * 20, block * 20 + 20):
         run_world(seed, 120, STATEFUL)
 
 
-@pytest.mark.parametrize("block", range(2))
+@pytest.mark.parametrize("block", blocks(2))
 def test_random_programs_with_windows(block: int) -> None:
     for seed in range(block * 20, block * 20 + 20):
         run_world(seed, 120, WINDOWED)

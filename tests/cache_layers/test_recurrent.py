@@ -195,7 +195,7 @@ def test_a_prefix_in_use_outlives_newer_states() -> None:
 def test_more_conversations_than_states() -> None:
     """Some conversations keep their states. Evicted states count as used when their conversation
     returns: otherwise the ends of all conversations would appear to be useless."""
-    num_states, num_conversations, num_turns = 8, 10, 30
+    num_states, num_conversations, num_turns = 8, 10, 20
     cache = RadixCache(20_000, layers=RecurrentLayers(num_states, 64))
     system = list(range(1000, 1100))
     history = [[*system, 2000 + number] for number in range(num_conversations)]

@@ -28,8 +28,16 @@ def plug_in(driver: Driver, rng: random.Random, kind: Kind) -> None:
     driver.scheduler.set_drafter(Drafts([source], 8))
 
 
-@pytest.mark.parametrize("cache", ["radix", "hash", "states", "windows"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("cache", "kind"),
+    [
+        pytest.param(
+            cache, kind, marks=() if cache == "radix" or kind == "half" else pytest.mark.long
+        )
+        for cache in ("radix", "hash", "states", "windows")
+        for kind in KINDS
+    ],
+)
 def test_answers_are_those_without_drafts(kind: Kind, cache: str) -> None:
     """Audited after each step; a cell that a rejected draft has left in a page would be found."""
     seen: Counter[str] = Counter()

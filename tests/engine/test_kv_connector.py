@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -317,9 +318,16 @@ def test_namespaces_are_apart_and_a_flush_forgets_the_store_too(tmp_path: Path) 
 class TestFaults:
     """Whatever becomes of the files: right answers, a counter, and one line in the log."""
 
+    @pytest.fixture(scope="class")
+    def written(self, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Completion]]:
+        folder = tmp_path_factory.mktemp("cold")
+        return folder, run(folder, [tokens(0, 1200)])
+
     @pytest.fixture
-    def cold(self, tmp_path: Path) -> list[Completion]:
-        return run(tmp_path, [tokens(0, 1200)])
+    def cold(self, tmp_path: Path, written: tuple[Path, list[Completion]]) -> list[Completion]:
+        """What was answered when the files that are in `tmp_path` were written."""
+        shutil.copytree(written[0], tmp_path, dirs_exist_ok=True)
+        return written[1]
 
     def check(
         self, folder: Path, cold: list[Completion], caplog: pytest.LogCaptureFixture, **counts: int

@@ -11,9 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,34 +25,20 @@ ROOT = Path(__file__).parents[2]
 PRELOADED = ("radixserve", "radixserve_kernels", "torch", "jinja2", "tokenizers", "safetensors")
 PARAMS = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, digest=True)
 
-# Imports once what a server needs, and forks a server for each line of its input. A server answers
-# prompts at random until it is killed. Its pool and its store hold a part of them: it loads, writes
-# and drops files.
+# Imports once what a server needs, and forks a server for each line of its input, which is killed.
 SERVERS = """
-import contextlib, importlib, json, os, random, sys
-from tests.engine.test_kv_store_crashes import PARAMS, prompts
-from radixserve import Runtime
+import contextlib, importlib, json, os, sys
+from tests.engine.test_kv_store_crashes import serve
 
-def serve(folder, seed):
-    numbers = random.Random(seed)
-    page_size = numbers.choice([1, 16])
-    settings = dict(num_pages=1200 // page_size, page_size=page_size, kv_store_size="12MB")
-    settings["kv_store_write"] = numbers.choice(["finish", "finish", "auto", "evict", "reuse"])
-    with Runtime("demo", kv_store=folder, **settings) as runtime:
-        while True:
-            index = numbers.randrange(len(prompts()))
-            completion = runtime.generate(prompts()[index], PARAMS)
-            loaded = completion.usage.loaded_tokens
-            print(json.dumps([index, completion.token_ids, completion.digest, loaded]), flush=True)
-
-for name in json.loads(sys.argv[2]):
+for name in json.loads(sys.argv[1]):
     with contextlib.suppress(Exception):
         importlib.import_module(name)
 
 for line in sys.stdin:
     child = os.fork()
     if not child:
-        serve(sys.argv[1], int(line))
+        for answer in serve(*json.loads(line)):
+            print(json.dumps(answer), flush=True)
     print(child, flush=True)
     os.waitpid(child, 0)
     print("\\nend", flush=True)
@@ -66,6 +52,21 @@ def prompts() -> list[list[int]]:
     return [base[: 100 * number] for number in (1, 3, 5, 7) for base in bases]
 
 
+def serve(folder: str, seed: int) -> Iterator[tuple[int, list[int], str | None, int]]:
+    """Answers prompts at random: the prompt's number, tokens, digest, and how many were loaded.
+    Pool and store hold a part of the prompts: files are loaded, written and dropped."""
+    numbers = random.Random(seed)
+    page_size = numbers.choice([1, 16])
+    settings: dict[str, Any] = {"num_pages": 1200 // page_size, "page_size": page_size}
+    settings["kv_store_write"] = numbers.choice(["finish", "finish", "auto", "evict", "reuse"])
+    with Runtime("demo", kv_store=folder, kv_store_size="12MB", **settings) as runtime:
+        while True:
+            index = numbers.randrange(len(prompts()))
+            completion = runtime.generate(prompts()[index], PARAMS)
+            loaded = completion.usage.loaded_tokens
+            yield index, completion.token_ids, completion.digest, loaded
+
+
 @pytest.fixture(scope="module")
 def expected() -> list[tuple[list[int], str | None]]:
     """The answers, of an engine without a store."""
@@ -74,82 +75,94 @@ def expected() -> list[tuple[list[int], str | None]]:
     return [(completion.token_ids, completion.digest) for completion in completions]
 
 
-@contextmanager
-def servers(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """The process that forks servers. It has imported what this process has, engines included."""
+class Servers:
+    """The process that forks servers, one at a time, and what these print."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._input, self.output = process.stdin, process.stdout
+
+    def start(self, folder: Path, seed: int) -> int:
+        """Its process id."""
+        print(json.dumps([str(folder), seed]), file=self._input, flush=True)
+        return int(self.output.readline())
+
+    def rest(self) -> list[str]:
+        """What a killed server has printed up to its end."""
+        return list(iter(self.output.readline, "end\n"))
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    """They have imported what this process has, engines included."""
     names = [name for name in sys.modules if name.split(".")[0] in PRELOADED]
-    command = [sys.executable, "-c", SERVERS, str(folder), json.dumps(names)]
+    command = [sys.executable, "-c", SERVERS, json.dumps(names)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as process:
         try:
-            yield process
+            yield Servers(process)
         finally:
             process.kill()
 
 
-def kill_servers(folder: Path, expected: list[Any], num_kills: int) -> tuple[int, int]:
+def kill_servers(
+    servers: Servers, folder: Path, expected: list[Any], num_kills: int
+) -> tuple[int, int]:
     """Returns the tokens that the servers loaded, and how many answers were compared."""
     numbers = random.Random(2)
     num_loaded = num_answers = 0
-    with servers(folder) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        for number in range(num_kills):
-            print(number, file=process.stdin, flush=True)
-            child = int(process.stdout.readline())
-            lines = []
+    for number in range(num_kills):
+        child = servers.start(folder, number)
+        lines = []
+        try:
+            for _ in range(numbers.randint(1, 8)):
+                lines.append(servers.output.readline())
+            time.sleep(numbers.random() * 0.05)
+        finally:
+            os.kill(child, signal.SIGKILL)
+        lines += servers.rest()
+        for line in filter(None, map(str.strip, lines)):
             try:
-                for _ in range(numbers.randint(1, 8)):
-                    lines.append(process.stdout.readline())
-                time.sleep(numbers.random() * 0.05)
-            finally:
-                os.kill(child, signal.SIGKILL)
-            lines += rest_of(process.stdout)
-            for line in filter(None, map(str.strip, lines)):
-                try:
-                    index, token_ids, digest, loaded = json.loads(line)
-                except ValueError:  # it was killed while it printed
-                    continue
-                assert (token_ids, digest) == expected[index], f"a wrong answer after kill {number}"
-                num_loaded, num_answers = num_loaded + loaded, num_answers + 1
-            assert main(["cache", "verify", str(folder)]) == 0
+                index, token_ids, digest, loaded = json.loads(line)
+            except ValueError:  # it was killed while it printed
+                continue
+            assert (token_ids, digest) == expected[index], f"a wrong answer after kill {number}"
+            num_loaded, num_answers = num_loaded + loaded, num_answers + 1
+        assert main(["cache", "verify", str(folder)]) == 0
     return num_loaded, num_answers
 
 
-def test_two_processes_write_and_read_one_folder(tmp_path: Path, expected: list[Any]) -> None:
-    """At the same time; one of them is killed."""
+def test_two_processes_write_and_read_one_folder(
+    servers: Servers, tmp_path: Path, expected: list[Any]
+) -> None:
+    """At the same time: this one, and one that is killed."""
     num_loaded, num_answers = [0, 0], 0
-    with servers(tmp_path) as first, servers(tmp_path) as second:
-        children = []
-        for number, process in enumerate((first, second)):
-            print(number, file=process.stdin, flush=True)
-            children.append(int(process.stdout.readline()))
-        try:
+    child = servers.start(tmp_path, 0)
+    try:
+        with closing(serve(str(tmp_path), 1)) as own:
             while num_answers < 24 or not all(num_loaded):
                 assert num_answers < 500, "a process loads nothing"
-                for number, process in enumerate((first, second)):
-                    index, token_ids, digest, loaded = json.loads(process.stdout.readline())
+                answers = json.loads(servers.output.readline()), next(own)
+                for number, (index, token_ids, digest, loaded) in enumerate(answers):
                     assert (token_ids, digest) == expected[index]
                     num_loaded[number] += loaded
                     num_answers += 1
-        finally:
-            for child in children:
-                os.kill(child, signal.SIGKILL)
-        for process in (first, second):
-            rest_of(process.stdout)
+            os.kill(child, signal.SIGKILL)
+            servers.rest()
+            index, token_ids, digest, _ = next(own)
+            assert (token_ids, digest) == expected[index]
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
     assert main(["cache", "verify", str(tmp_path)]) == 0
 
 
-def rest_of(stdout: IO[str]) -> list[str]:
-    """What a server has printed up to its end."""
-    return list(iter(stdout.readline, "end\n"))
-
-
 def test_killed_servers_leave_whole_files_and_right_answers(
-    tmp_path: Path, expected: list[Any]
+    servers: Servers, tmp_path: Path, expected: list[Any]
 ) -> None:
-    num_loaded, num_answers = kill_servers(tmp_path, expected, 4)
+    num_loaded, num_answers = kill_servers(servers, tmp_path, expected, 4)
     assert num_loaded > 0
     assert num_answers >= 4
 
@@ -157,9 +170,9 @@ def test_killed_servers_leave_whole_files_and_right_answers(
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_500_killed_servers_leave_whole_files_and_right_answers(
-    tmp_path: Path, expected: list[Any]
+    servers: Servers, tmp_path: Path, expected: list[Any]
 ) -> None:
-    num_loaded, num_answers = kill_servers(tmp_path, expected, 500)
+    num_loaded, num_answers = kill_servers(servers, tmp_path, expected, 500)
     assert num_loaded > 10_000
     assert num_answers >= 500
     assert list(tmp_path.rglob("*.kv"))

@@ -76,7 +76,9 @@ def test_they_give_what_transformers_gives(case: Case, runtime: Runtime, name: s
     assert warm.usage.computed_tokens == 1
 
 
-@pytest.mark.parametrize(("chunk", "page"), [(1, 3), (7, 16), (16, 1), (512, 3)])
+@pytest.mark.parametrize(
+    ("chunk", "page"), [(1, 3), (7, 16), pytest.param(16, 1, marks=pytest.mark.long), (512, 3)]
+)
 def test_in_chunks_and_pages(case: Case, runtime: Runtime, chunk: int, page: int) -> None:
     settings: dict[str, Any] = {"chunked_prefill_size": chunk, "page_size": page}
     with Runtime(case.folder, num_pages=1024, **settings) as other:
@@ -97,10 +99,10 @@ def test_beside_strangers(case: Case, runtime: Runtime) -> None:
 
 def test_preempted(case: Case, runtime: Runtime) -> None:
     """Embeddings that were dropped meanwhile are computed again."""
-    params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True, logprobs=0)
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=0)
     chats = [*CHATS.values(), *([said(picture(seed), "Hm")] for seed in range(30, 34))]
     longest = max(len(runtime.tokenize(chat)) for chat in chats)
-    with Runtime(case.folder, num_pages=longest + 105, image_memory=1) as small:
+    with Runtime(case.folder, num_pages=longest + 45, image_memory=1) as small:
         outs = small.generate(chats, params)
         assert small.cache_stats()["preemptions"] > 0
     for chat, out in zip(chats, outs, strict=True):

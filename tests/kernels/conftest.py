@@ -62,6 +62,9 @@ class DeviceOps:
 
 
 PATHS = ("reference", "triton", "cuda")
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="there is no CUDA device"
+)  # known at collection: see tests/pairwise.py
 
 
 def on_each_path(
@@ -71,13 +74,15 @@ def on_each_path(
     that are not `is_short` are long runs."""
     found = []
     for path, cell in itertools.product(PATHS, cells):
-        is_long = path == "triton" and not is_short(*cell)
+        marks = [needs_cuda] if path == "cuda" else []
+        if path == "triton" and not is_short(*cell):
+            marks = [pytest.mark.long]
         label = "-".join(map(str, (path, *cell)))
-        found.append(pytest.param(path, *cell, marks=pytest.mark.long if is_long else (), id=label))
+        found.append(pytest.param(path, *cell, marks=marks, id=label))
     return pytest.mark.parametrize(("path", *names), found, indirect=["path"])
 
 
-@pytest.fixture(params=PATHS)
+@pytest.fixture(params=[*PATHS[:-1], pytest.param("cuda", marks=needs_cuda)])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The torch references and the interpreted Triton kernels on the CPU, or the compiled ones on
     a CUDA device, where fresh memory holds NaN. What is expected of them is computed on the CPU."""
@@ -87,8 +92,6 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
             request.getfixturevalue("interpreted")
         yield name
         return
-    if not torch.cuda.is_available():
-        pytest.skip("there is no CUDA device")
     monkeypatch.setattr(request.module, "gpu_ops", DeviceOps("cuda"))
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills fresh memory with NaN
     yield name

@@ -64,7 +64,7 @@ def attention(
     causal: bool,
     features: AttentionFeatures = PLAIN,
 ) -> tuple[Tensor, Tensor]:
-    """From its definition, query by query and head by head, in float64: out and lse (base 2)."""
+    """From its definition, query by query, in float64: out and lse (base 2)."""
     cap = features.logits_soft_cap
     out = torch.zeros(q.shape, dtype=torch.float64)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64)
@@ -78,14 +78,15 @@ def attention(
                 place + 1 - window if window else 0, place // chunk * chunk if chunk else 0, 0
             )
             seen = slots[first : place + 1] if causal else slots
-            for head in range(q.shape[1]):
-                if seen:
-                    keys = case.k_slots[seen, head // group].cpu().double()
-                    scores = keys @ q[token, head].double() * scale
-                    scores = scores if cap is None else cap * (scores / cap).tanh()
-                    weights = torch.softmax(scores, 0)
-                    out[token, head] = weights @ case.v_slots[seen, head // group].cpu().double()
-                    lse[token, head] = scores.logsumexp(0) / math.log(2)
+            if seen:
+                keys, values = (  # [keys, Hq, D]
+                    pool[seen].cpu().double().repeat_interleave(group, 1)
+                    for pool in (case.k_slots, case.v_slots)
+                )
+                scores = (keys * q[token].double()).sum(-1) * scale
+                scores = scores if cap is None else cap * (scores / cap).tanh()
+                out[token] = (torch.softmax(scores, 0)[..., None] * values).sum(0)
+                lse[token] = scores.logsumexp(0) / math.log(2)
     return out, lse
 
 

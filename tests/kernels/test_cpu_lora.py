@@ -33,7 +33,7 @@ class Case:
         for seed, (kind, fields) in enumerate(KINDS.items()):
             given = {"targets": TARGETS, **fields}
             self.adapters[kind] = make_adapter(folder / kind, self.model, seed, **given)
-        self.prompts = [prompt_of(seed, length) for seed, length in enumerate((1, 4, 19, 40))]
+        self.prompts = [prompt_of(seed, length) for seed, length in enumerate((1, 5, 40))]
         self.pairs = [(prompt, kind) for kind in ("", *KINDS) for prompt in self.prompts]
         self.expected = [self._answer(prompt, kind) for prompt, kind in self.pairs]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from radixserve.api.runtime import DEMO
 from radixserve.attention.cpu import CpuBackend
 from radixserve.models.cpu_decoder import load_cpu_decoder
 from radixserve.models.source import find_model
@@ -20,6 +20,7 @@ from radixserve_kernels.cpu_ops import unsupported_reason
 from radixserve_kernels.cpu_weights import PackedWeight
 from radixserve_kernels.quantized import quantize_int8
 from tests.attention.cases import Case, run
+from tests.checkpoints import make_checkpoint
 from tests.pacing import PATIENCE_S
 
 pytestmark = [
@@ -85,8 +86,8 @@ def test_attention(lengths: list[tuple[int, int]]) -> None:
     check_each_allocation(make)
 
 
-def test_a_decoder() -> None:
-    source = find_model(str(DEMO))
+def test_a_decoder(tmp_path: Path) -> None:
+    source = find_model(str(make_checkpoint(tmp_path, "llama")))
 
     def make() -> Callable[[], Tensor]:
         model = load_cpu_decoder(source, torch.float32)

@@ -49,10 +49,11 @@ def test_the_measured_reading_is_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     for other in (Reading("plain", "far"), Reading("near", "plain")):
         file.write_text(str(other))
         assert use_reading(library, file) == other
-    for junk in ("", "near", "near,near,near", "fast,near", "\x00"):
+    for junk in ("", "near", "near,near,near", "\x00", "fast,near"):
         file.write_text(junk)
-        assert set(use_reading(library, file)) <= set(WAYS)
-        assert Reading.parse(file.read_text()) is not None
+        assert Reading.parse(file.read_text()) is None
+    assert set(use_reading(library, file)) <= set(WAYS)  # junk is measured again
+    assert Reading.parse(file.read_text()) is not None
     assert [path.name for path in tmp_path.iterdir()] == ["cpu.reading"]
     assert set(use_reading(library, tmp_path / "missing" / "cpu.reading")) <= set(WAYS)
 

@@ -148,7 +148,10 @@ def stored_in(case: PagedCase, stored: torch.dtype) -> tuple[PagedCase, PagedCas
 @on_each_path(
     ("dtype", "stored", "fields"),
     [(*kind, fields) for kind in STORED for fields in ({}, FEATURES[1], FEATURES[4])],
-    lambda dtype, stored, fields: not fields or (dtype, stored) in (STORED[0], STORED[3]),
+    lambda dtype, stored, fields: (
+        not fields
+        or (dtype, stored, fields) in ((*STORED[0], FEATURES[4]), (*STORED[3], FEATURES[1]))
+    ),
 )
 @both
 def test_stored_in_another_dtype(
@@ -181,7 +184,9 @@ def test_stored_in_another_dtype(
         for dtype, stored in ((F32, None), (BF16, None), (F32, torch.int8), (BF16, FP8))
         for fields in ({}, *FEATURES[1:])
     ],
-    lambda dtype, stored, fields: fields in ({}, FEATURES[4]) or (dtype, stored) == (F32, None),
+    lambda dtype, stored, fields: (
+        not fields or (dtype, stored) == (F32, None) or (stored, fields) == (FP8, FEATURES[4])
+    ),
 )
 @both
 def test_exact_bits(
@@ -209,14 +214,14 @@ def test_exact_bits(
         )
         assert torch.equal(chunk, whole[tokens])
         assert torch.equal(lse, whole_lse[tokens])
-    for length in (1, 17, 64, 65, 130, 150):
+    for length, counts in ((1, (3,)), (17, (1,)), (64, (3,)), (65, (1, 3)), (150, (1, 3))):
         pages = -(-length // 2)
         row = replace(
             case,
             kv_indptr=torch.tensor([0, pages, pages], dtype=torch.int32),
             last_page_len=torch.tensor([2 - length % 2, 0], dtype=torch.int32),
         )
-        for num_splits in (1, 3):
+        for num_splits in counts:
             out, lse = decode(row, q[[length - 1, 0]], num_splits, None, features, is_exact=True)
             assert torch.equal(out[0], whole[length - 1])
             assert torch.equal(lse[0], whole_lse[length - 1])

@@ -82,10 +82,9 @@ def test_a_row_has_the_same_bits_among_others(path: str, dtype: torch.dtype) -> 
         return gpu_ops.add_lora(x, lora_of(groups, device).tokens, entry, before.clone())
 
     together = computed((first, range(70)), (second, range(70, 90)))
-    for part in (1, 17):
-        for start in range(0, 34, part):
-            rows = range(start, start + part)
-            assert torch.equal(computed((first, rows))[rows], together[rows])
+    for start, end in ((0, 1), (15, 16), (16, 17), (33, 34), (0, 17), (17, 34)):
+        rows = range(start, end)
+        assert torch.equal(computed((first, rows))[rows], together[rows])
 
 
 @both

@@ -26,6 +26,7 @@ def norm(x: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False) ->
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 100, 1_024, 8_192])
 @pytest.mark.parametrize("is_centered", [False, True])
@@ -60,6 +61,7 @@ def test_add_rms_norm(dtype: torch.dtype, size: int) -> None:
     assert x.shape == out.shape
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 70, 1_030, 14_336])
 @both
@@ -82,6 +84,7 @@ def test_act_and_mul(dtype: torch.dtype, size: int, activation: str) -> None:
     assert gpu_ops.act_and_mul(gate_up[:0], activation).shape == (0, size)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm_type", ["rms", "layer", ""])
 @pytest.mark.parametrize("shape", [(3, 2, 24), (8, 8, 64), (5, 1, 2), (32, 8, 128)], ids=str)

@@ -103,18 +103,19 @@ def worlds(
     )
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 16])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_same_as_torch(tmp_path: Path, name: str, page_size: int) -> None:
+def test_same_as_torch(tmp_path: Path, name: str) -> None:
     family, fields = VARIANTS[name]
     make_checkpoint(tmp_path, family, seed=len(name), **{**ODD, **fields})
-    own, plain = worlds(tmp_path, page_size)
-    assert own.model.info == plain.model.info
-    for rows in forward_steps(len(name), page_size):
-        logits, expected = own.run(rows), plain.run(rows)
-        assert (logits.dtype, logits.shape) == (torch.float32, expected.shape)
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(own.kv, plain.kv, atol=1e-4, rtol=1e-4)
+    models = worlds(tmp_path)
+    assert models[0].model.info == models[1].model.info
+    for page_size, num_pages in ((1, 1_500), (2, 800), (16, 150)):
+        own, plain = (World(one.model, page_size, one.is_cpu, num_pages) for one in models)
+        for rows in forward_steps(len(name), page_size, num_pages):
+            logits, expected = own.run(rows), plain.run(rows)
+            assert (logits.dtype, logits.shape) == (torch.float32, expected.shape)
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(own.kv, plain.kv, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])

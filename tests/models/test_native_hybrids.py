@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(
 PAGE_SIZES, CHUNK_SIZES = (1, 4, 16), (1, 7, 33, 64, 512)
 SHORT = ((1, 512), (4, 1), (16, 33))  # of the sample; the other pairs are long runs
 KINDS = (DELTA_NETS, STATE_SPACES, CONVOLUTIONS, SHAPED)  # of layers
-NUM_NEW = 24
+NUM_NEW = 12
 PARAMS = SamplingParams(
     temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, digest=True, logprobs=0
 )
@@ -45,7 +45,7 @@ PROMPT = RNG.integers(3, 250, 90).tolist()
 PROMPTS = [PROMPT, *(RNG.integers(3, 250, length).tolist() for length in (60, 61, 62, 63, 64))]
 CROWD = [[*PROMPT[:60], token] for token in range(10, 16)]  # are computed at once, when cached
 BRIEF = [[5, 6, token] for token in range(20, 26)]
-NUM_LONG = 60  # tokens: all answers to BRIEF do not fit into TIGHT
+NUM_LONG = 40  # tokens: all answers to BRIEF do not fit into TIGHT
 LONG_ANSWERS = SamplingParams(temperature=0.0, max_tokens=NUM_LONG, ignore_eos=True, digest=True)
 FORKS = ([9, 10], [11])
 TIGHT = 196  # tokens of a pool that has no room for all answers to either

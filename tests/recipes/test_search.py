@@ -269,9 +269,15 @@ def outline(tree: SearchTree) -> list[tuple[Any, ...]]:
     return [(n.parent and n.parent.number, n.tokens.tolist(), n.state) for n in tree]
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 16])
-@pytest.mark.parametrize("cache", ["radix", "hash"])
-def test_a_small_cache_gives_the_same_tree(folder: Path, page_size: int, cache: str) -> None:
+@pytest.mark.parametrize(
+    ("cache", "page_size"),
+    [
+        *(("radix", 1), ("hash", 2), ("radix", 16)),
+        *(pytest.param(*pair, marks=pytest.mark.long) for pair in (("hash", 1), ("hash", 16))),
+        pytest.param("radix", 2, marks=pytest.mark.long),
+    ],
+)
+def test_a_small_cache_gives_the_same_tree(folder: Path, cache: str, page_size: int) -> None:
     prompt, trees, evicted = list(range(60)), [], []
     for num_tokens in (4096, 160):
         pages = num_tokens // page_size

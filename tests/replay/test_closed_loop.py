@@ -191,7 +191,7 @@ class TestPriced:
         loop, step = in_turn(sessions, think_s), replace(TINY, fixed_s=step_s, prefill_token_s=1e-4)
         fixed = [
             serve(trace, loop, 9_000, step=step, max_running_requests=number).mean_session_s
-            for number in (1, 2, 3, 4, 6, 8)
+            for number in (1, 2, 4, 8)
         ]
         named = serve(trace, loop, 9_000, "priced", step=step, named=True)
         assert named.mean_session_s <= 1.05 * min(fixed)
@@ -207,9 +207,9 @@ class TestPriced:
             result.computed_tokens == serve(trace, in_turn(sessions, 0.02), 10**5).computed_tokens
         )
 
-    def test_two_thousand_sessions_at_once_all_end(self) -> None:
-        trace, sessions = scripted(2_000, 3)
-        result = serve(trace, in_turn(sessions, 0.01), 5_000, "priced")
+    def test_eight_hundred_sessions_at_once_all_end(self) -> None:
+        trace, sessions = scripted(800, 3)
+        result = serve(trace, in_turn(sessions, 0.01), 2_500, "priced")
         assert result.is_served.all()
         assert np.isfinite(result.session_s).all()
         assert result.num_held > 0  # `replay_closed_loop` audits that nothing is left

@@ -38,7 +38,7 @@ def gain(diagnosis: Diagnosis, rate: float) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])
 def test_a_planted_fault_is_found_and_its_mend_proven(kind: str, seed: int) -> None:
     trace, owners = traffic(["clean", kind, "clean"], seed)
     diagnosis = find_faults(trace, decode=decoder(trace))

@@ -113,7 +113,7 @@ def test_exact(family: str, dtype: str, device: str, tmp_path: Path) -> None:
     """`exact=True`: the same log-probabilities to the bit alone, at once, cold and warm."""
     folder = make_checkpoint(tmp_path, family, head_dim=64)
     prompts = prompts_of([3, 20, 41, 90, 64, 65])
-    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=2)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2)
     kind: type[Runtime] = DeviceRuntime if device == "cpu" else Runtime
     fields: dict[str, Any] = {**SMALL, "attention_backend": "triton", "dtype": dtype, "exact": True}
     with kind(str(folder), device=device, **fields, num_pages=TOKENS) as rt:

@@ -280,7 +280,7 @@ def test_filters_of_few_tokens_keep_the_same_ones_bit_by_bit(
     """Those found among the best tokens are those that filtering the whole vocabulary keeps."""
     random = np.random.default_rng(vocab)
     num_whole = 0
-    for seed in range(4):
+    for seed in range(2):
         logits = random_logits(60, vocab, dtype, seed)
         params = [SamplingParams(**random_params(random)) for _ in logits]
         columns = columns_of(params)
@@ -298,7 +298,7 @@ def test_filters_of_few_tokens_keep_the_same_ones_bit_by_bit(
         assert torch.equal(kept[is_whole], expected[rows][is_whole])
         num_whole += int(is_whole.sum())
         assert not is_whole.all()
-    assert num_whole > 60
+    assert num_whole > 30
 
 
 def test_tokens_do_not_depend_on_how_they_are_filtered(monkeypatch: pytest.MonkeyPatch) -> None:

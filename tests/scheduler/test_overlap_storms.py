@@ -243,7 +243,9 @@ class Storm:
         self.reasons[f"ends by {self.driver.finished[name].reason}"] += 1
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize(
+    "block", [0, *(pytest.param(block, marks=pytest.mark.long) for block in range(1, 4))]
+)
 def test_storms(block: int) -> None:
     seen: Counter[str] = Counter()
     for seed in range(block * 12, block * 12 + 12):

@@ -84,7 +84,7 @@ def test_samples_share_the_prompt_that_the_first_one_scores() -> None:
 
 @pytest.mark.parametrize("page_size", [1, 2, 16])
 def test_storms(page_size: int) -> None:
-    assert sum(storm(seed, page_size) for seed in range(10)) > 5
+    assert sum(storm(seed, page_size) for seed in range(5)) > 2
 
 
 def storm(seed: int, page_size: int) -> int:
