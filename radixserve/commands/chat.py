@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from radixserve.api.tree_view import draw_tree, escape, shorten
 from radixserve.checks import suggestion
+from radixserve.commands.chat_pictures import picture_file, said, take_pictures
 from radixserve.commands.chat_saves import SavedChats
 from radixserve.commands.flags import (
     add_command,
@@ -38,6 +39,7 @@ from radixserve.commands.terminal import (
 )
 from radixserve.errors import InvalidRequest, RequestFailed
 from radixserve.request import SamplingParams
+from radixserve.text.picture_parts import shown_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from radixserve.api.chat import ChatSession
     from radixserve.api.runtime import Runtime
     from radixserve.completion import Chunk, Completion
+    from radixserve.picture import Picture
 
 _EPILOG = """\
 in the conversation:
@@ -55,6 +58,8 @@ in the conversation:
   /stats         tokens and memory
   /save FILE     write this conversation as JSON, with its exact token ids
   /load FILE     go on with one that was saved
+  /image FILE    send a picture with the next message; a path in a message, as of a file that
+                 is dropped on the terminal, does the same
   /resume [N]    list the conversations that were saved by themselves; go on with the Nth
   /help          these commands
   /quit          leave, like Ctrl-D
@@ -157,6 +162,7 @@ class ChatTerminal:
         self._origins: dict[str, str] = {}  # {fork: the conversation that it was forked from}
         self._files: dict[str, Path] = {}  # {conversation: the file in which it is saved}
         self._name = "main"  # of the current conversation
+        self._pictures: list[Picture] = []  # that go with the next message
 
     def close(self) -> None:
         for chat in self._chats.values():
@@ -205,11 +211,14 @@ class ChatTerminal:
                 yield message
 
     def _take(self, message: str) -> None:
-        is_command = message.startswith("/") and "\n" not in message
+        named: list[Path] = []
+        if not self._runtime.no_pictures:
+            named, message = take_pictures(message)
+        is_command = message.startswith("/") and "\n" not in message and not named
         if not is_command or message.startswith("//"):
             if self._reader.is_terminal and "\n" in message:
                 self._note(f"({1 + message.count(chr(10)):,} lines as one message)")
-            self._answer(message.removeprefix("/") if is_command else message)
+            self._answer(self._said(named, message.removeprefix("/") if is_command else message))
             return
         name, _, rest = message[1:].partition(" ")
         commands: dict[str, Callable[[str], None]] = {
@@ -220,6 +229,7 @@ class ChatTerminal:
             "stats": self._stats,
             "save": self._save,
             "load": self._load,
+            "image": self._image,
             "resume": self._resume,
             "help": self._help,
         }
@@ -228,7 +238,29 @@ class ChatTerminal:
             raise InvalidRequest(f"there is no command /{name}{similar}; /help lists them")
         commands[name](rest.strip())
 
-    def _answer(self, text: str) -> None:
+    def _said(self, named: list[Path], text: str) -> str | dict[str, Any]:
+        """A message with the pictures that belong to it. Raises InvalidRequest for a file that is
+        not a picture; those of before stay."""
+        pictures = [*self._pictures, *map(self._read_picture, named)]
+        if not pictures:
+            return text
+        self._pictures = []
+        parts: list[dict[str, Any]] = [{"type": "image", "image": one} for one in pictures]
+        if text:
+            parts.append({"type": "text", "text": text})
+        return {"role": "user", "content": parts}
+
+    def _read_picture(self, path: Path) -> Picture:
+        pictures = self._runtime.pictures
+        assert pictures is not None, "the model takes pictures"
+        picture = pictures.read_part({"type": "image", "path": str(path)})
+        self._note(
+            f"picture: {path.name}, {picture.size[0]} x {picture.size[1]}, "
+            f"{picture.num_rows} tokens, {picture.digest.hex()[:8]}"
+        )
+        return picture
+
+    def _answer(self, text: str | dict[str, Any]) -> None:
         done, num_tokens, is_stopped = None, 0, False
         show = self._show_markdown if self._renders_markdown else self._show_plain
         with warnings.catch_warnings(record=True) as notes:
@@ -250,7 +282,7 @@ class ChatTerminal:
             self._note("stopped before the first token: the message is taken back")
         self._autosave()
 
-    def _show_plain(self, text: str) -> Iterator[Chunk]:
+    def _show_plain(self, text: str | dict[str, Any]) -> Iterator[Chunk]:
         """Print the answer as it is. Yields each chunk after it was printed."""
         try:
             with contextlib.closing(self._chat.stream(text)) as chunks:
@@ -263,7 +295,7 @@ class ChatTerminal:
         finally:
             self._console.print()
 
-    def _show_markdown(self, text: str) -> Iterator[Chunk]:
+    def _show_markdown(self, text: str | dict[str, Any]) -> Iterator[Chunk]:
         """Show the answer as markdown. Yields its chunks."""
         from radixserve.commands.chat_answer import AnswerView
 
@@ -275,16 +307,17 @@ class ChatTerminal:
                 view.add(chunk.text)
                 yield chunk
 
-    def _prefill_progress(self, text: str) -> Callable[[], str]:
+    def _prefill_progress(self, text: str | dict[str, Any]) -> Callable[[], str]:
         """A function that returns, for the user, how much of the prompt has been computed."""
         tokenizer, tokens = self._runtime.tokenizer, self._chat.tokens
         assert tokenizer is not None, "chats need one"
         if len(tokens):
             cached = self._runtime.lookup(tokens, self._params.namespace).cached_len
-            new = [text]
+            new = [text if isinstance(text, str) else said(text["content"])]
         else:
             cached = 0
-            new = [*(str(message["content"]) for message in self._chat.history), text]
+            new = [said(message["content"]) for message in self._chat.history]
+            new.append(text if isinstance(text, str) else said(text["content"]))
         total = len(tokens) - cached + sum(len(tokenizer.encode(part)) for part in new)
         before = self._runtime.status().stats["prefilled_tokens"]
         began_at = time.monotonic()
@@ -322,7 +355,7 @@ class ChatTerminal:
                     return
                 self._files[self._name] = self._saves.new_path()
             self._saves.save(self._chat, self._files[self._name])
-        except OSError as error:
+        except (OSError, InvalidRequest) as error:  # a chat with pictures is not JSON
             self._saves_by_itself = False
             self._files.clear()
             self._say(f"conversations are not saved: {error_line(error)}", "red")
@@ -359,7 +392,8 @@ class ChatTerminal:
         assert tokenizer is not None, "chats need one"
         dump = self._runtime.cache_tree(_MAX_NODES)
         decode = partial(tokenizer.decode, keep_special=True)
-        self._console.print(draw_tree(dump, decode, width=self._console.width))
+        show = partial(shown_text, decode=decode, pictures=self._runtime.pictures)
+        self._console.print(draw_tree(dump, show, width=self._console.width))
 
     def _stats(self, _: str) -> None:
         stats = self._runtime.cache_stats()  # of the engine, so that stopped answers count too
@@ -381,6 +415,12 @@ class ChatTerminal:
 
     def _load(self, path: str) -> None:
         self._open(Path(_given(path, "/load FILE")))
+
+    def _image(self, name: str) -> None:
+        if self._runtime.no_pictures:
+            raise InvalidRequest(self._runtime.no_pictures)
+        path = picture_file(_given(name, "/image FILE")) or Path(name).expanduser()
+        self._pictures.append(self._read_picture(path))
 
     def _resume(self, number: str) -> None:
         if number:
@@ -427,7 +467,7 @@ class ChatTerminal:
         return f"{mark} {name}: turns {num_turns}, tokens {len(chat.tokens):,}{origin}"
 
     def _short(self, content: object) -> str:
-        return shorten(escape(str(content)), max(20, self._console.width - 40))
+        return shorten(escape(said(content)), max(20, self._console.width - 40))
 
     def _note(self, text: str, *, no_wrap: bool = False) -> None:
         self._say(text, "dim", no_wrap=no_wrap)

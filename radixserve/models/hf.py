@@ -54,6 +54,7 @@ from radixserve.models.weights import (
     tensor_files,
     tensor_shapes,
     warn_of_broken_weights,
+    without_load_report,
 )
 
 logger = logging.getLogger("radixserve")
@@ -277,13 +278,6 @@ def _check_fields(name: str, config: Any) -> None:
         raise ModelNotSupported(f"{name}'s config does not tell how many positions it has")
 
 
-class _NoLoadReport(logging.Filter):
-    """Drops transformers' report of a load, which lists every tensor of the skipped parts."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "LOAD REPORT" not in record.getMessage()
-
-
 def _read_model(source: ModelSource, config: Any, dtype: torch.dtype) -> Any:
     """The model with its weights, ready to call `attention_forward`; every tensor accounted for."""
     from transformers import AttentionInterface
@@ -308,19 +302,18 @@ def _read_model(source: ModelSource, config: Any, dtype: torch.dtype) -> Any:
         path, weights, optional = None, {"state_dict": widened.tensors}, widened.optional
     classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     _check_size(folder, classes[type(config)], config, source)
-    report_filter, report_logger = _NoLoadReport(), logging.getLogger("transformers.modeling_utils")
+    is_partial = source.is_text_part or widened is not None
     try:
-        if source.is_text_part or widened is not None:
-            report_logger.addFilter(report_filter)
-        model, loading = classes[type(config)].from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            local_files_only=True,
-            output_loading_info=True,
-            **weights,
-        )
+        with without_load_report() if is_partial else nullcontext():
+            model, loading = classes[type(config)].from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                local_files_only=True,
+                output_loading_info=True,
+                **weights,
+            )
     except KeyError as error:
         if error.args != (ATTENTION_NAME,):
             raise ModelNotSupported(f"transformers cannot load {folder}: {error!r}") from error
@@ -329,8 +322,6 @@ def _read_model(source: ModelSource, config: Any, dtype: torch.dtype) -> Any:
         ) from error
     except Exception as error:
         raise ModelNotSupported(f"transformers cannot load {folder}: {one_line(error)}") from error
-    finally:
-        report_logger.removeFilter(report_filter)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted({str(name) for name in loading.get(what) or ()} - optional)
         if source.is_text_part and what == "unexpected_keys":

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixserve.errors import ModelNotSupported
+from radixserve.models.weights import without_load_report
 
 
 class VisionTower:
@@ -58,9 +59,10 @@ class VisionTower:
             text.hidden_size_per_layer_input = text.num_kv_shared_layers = 0
         if getattr(config, "audio_config", None) is not None:
             config.audio_config = None
-        model: Any = AutoModelForImageTextToText.from_pretrained(
-            self._folder, config=config, dtype=self._dtype
-        )
+        with without_load_report():
+            model: Any = AutoModelForImageTextToText.from_pretrained(
+                self._folder, config=config, dtype=self._dtype
+            )
         for parent in (model, model.model):  # their memory is given back
             for name in ("lm_head", "language_model", "text_model"):
                 if hasattr(parent, name):

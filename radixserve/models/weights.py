@@ -9,7 +9,8 @@ import logging
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -368,6 +369,27 @@ class WeightReader(TensorReader):
     def _stored(self, name: str) -> Tensor:
         tensor: Tensor = self._handles[name].get_tensor(self._stored_names[name])
         return tensor
+
+
+@contextmanager
+def without_load_report() -> Iterator[None]:
+    """Without transformers' report of a load, which lists every tensor of the skipped parts, and
+    without its progress bar."""
+    from transformers.utils import logging as of_transformers
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    has_bar = of_transformers.is_progress_bar_enabled()
+    logger.addFilter(is_other)
+    of_transformers.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
+        if has_bar:
+            of_transformers.enable_progress_bar()
 
 
 def log_other_parts(folder: Path, num_tensors: int) -> None:

@@ -49,7 +49,7 @@ def guarded(
 
 
 def test_the_files_need_no_key_and_allow_no_script_but_their_own(guarded: LocalServer) -> None:
-    scripts = [(f"/page/{name}.js", "javascript") for name in ("page", "chat", "teach")]
+    scripts = [(f"/page/{name}.js", "javascript") for name in ("page", "chat", "teach", "pictures")]
     for path, kind in (("/", "html"), ("/page/style.css", "css"), *scripts):
         answer = guarded.client.get(path)
         assert answer.status_code == 200
@@ -67,10 +67,13 @@ def test_the_files_need_no_key_and_allow_no_script_but_their_own(guarded: LocalS
 def test_the_page_stays_small() -> None:
     folder = Path(__file__).parents[2] / "radixserve/server/routes/dashboard"
     sizes = {path.name: len(path.read_text().splitlines()) for path in folder.iterdir()}
-    assert sorted(sizes) == ["chat.js", "index.html", "page.js", "style.css", "teach.js"]
+    assert sorted(sizes) == [
+        *("chat.js", "index.html", "page.js", "pictures.js", "style.css", "teach.js")
+    ]
     assert sizes["page.js"] <= 945
     assert sizes["chat.js"] <= 460
     assert sizes["teach.js"] <= 60
+    assert sizes["pictures.js"] <= 80
     assert sizes["style.css"] < 250
 
 

@@ -6,6 +6,7 @@ With RADIXSERVE_SCREENSHOTS=FOLDER pictures of it are written there.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import os
@@ -92,6 +93,52 @@ def ask(page: Any, text: str, *, n: int = 1, tokens: int = 12) -> None:
 
 def items(page: Any) -> Any:
     return page.get_by_role("treeitem")
+
+
+def test_pictures_in_a_chat(browser: Any, tmp_path: Path) -> None:
+    """Chosen, pasted and dropped ones; the tree names them by digest and size."""
+    from tests.images.vision_checkpoints import as_file, make_vision_checkpoint, picture
+
+    folder = make_vision_checkpoint(tmp_path / "model", "llava")
+    files = [base64.b64encode(as_file(picture(number))).decode() for number in range(3)]
+    (tmp_path / "photo.png").write_bytes(base64.b64decode(files[0]))
+    transfer = """(data) => {
+        const bytes = Uint8Array.from(atob(data), (letter) => letter.charCodeAt(0));
+        const transfer = new DataTransfer();
+        transfer.items.add(new File([bytes], "other.png", { type: "image/png" }));
+        return transfer;
+    }"""
+    paste = """(transfer) => document.querySelector("#say-text").dispatchEvent(
+        new ClipboardEvent("paste", { clipboardData: transfer, cancelable: true }))"""
+    with Runtime(folder, num_pages=4000) as runtime, LocalServer(runtime) as served:
+        for page in open_page(browser, served):
+            page.goto(f"{served.url}#chat")
+            page.locator("#say-length").evaluate("(field) => { field.value = 8; }")
+            expect(page.locator("#say-picture")).to_be_visible()
+            page.locator("#say-files").set_input_files(tmp_path / "photo.png")
+            waiting = page.locator("#say-pictures img")
+            expect(waiting).to_have_count(1)
+            page.evaluate(paste, page.evaluate_handle(transfer, files[1]))
+            expect(waiting).to_have_count(2)
+            page.get_by_role("button", name="Remove photo.png").click()
+            expect(waiting).to_have_count(1)
+            dropped = {"dataTransfer": page.evaluate_handle(transfer, files[2])}
+            page.dispatch_event("#chat-panel", "drop", dropped)
+            expect(waiting).to_have_count(2)
+            page.locator("#say-text").fill("Which one is larger?")
+            page.locator("#say-send").click()
+            expect(page.locator("#say-state")).to_contain_text("Complete")
+            expect(waiting).to_have_count(0)
+            expect(page.locator("#turns li.user img")).to_have_count(2)
+            expect(page.locator("#tree")).to_contain_text("[picture ")
+            page.locator("#say-text").fill("And now?")
+            page.locator("#say-send").click()
+            expect(page.locator("#turns li.assistant .line")).to_have_count(2)
+            expect(page.locator("#say-state")).to_contain_text("Complete")
+            page.reload()  # the chat is kept, its pictures are not
+            page.locator("#chats .name").first.click()
+            expect(page.locator("#turns")).to_contain_text("2 pictures, sent before")
+        assert runtime.cache_stats()["pictures"]["encoded"] == 2  # type: ignore[typeddict-item]
 
 
 def test_send_branch_find_and_open(page: Any, small: Runtime) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import struct
 import threading
 import time
@@ -16,6 +17,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
+
+from PIL import Image
 
 from radixserve import InvalidRequest, Runtime
 from radixserve.images.fetching import UrlFetcher, is_public
@@ -212,10 +215,44 @@ def test_bombs(seeing: LocalServer, name: str) -> None:
     assert error["param"] == "messages[0].content[0]"
 
 
+def test_openais_own_examples(seeing: LocalServer) -> None:
+    """As its guide has them: a file in base64 in a chat, and as an input of a response."""
+    openai: Any = pytest.importorskip("openai", reason="pip install openai")
+    url = f"data:image/png;base64,{data_of(11)}"
+    with openai.OpenAI(base_url=f"{seeing.url}/v1", api_key="none") as client:
+        text = {"type": "text", "text": "What is in this image?"}
+        content = [text, {"type": "image_url", "image_url": {"url": url, "detail": "high"}}]
+        said: Any = [{"role": "user", "content": content}]
+        chat = client.chat.completions.create(model="demo", messages=said, max_tokens=4)
+        assert chat.usage.prompt_tokens > 16
+        parts = [
+            {"type": "input_text", "text": "What is in this image?"},
+            {"type": "input_image", "image_url": url},
+        ]
+        asked: Any = [{"role": "user", "content": parts}]
+        answer = client.responses.create(model="demo", input=asked, max_output_tokens=16)
+        assert answer.usage.input_tokens == chat.usage.prompt_tokens
+        assert answer.usage.input_tokens_details.cached_tokens >= chat.usage.prompt_tokens - 1
+
+
 def test_large_files(seeing: LocalServer) -> None:
-    """The bound of a body's text comes first over HTTP."""
+    """A picture may be longer than other texts of a body, and no text in its place or beside it."""
+    large = io.BytesIO()
+    Image.effect_noise((2200, 2200), 90).save(large, "PNG")
+    data = base64.b64encode(large.getvalue()).decode()
+    assert len(data) > 4 << 20
+    count = seeing.post(CHAT, openai(data))["usage"]["prompt_tokens"]
+    assert seeing.post(RESPONSES, responses(data))["usage"]["input_tokens"] == count > 16
+    usage = seeing.post(MESSAGES, anthropic(data))["usage"]
+    assert usage["cache_read_input_tokens"] >= count - 1
     data = base64.b64encode(bytes((20 << 20) + 1)).decode()
-    assert "the body has a text of more than" in refused(seeing, CHAT, openai(data))["message"]
+    assert "more than 20971520 bytes" in refused(seeing, CHAT, openai(data))["message"]
+    said = openai(data_of(1), "A" * (5 << 20))
+    assert "the body has a text of more than" in refused(seeing, CHAT, said)["message"]
+    said = openai("a picture! " * (1 << 19))
+    assert "the body has a text of more than" in refused(seeing, CHAT, said)["message"]
+    said = openai("A" * (28 << 20))
+    assert "the body has a text of more than" in refused(seeing, CHAT, said)["message"]
     with pytest.raises(InvalidRequest, match="more than 20971520 bytes"):
         read_source({"type": "image", "base64": data}, 20 << 20, None, has_files=False)
 

@@ -22,6 +22,7 @@ MAX_CONTAINERS = 65_536  # objects and lists of a body
 MAX_MEMBERS = 4_096  # members of an object
 MAX_ITEMS = 16_384  # items of a list that does not contain token ids
 MAX_TEXT_BYTES = 4 << 20  # of a string with its escapes
+MAX_PICTURE_BYTES = 28 << 20  # of a picture in base64: 20 MiB of a file, and its URL's beginning
 # Levels of objects and lists: twice checks.MAX_NESTING, which bounds the values in a body. A large
 # body has at most 200, which is pydantic's own bound.
 MAX_DEPTH = 256
@@ -32,9 +33,17 @@ TOKEN_IDS = frozenset(
     ".prompt .prompt[] .text .text[] .input_ids .input_ids[] .candidates .candidates[] "
     ".hints[].prompt .hints[].prompt[] .tokens .allowed_token_ids .opened .path".split()
 )
+# Places of pictures in base64, which may be longer than other texts.
+PICTURES = frozenset(
+    ".messages[].content[].image_url.url .messages[].content[].source.data "
+    ".messages[].content[].source.url .messages[].content[].content[].source.data "
+    ".input[].content[].image_url .input[].output[].image_url".split()
+)
 _SMALL = 16 * 1024  # bytes; a smaller text can exceed only the bound of depth
 _MARKS = re.compile(rb'[",\[{]')  # begins a string, list or object, or separates values
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_BASE64 = re.compile(rb'"(?:data:image/[\w.+-]{1,64};base64,)?[\w+/=-]*+"')
+_PICTURE_NAME = re.compile(rb'"(?:data|url|image_url)"\s*:\s*$')
 _INTEGERS = re.compile(rb"\[[-\d \t\n\r,]{256,}+\]")
 _LEADING_ZERO = re.compile(rb"(?<!\d)0\d")
 _MAX_PATH = 64  # characters of a path, after which it is cut
@@ -96,6 +105,17 @@ def _reason(message: str) -> str:
     return f"the body is not valid JSON: {message}"
 
 
+def _is_picture(body: bytes | bytearray, start: int, end: int) -> bool:
+    """Whether a string looks like a picture: in base64, and behind the name of such a member."""
+    if end - start > MAX_PICTURE_BYTES or not _PICTURE_NAME.search(body, max(0, start - 32), start):
+        return False
+    return _BASE64.fullmatch(body, start, end) is not None
+
+
+def _too_long() -> BodyError:
+    return BodyError(f"the body has a text of more than {MAX_TEXT_BYTES} bytes")
+
+
 class _Ids(NamedTuple):
     """A long list of integers, which stands at `body[start:end]`."""
 
@@ -120,8 +140,8 @@ def _scan(body: bytes | bytearray, *, finds_ids: bool) -> list[_Ids]:
                 break  # not JSON: the parser will report it
             position = string.end()
             num_strings += 1
-            if position - start > MAX_TEXT_BYTES:
-                raise BodyError(f"the body has a text of more than {MAX_TEXT_BYTES} bytes")
+            if position - start > MAX_TEXT_BYTES and not _is_picture(body, start, position):
+                raise _too_long()
         elif mark[0] == b",":
             num_values += 1
         else:
@@ -194,6 +214,9 @@ def _check_shape(value: Any, prefix: str = "", arrays: Sequence[array[int]] = ()
         ):
             if type(member) is dict or type(member) is list:
                 places.append(place.below(key, member))
+            elif type(member) is str and len(member) > MAX_TEXT_BYTES:
+                if place.below(key, member).path not in PICTURES:
+                    raise _too_long()
             elif prefix and type(member) is str and member.startswith(prefix):
                 numbers = arrays[int(member[len(prefix) :])]
                 below = place.below(key, numbers)

@@ -36,6 +36,7 @@ _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page/style.css": ("style.css", "text/css; charset=utf-8"),
     "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/page/pictures.js": ("pictures.js", "text/javascript; charset=utf-8"),
     "/page/chat.js": ("chat.js", "text/javascript; charset=utf-8"),
     "/page/teach.js": ("teach.js", "text/javascript; charset=utf-8"),
 }
@@ -55,6 +56,7 @@ _MAX_PATH = 100_000
 @router.get("/", include_in_schema=False)
 @router.get("/page/style.css", include_in_schema=False)
 @router.get("/page/page.js", include_in_schema=False)
+@router.get("/page/pictures.js", include_in_schema=False)
 @router.get("/page/chat.js", include_in_schema=False)
 @router.get("/page/teach.js", include_in_schema=False)
 async def file(request: Request) -> Response:
@@ -194,6 +196,7 @@ class Snapshots:
             "model": server.model_name,
             "tenant": caller.tenant,
             "is_admin": caller.is_admin,
+            "takes_pictures": server.pictures is not None,
             "counters": _counters(server, caller, stats, snapshot),
             "cost_ms": {"engine": round(engine_s * 1e3, 2)},
         }

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
+import struct
+import zlib
 from typing import Any, Literal
 
 import anthropic
@@ -150,6 +153,39 @@ def runner(client: anthropic.Anthropic) -> None:
     print("tool_runner:", len(calls), "calls")
 
 
+def picture(client: anthropic.Anthropic) -> None:
+    """As in Anthropic's own example, and in the result of a tool; a second turn reuses it."""
+    data = base64.b64encode(png(60, 40)).decode()
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    ask: Any = [
+        {"role": "user", "content": [image, {"type": "text", "text": "Describe this image."}]}
+    ]
+    first = client.messages.create(model="demo", max_tokens=4, messages=ask)
+    count = client.messages.count_tokens(model="demo", messages=ask).input_tokens
+    usage = first.usage
+    assert (usage.cache_creation_input_tokens or 0) + usage.input_tokens == count > 16
+    again: Any = [*ask, first.to_param(), {"role": "user", "content": "And now?"}]
+    second = client.messages.create(model="demo", max_tokens=4, messages=again)
+    assert (second.usage.cache_read_input_tokens or 0) >= count
+    print("pictures:", second.usage.cache_read_input_tokens, "tokens cached")
+
+
+def png(width: int, height: int) -> bytes:
+    """A picture with a gradient, as a file."""
+    rows = b"".join(
+        b"\0" + bytes(value for x in range(width) for value in (4 * x, 5 * y, 99))
+        for y in range(height)
+    )
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        body = kind + data
+        return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    parts = chunk(b"IHDR", head), chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
 def errors(client: anthropic.Anthropic) -> None:
     for kind, fields in (
         (anthropic.NotFoundError, {"model": "other"}),
@@ -193,6 +229,9 @@ def main() -> None:
         agent(client, by_stream=False)
         agent(client, by_stream=True)
         runner(client)
+    url = os.environ["RADIXSERVE_PICTURES_URL"]
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+        picture(client)
     asyncio.run(asynchronous())
 
 

@@ -2,9 +2,9 @@
 
     python tests/server/clients/run.py CLIENT_PYTHON tests/server/clients/SCRIPT.py ...
 
-Run it where radixserve is installed. It serves the demo model, and a model whose every answer is a
-thought, a text and a tool call; each script runs with CLIENT_PYTHON and finds their addresses in
-RADIXSERVE_URL and RADIXSERVE_TOOLS_URL.
+Run it where radixserve is installed. It serves the demo model, a model whose every answer is a
+thought, a text and a tool call, and one that takes pictures. Each script runs with CLIENT_PYTHON
+and finds their addresses in RADIXSERVE_URL, RADIXSERVE_TOOLS_URL and RADIXSERVE_PICTURES_URL.
 """
 
 from __future__ import annotations
@@ -51,14 +51,24 @@ def served(model: str) -> Iterator[str]:
         assert process.wait(60) == 0
 
 
+_MAKE_VISION = """
+import sys
+from pathlib import Path
+from tests.images.vision_checkpoints import make_vision_checkpoint
+make_vision_checkpoint(Path(sys.argv[1]), "idefics3")
+"""
+
+
 def main() -> None:
     python, *scripts = sys.argv[1:]
     assert scripts, __doc__
-    with tempfile.TemporaryDirectory() as folder:
-        make = [sys.executable, "-m", "tests.server.scripted_model", folder]
-        subprocess.run(make, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": PATH})
-        with served("demo") as url, served(folder) as tools_url:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as vision:
+        for make in (["-m", "tests.server.scripted_model", folder], ["-c", _MAKE_VISION, vision]):
+            command = [sys.executable, *make]
+            subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": PATH})
+        with served("demo") as url, served(folder) as tools_url, served(vision) as pictures_url:
             environment = {**os.environ, "RADIXSERVE_URL": url, "RADIXSERVE_TOOLS_URL": tools_url}
+            environment["RADIXSERVE_PICTURES_URL"] = pictures_url
             environment.pop("PYTHONPATH", None)
             for script in scripts:
                 subprocess.run([python, script], check=True, env=environment)

@@ -5,7 +5,7 @@
 const MAX_CHATS = 200; // of a tenant; the oldest go first
 
 // A chat: {id, title, at, system, nextId, leaf, messages}. `messages` maps ids to {id, parent, role, content,
-// reasoning, facts, end, ids}: `parent` is null for a first message, `end` tells why an answer ended; `facts` are
+// reasoning, facts, end, ids, pictures}: `parent` is null for a first message, `end` tells why an answer ended; `facts` are
 // the token counts of an answer, `ids` its token ids with those of its prompt, which are not stored. `leaf` is the last message shown; the chat that is shown is its path to the root.
 const chats = { tenant: null, all: new Map(), open: null, stopper: null, running: null, shown: "" };
 
@@ -34,7 +34,7 @@ function keepChat(chat) {
   for (const old of byTime().slice(MAX_CHATS)) dropChat(old);
   for (;;) {
     try {
-      localStorage.setItem(chatKey(chat.id), JSON.stringify(chat, (name, value) => (name === "ids" ? undefined : value)));
+      localStorage.setItem(chatKey(chat.id), JSON.stringify(chat, (name, value) => (name === "ids" || name === "pictures" ? undefined : value)));
       return;
     } catch {
       const oldest = byTime().at(-1);
@@ -172,6 +172,7 @@ function showTurns() {
   $("turns-empty").textContent = view.hasTemplate === false
     ? "This model has no chat template: the view Cache sends it plain prompts."
     : "Each answer tells how much of its prompt came from the cache. Fork a chat anywhere: the forks share what stands before.";
+  $("say-picture").hidden = !view.snapshot.takes_pictures;
   for (const id of ["say-text", "say-send"]) $(id).disabled = view.hasTemplate === false;
   showWays(chat);
   showTotals(chat);
@@ -211,6 +212,7 @@ function turnOf(chat, message) {
   if (siblings.length > 1) head.append(switcher(chat, message, siblings));
   const said = element("div", "said");
   fillText(said, message.content);
+  said.prepend(...shownPictures(message));
   item.append(head);
   if (message.reasoning) {
     const thoughts = element("details", "thoughts");
@@ -263,6 +265,8 @@ function actionsOf(chat, message) {
     const edit = action("Edit", () => {
       goTo(message.parent);
       Object.assign($("say-text"), { value: message.content }).focus();
+      attached.splice(0, attached.length, ...(message.pictures || []));
+      showAttached();
     });
     return isLast ? [action("Answer", () => answer(chat)), edit] : [edit];
   }
@@ -303,15 +307,15 @@ function inlineText(text) {
 $("say").addEventListener("submit", (event) => {
   event.preventDefault();
   const content = $("say-text").value.trim();
-  if (!content || chats.running || !view.snapshot) return;
+  if (!(content || attached.length) || chats.running || !view.snapshot) return;
   let chat = chats.open;
   if (!chat) {
     const id = `${Date.now().toString(36)}${Math.random().toString(36).slice(2, 8)}`;
-    const title = content.split("\n")[0].slice(0, 80);
+    const title = content.split("\n")[0].slice(0, 80) || attached[0].name;
     chat = { id, title, at: 0, system: $("say-system").value.trim(), nextId: 1, leaf: null, messages: {} };
     chats.open = chat;
   }
-  addMessage(chat, "user", content);
+  Object.assign(addMessage(chat, "user", content), takeAttached());
   $("say-text").value = "";
   answer(chat);
 });
@@ -323,7 +327,7 @@ $("say-text").addEventListener("keydown", (event) => {
 });
 
 function bodyOf(chat, continued) {
-  const messages = pathOf(chat).map(({ role, content }) => ({ role, content }));
+  const messages = pathOf(chat).map((message) => ({ role: message.role, content: contentOf(message) }));
   if (chat.system) messages.unshift({ role: "system", content: chat.system });
   const body = { messages, stream: true, return_token_ids: true,
     stream_options: { include_usage: true, continuous_usage_stats: true } };
