@@ -100,7 +100,7 @@ def _from_data_url(url: str, max_bytes: int) -> bytes:
         raise InvalidRequest(f"a picture's data URL must be of an image, got {shown(match[1])}")
     if (len(url) - match.end()) * 3 // 4 > max_bytes + 2:
         raise _too_large(max_bytes)
-    return _decoded(url[match.end() :])
+    return _bounded(_decoded(url[match.end() :]), max_bytes)
 
 
 def _from_file(path: Path, max_bytes: int) -> bytes:
