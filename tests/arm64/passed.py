@@ -2,6 +2,7 @@
 
 RADIXSERVE_PASSED  the file, a test a line
 RADIXSERVE_RESUME  1: the tests that it names are left out
+RADIXSERVE_NO_KERNELS  1: the run fails if a test loads a compiled kernel
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from radixserve_kernels import cpu_library
+
 FILE = Path(os.environ["RADIXSERVE_PASSED"])
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    cpu_library.forget()  # files may ask for the library while they are imported
     if os.environ["RADIXSERVE_RESUME"] != "1" or not FILE.exists():
         return
     passed = set(FILE.read_text().splitlines())
@@ -33,6 +37,13 @@ class Outcomes:
         elif report.when == "teardown" and report.nodeid not in self._failed:
             with FILE.open("a") as file:
                 file.write(f"{report.nodeid}\n")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if os.environ["RADIXSERVE_NO_KERNELS"] == "1" and cpu_library.loaded:
+        print(f"\nkernels were loaded: {', '.join(map(str, cpu_library.loaded))}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_configure(config: pytest.Config) -> None:
