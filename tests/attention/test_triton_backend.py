@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,18 @@ from radixserve.attention.cuda.triton import TritonBackend, count_tiles
 from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
 from radixserve_kernels import gpu_ops
-from radixserve_kernels.gpu.warm_up import attention_launches
 from radixserve_kernels.stored_kv import stored_width
 from tests.attention.cases import CPU, LENGTHS, SHARED, Case, SharedCase, run
 from tests.attention.test_backends import check
 from tests.attention.test_paged_graph import store
 from tests.attention.test_paged_plan import same_prefix
 
+if find_spec("triton") is not None:
+    from radixserve_kernels.gpu.warm_up import attention_launches
+
+NEEDS_TRITON = pytest.mark.skipif(
+    find_spec("triton") is None, reason="there is no Triton for this system"
+)
 SHAPE = {"heads": 4, "kv_heads": 2, "dim": 16}
 
 
@@ -60,6 +66,7 @@ def test_a_graph() -> None:
     ("group", "stored"),
     [*((n, torch.bfloat16) for n in (1, 4, 7, 32)), (4, torch.int8), (4, torch.float8_e4m3fn)],
 )
+@NEEDS_TRITON
 def test_nothing_is_left_to_be_compiled(
     group: int, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +101,7 @@ def test_nothing_is_left_to_be_compiled(
     assert len(seen) > 12
 
 
+@NEEDS_TRITON
 def test_nothing_of_layers_with_features_is_left_to_be_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
