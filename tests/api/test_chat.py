@@ -238,7 +238,7 @@ class TestTemplatesThatRewrite:
         del document["began"]
         path.write_text(json.dumps(document))
         with tiny.load_chat(path, params=FREE) as chat:
-            with pytest.warns(HistoryRewritten, match="writes the date or the time: '") as told:
+            with pytest.warns(HistoryRewritten, match="writes the date or the time: ['\"]") as told:
                 chat.send("xyz")
             assert "drops thinking" not in str(told[0].message)
             known = len(chat.tokens)
