@@ -109,7 +109,7 @@ def test_fork_resend_and_cold_run_agree(
     ("page_size", "num_tokens", "cache"),
     [(1, 4096, "radix"), (2, 300, "radix"), (16, 320, "radix"), (16, 320, "hash")],
 )  # fmt: skip
-@pytest.mark.parametrize("num_steps", [150, pytest.param(20_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_steps", [80, pytest.param(20_000, marks=pytest.mark.long)])
 @pytest.mark.timeout(1800)
 def test_a_random_program(
     folder: Path, model: Model, page_size: int, num_tokens: int, cache: str, num_steps: int

@@ -52,12 +52,15 @@ def best_hits(turns: list[Turn], size: int, *, closed: bool) -> int:
     return best(0, frozenset())
 
 
+SEEDS = [*range(12), *(pytest.param(n, marks=pytest.mark.long) for n in range(12, 40))]
+
+
 def bound(turns: list[Turn], size: int) -> int:
     trace = make_trace(turns)
     return int(clairvoyant_hits(build_paths(trace), trace.num_kept, size).sum())
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_it_is_exact_where_nothing_is_computed_anew(seed: int) -> None:
     rng = random.Random(seed)
     turns = random_turns(rng, 8, longest=5, alphabet=2, fresh=True)
@@ -67,7 +70,7 @@ def test_it_is_exact_where_nothing_is_computed_anew(seed: int) -> None:
         assert found == best_hits(turns, size, closed=False)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_no_choice_beats_it(seed: int) -> None:
     rng = random.Random(1000 + seed)
     turns = random_turns(rng, 8, longest=5, alphabet=2, fresh=False)
