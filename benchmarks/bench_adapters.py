@@ -3,6 +3,9 @@
     python benchmarks/bench_adapters.py [--model smollm2] [--dtype bfloat16] [--rank 16]
         [--rounds 5] [--threads 1] [--only "decode 1,mixed 32"]
 
+model: smollm2 is computed in the 4 and 8 bits of its file, a shape of harness/shapes.py, such as
+small, in `dtype`, in which adapters always are.
+
 Two runtimes answer the same prompts in turns, one with adapters. The figures are medians of the
 pairs' ratios, by the seconds of all threads, and the lowest and highest ratio.
 
@@ -25,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from harness.arguments import Names, parse
 from harness.report import print_table
+from harness.shapes import SHAPES, save_checkpoint
 from safetensors.torch import save_file
 
 from radixserve import Runtime, SamplingParams
@@ -126,9 +130,13 @@ def main() -> None:
         json=False,
     )
     torch.set_num_threads(args.threads)
-    config = find_model(args.model).config
     rows = []
     with tempfile.TemporaryDirectory() as folder:
+        model = args.model
+        if model in SHAPES:
+            model = str(Path(folder) / model)
+            save_checkpoint(SHAPES[args.model], args.dtype, Path(model), has_tokenizer=True)
+        config = find_model(model).config
         adapters = {
             name: make_adapter(Path(folder) / name, config, args.rank, number)
             for number, name in enumerate(names)
@@ -136,8 +144,8 @@ def main() -> None:
         settings: dict[str, Any] = {"dtype": args.dtype, "num_pages": 20_000, "max_draft_tokens": 0}
         more: dict[str, Any] = {"adapters": adapters, "adapter_memory": "8GB"}
         with (
-            Runtime(args.model, **settings) as plain,
-            Runtime(args.model, **settings, **more) as rt,
+            Runtime(model, **settings) as plain,
+            Runtime(model, **settings, **more) as rt,
         ):
             for label in args.only:
                 base, found = ratios(rt, plain, cases(names)[label], args.rounds)

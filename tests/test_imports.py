@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 
 # From the ground up. A module may import from its own floor and from those below.
 FLOORS = [
-    ["radixserve._version", "radixserve.errors", "radixserve.arrays"],
+    ["radixserve._version", "radixserve.errors", "radixserve.arrays", "radixserve.daemon_call"],
     ["radixserve.checks", "radixserve.gguf_file"],
     ["radixserve.cache", "radixserve.sampling_defaults"],
     ["radixserve.config", "radixserve.structured_outputs"],

@@ -9,7 +9,6 @@ wait behind them, so that the first finds room.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 from radixserve.adapters.table import Adapter, AdapterInfo, AdapterTable
 from radixserve.checks import shown
+from radixserve.daemon_call import call_in_thread
 from radixserve.engine.engine import Engine
 from radixserve.engine.extension import EngineExtension
 from radixserve.engine.messages import EngineMessage
@@ -255,7 +255,8 @@ class _Residency(EngineExtension):
         if reading is None:
             if not self.make_room(adapter):
                 return False
-            reading = self._reading = _Reading(adapter, _in_thread(self._read, adapter))
+            weights = call_in_thread("radixserve-adapter", self._read, adapter)
+            reading = self._reading = _Reading(adapter, weights)
         with contextlib.suppress(TimeoutError, Exception):
             reading.weights.result(_WAIT_S if may_wait else 0.0)
         if not reading.weights.done():
@@ -273,17 +274,3 @@ class _Residency(EngineExtension):
         for request, _ in list(self._held.values()):
             if request.adapter is not None and request.adapter.number == adapter.number:
                 self._engine.fail(request.request_id, request_failed(message, cause))
-
-
-def _in_thread(read: Callable[[Adapter], Any], adapter: Adapter) -> Future[Any]:
-    """What `read` returns, from a thread that never keeps the process alive."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(read(adapter))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="radixserve-adapter", daemon=True).start()
-    return future

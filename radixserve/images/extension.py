@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, NamedTuple
 
+from radixserve.daemon_call import call_in_thread
 from radixserve.engine.engine import Engine
 from radixserve.engine.extension import EngineExtension
 from radixserve.errors import request_failed
-from radixserve.images.daemon_thread import in_thread
 from radixserve.picture import Picture
 from radixserve.request import Request
 from radixserve.scheduler.extension import SchedulerExtension, SchedulerParts
@@ -130,7 +129,8 @@ class PictureExtension(EngineExtension):
 
     def _begin(self, picture: Picture) -> None:
         if self._rows.has_room(picture, self._itemsize, self._open.needed()):
-            self._encoding = picture, in_thread(partial(self._rows.encode, picture))
+            encoded = call_in_thread("radixserve-pictures", self._rows.encode, picture)
+            self._encoding = picture, encoded
 
     def _pinned(self) -> set[int]:
         """The first ids of pictures that open requests and the first held one need."""

@@ -18,8 +18,8 @@ from urllib.parse import urljoin, urlsplit
 import httpcore
 
 from radixserve.checks import shown
+from radixserve.daemon_call import call_in_thread
 from radixserve.errors import InvalidRequest
-from radixserve.images.daemon_thread import in_thread
 
 _MAX_REDIRECTS = 5
 _LOOK_UPS = threading.Semaphore(32)  # of hosts at once; one that hangs cannot be ended
@@ -171,7 +171,7 @@ def _resolve(host: str, port: int, deadline: float) -> list[str]:
 
     if not _LOOK_UPS.acquire(timeout=_left(deadline)):
         raise TimeoutError("other look-ups of hosts hang")
-    return in_thread(look_up).result(_left(deadline))
+    return call_in_thread("radixserve-pictures", look_up).result(_left(deadline))
 
 
 def _left(deadline: float) -> float:

@@ -20,6 +20,7 @@ from radixserve.attention.base import AttentionBackend
 from radixserve.attention.choice import BACKENDS
 from radixserve.checks import shown
 from radixserve.config import EngineConfig, parse_bytes
+from radixserve.daemon_call import call_in_thread
 from radixserve.errors import InvalidRequest, ModelNotSupported
 from radixserve.models.base import LanguageModel, ModelInfo
 from radixserve.models.given_weights import read_given
@@ -229,11 +230,12 @@ class SingleDeviceRunner(ModelRunner):
                 held = source.in_memory(self.info.dtype)
         else:
             source = held = replace(self._source, given=read_given(weights))
+        weights_id = call_in_thread("radixserve-weights", source.weights_id)  # may read all of them
         with torch.no_grad():
             is_done = held.given is not None and self.model.read_again(held)
         if not is_done:
             self._replace_weights(source)
-        self.weights_id = source.weights_id()
+        self.weights_id = weights_id.result()
         self.weights_are_given = source.given is not None
         if source.given is None:
             self.model_path = source.path

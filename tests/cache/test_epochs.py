@@ -99,6 +99,29 @@ def test_a_detached_sequence_publishes_nothing() -> None:
         assert cache.lookup(list(range(40))).cached_len == 10
 
 
+@pytest.mark.parametrize("page_size", [1, 5])
+def test_eviction_goes_by_recency_over_all_epochs(page_size: int) -> None:
+    """A look-up of another epoch's tokens changes no order, and no more is freed than asked for."""
+    cache = RadixCache(100, page_size)
+    first, second = list(range(20)), list(range(50, 70))
+    fill(cache, first)
+    cache.begin_epoch(1)
+    fill(cache, second)
+    fill(cache, first)
+    cache.begin_epoch(2)
+    before, free = cache.dump(), cache.stats()["pages_free"]
+    assert cache.lookup(first)[:3] == (0, "epoch", 0)
+    assert cache.dump() == before
+    assert cache.evict(15) == 15  # of the oldest, which is epoch 0's
+    assert cache.stats()["pages_free"] - free == 15 // page_size
+    left = []
+    for epoch in (0, 1):
+        cache.begin_epoch(epoch)
+        left += [cache.lookup(tokens, allow_full=True).cached_len for tokens in (first, second)]
+    assert left == [5, 0, 20, 20]
+    cache.check()
+
+
 @pytest.mark.parametrize("page_size", [1, 3])
 @pytest.mark.parametrize("seed", range(5))
 def test_storms(page_size: int, seed: int) -> None:

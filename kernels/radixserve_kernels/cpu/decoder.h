@@ -120,7 +120,7 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
     std::deque<Scratch> state_scratches, split_scratches;  // of each of head_shapes
     std::vector<ThreadScratch> scratches;
     ExpertMlp<T, A> expert_mlp;
-    LoraRows<T, A> adapters;
+    LoraRows<T> adapters;
     float *residual = nullptr, *qkv_rows = nullptr;
     float *projected = nullptr;  // by o or down, where a norm follows
     A *input = nullptr;          // of the next product
@@ -328,7 +328,7 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
 
     // Adds scale x W^T to the residual; where it is normed before, `make_input` does so, without the scale.
     void add_product(const TeamThread &thread, const A *x, int64_t stride, int64_t count, const Weight<T> &w,
-                     const float *post_norm, float scale, const LoraTerm<T, A> *lora = nullptr) {
+                     const float *post_norm, float scale, const LoraTerm<T> *lora = nullptr) {
         if (post_norm)
             linear<float>(thread, x, stride, count, w, nullptr, projected, residual_stride, 1, lora);
         else
@@ -337,14 +337,14 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
     }
 
     // What adapters add to a product after a layer's attention.
-    LoraTerm<T, A> lora(const TeamThread &thread, size_t number, LoraProduct<T> LoraLayer<T>::*product, const A *x,
+    LoraTerm<T> lora(const TeamThread &thread, size_t number, LoraProduct<T> LoraLayer<T>::*product, const A *x,
                         int64_t stride) const {
         return adapters.term(thread, number, product, number + 1 == layers.size(), x, stride);
     }
 
     void add_mixed(const TeamThread &thread, int64_t count, const Layer<T> &layer, size_t number) {
         const float scale = layer.attends() ? shape.attention_out_scale : layer.recurrence ? layer.recurrence->out_scale : 1;
-        const LoraTerm<T, A> more = lora(thread, number, &LoraLayer<T>::o, attended, q_stride);
+        const LoraTerm<T> more = lora(thread, number, &LoraLayer<T>::o, attended, q_stride);
         add_product(thread, attended, q_stride, count, layer.o, layer.post_attention_norm, scale, more.get());
         if (layer.beside.columns)
             add_product(thread, attended + beside_at(), q_stride, count, layer.beside, nullptr, layer.recurrence->out_scale);
@@ -354,14 +354,14 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
         if (layer.mlp.experts)
             return expert_mlp.run(thread, *layer.mlp.experts, input, hidden_stride, count, residual, residual_stride,
                                   shape.residual_scale);
-        const LoraTerm<T, A> to_gate_up = lora(thread, number, &LoraLayer<T>::gate_up, input, hidden_stride);
+        const LoraTerm<T> to_gate_up = lora(thread, number, &LoraLayer<T>::gate_up, input, hidden_stride);
         if (shape.has_gated_mlp)
             gated_linear(thread, input, hidden_stride, count, layer.mlp.gate_up, Activation(shape.activation),
                          shape.gate_scale, inner, inner_stride, to_gate_up.get()), pad_inner(thread, count, layer.mlp.down.depth);
         else
             activated_linear(thread, input, hidden_stride, count, layer.mlp.gate_up, Activation(shape.activation), inner,
                              inner_stride);
-        const LoraTerm<T, A> to_down = lora(thread, number, &LoraLayer<T>::down, inner, inner_stride);
+        const LoraTerm<T> to_down = lora(thread, number, &LoraLayer<T>::down, inner, inner_stride);
         add_product(thread, inner, inner_stride, count, layer.mlp.down, layer.post_mlp_norm, shape.mlp_out_scale, to_down.get());
     }
 

@@ -253,7 +253,7 @@ template <class T, class A> class ExpertMlp {
             if (w.form == FLOAT16)
                 return dense_panels<half>(VectorF32<float, half>(), x, stride, count, w, first, last, tile, epilogue);
         const QuantizedRows rows{numbers + block * BLOCK, row_blocks + block, num_blocks(w.depth), 8};
-        quantized_panels<T, A>(rows, count, w, first, last, nullptr, epilogue);
+        quantized_panels<T>(rows, count, w, first, last, nullptr, epilogue);
     }
 
     void gate_up(const Experts<T> &experts, const ExpertRows &some, int64_t first, int64_t last) const {

@@ -40,7 +40,7 @@ class VectorBf16 {
         for (int panel = 0; panel < panels.count; panel++)
             for_row_blocks(rows, [&](int first, int some) {
                 tile_rows<OUT>(some, x + first * stride, stride, panels[panel], panels.depth,
-                               out + panel * PANEL + first * out_stride, out_stride, no_prefetch);
+                               out + panel * PANEL + first * out_stride, out_stride, false, no_prefetch);
             });
     }
 
@@ -57,7 +57,7 @@ class VectorBf16 {
             for_row_blocks(count, [&](int first, int some) {
                 prefetcher.writes(tile, top + first, some, panel);
                 tile_rows<Store>(some, x + (top + first) * stride, stride, panels[panel], panels.depth,
-                                 sums + first * PANEL, PANEL, prefetcher);
+                                 sums + first * PANEL, PANEL, panels.is_half(panel), prefetcher);
                 epilogue(top + first, some, panel, sums + first * PANEL, PANEL);
             });
         });
@@ -71,19 +71,19 @@ class VectorBf16 {
         alignas(64) float sums[ROWS * PANEL];
         PanelPrefetch prefetcher;
         for (int panel = 0; panel < panels.count; panel++) {
-            tile_rows<Store>(rows, x, stride, panels[panel], panels.depth, sums, PANEL, prefetcher);
+            tile_rows<Store>(rows, x, stride, panels[panel], panels.depth, sums, PANEL, panels.is_half(panel), prefetcher);
             epilogue(0, rows, panel, sums, PANEL);
         }
     }
 
     // `panel_sums` in the order of addresses, for rows whose arithmetic takes less time than reading the panel: the
     // two vectors of a pair of k lie 1 KiB apart, which the processor's own prefetcher does not follow.
-    template <int M>
+    template <int M, int N>
     static void panel_sums_in_order(const bf16 *x, int64_t stride, const bf16 *panel, int64_t depth,
                                     __m512 (&sums)[M][2]) {
-        for (int64_t k = 0; k < depth; k += 32)
+        for (int64_t k = 0; k < depth; k += 32, panel += (2 - N) * 16 * 32)
 #pragma GCC unroll 2
-            for (int n = 0; n < 2; n++)
+            for (int n = 0; n < N; n++)
 #pragma GCC unroll 4
                 for (int pair = 0; pair < 16; pair++, panel += 32) {
                     prefetch<64, 2>((const char *)panel + 1536);
@@ -101,8 +101,8 @@ class VectorBf16 {
         return (__m512bh)_mm512_set1_epi32(two);
     }
 
-    // M rows of x times one panel.
-    template <int M, class Fetch>
+    // M rows of x times N vectors of one panel.
+    template <int M, int N, class Fetch>
     static void panel_sums(const bf16 *x, int64_t stride, const bf16 *panel, int64_t depth, __m512 (&sums)[M][2],
                            Fetch &prefetcher) {
         for (int64_t k = 0; k < depth; k += 32, panel += 32 * PANEL) {
@@ -110,7 +110,7 @@ class VectorBf16 {
             for (int pair = 0; pair < 16; pair++) {
                 if (std::is_same<Fetch, PanelPrefetch>::value) {
                     prefetch_panel<false, 64>(panel + pair * 32);
-                    prefetch_panel<false, 64>(panel + 512 + pair * 32);
+                    if (N == 2) prefetch_panel<false, 64>(panel + 512 + pair * 32);
                 }
                 __m512bh low = (__m512bh)_mm512_loadu_si512(panel + pair * 32);
                 __m512bh high = (__m512bh)_mm512_loadu_si512(panel + 512 + pair * 32);
@@ -118,14 +118,14 @@ class VectorBf16 {
                 for (int m = 0; m < M; m++) {
                     const __m512bh both = both_of(x + m * stride + k + 2 * pair);
                     sums[m][0] = _mm512_dpbf16_ps(sums[m][0], both, low);
-                    sums[m][1] = _mm512_dpbf16_ps(sums[m][1], both, high);
+                    if (N == 2) sums[m][1] = _mm512_dpbf16_ps(sums[m][1], both, high);
                 }
             }
         }
     }
 
-    // M rows of x times one panel, to out[M][PANEL].
-    template <int M, Output OUT, class Fetch>
+    // M rows of x times one panel, to out[M][PANEL]. N: vectors of the panel with columns; the other one's sums are zeros.
+    template <int M, int N, Output OUT, class Fetch>
     static void tile(const bf16 *x, int64_t stride, const bf16 *panel, int64_t depth, float *out,
                      int64_t out_stride, Fetch &prefetcher) {
         __m512 sums[M][2] = {};
@@ -133,9 +133,9 @@ class VectorBf16 {
         for (int m = 0; OUT == Accumulate && m < M; m++)
             for (int n = 0; n < 2; n++) sums[m][n] = (__m512)load(out + m * out_stride + n * LANES);
         if constexpr (M <= BF16_BOUND_BY_READS && std::is_same<Fetch, PanelPrefetch>::value)
-            panel_sums_in_order<M>(x, stride, panel, depth, sums);
+            panel_sums_in_order<M, N>(x, stride, panel, depth, sums);
         else
-            panel_sums<M>(x, stride, panel, depth, sums, prefetcher);
+            panel_sums<M, N>(x, stride, panel, depth, sums, prefetcher);
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++)
             for (int n = 0; n < 2; n++) store(out + m * out_stride + n * LANES, (vec)sums[m][n]);
@@ -143,9 +143,10 @@ class VectorBf16 {
 
     template <Output OUT, class Fetch>
     static void tile_rows(int rows, const bf16 *x, int64_t stride, const bf16 *panel, int64_t depth, float *out,
-                          int64_t out_stride, Fetch &prefetcher) {
+                          int64_t out_stride, bool is_half, Fetch &prefetcher) {
         with_row_count<ROWS>(rows, [&](auto count) {
-            tile<count, OUT>(x, stride, panel, depth, out, out_stride, prefetcher);
+            if (OUT == Store && is_half) tile<count, 1, OUT>(x, stride, panel, depth, out, out_stride, prefetcher);
+            else tile<count, 2, OUT>(x, stride, panel, depth, out, out_stride, prefetcher);
         });
     }
 };

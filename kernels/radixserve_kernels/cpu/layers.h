@@ -27,7 +27,8 @@ template <class T> struct Weight {
     // Of DENSE or FLOAT16 panels, as numbers of type W.
     template <class W> Panels<W> slice(int first, int last) const {
         const int64_t deep = padded_depth<W>(depth), size = deep * PANEL;
-        return {(const W *)panels + first * size, size, last - first, deep};
+        const bool is_last_half = last == num_panels() && columns % PANEL && columns % PANEL <= LANES;
+        return {(const W *)panels + first * size, size, last - first, deep, is_last_half};
     }
 };
 
@@ -126,7 +127,7 @@ struct Step {
     int64_t num_threads;
 };
 
-template <class T, class A> struct LoraTerm;  // what adapters add to a product, see lora.h; in products null for nothing
+template <class T> struct LoraTerm;  // what adapters add to a product, see lora.h; in products null for nothing
 
 constexpr int64_t BLOCK_BYTES = 1100 << 10;  // of the second-level cache, for rows of x
 
@@ -148,35 +149,63 @@ inline int block_rows(int64_t rows, int64_t row_bytes, int unit) {
 constexpr int64_t OWN_ROWS = 4;  // rows of x up to which each thread of a team quantises all of them
 constexpr int64_t QUANTIZED_ROWS = 256;  // rows of x in 8 bits that a panel is multiplied with at a time
 
-// Calls epilogue(row, first column, low, high) for the sums of `count` rows over a panel, [count][stride], to which
-// adapters may add before.
-template <class T, class A, class Epilogue>
-inline void finish_rows(float *sums, int64_t stride, int64_t row, int64_t count, int64_t panel, const LoraTerm<T, A> *lora,
-                        Epilogue &&epilogue) {
-    if (lora) lora->add(row, count, panel, sums, stride);
-    for (int64_t i = 0; i < count; i++, sums += stride) epilogue(row + i, panel * PANEL, load(sums), load(sums + LANES));
+// What adapters add to few rows of x over some panels: computed before these panels are read.
+struct Deltas {
+    static constexpr int ROWS = 4;
+    static constexpr int64_t NUMBERS = 4096;  // at most, in the first-level cache
+    const float *first = nullptr;             // [rows][stride], null: nothing was computed before
+    int64_t stride = 0;
+    Deltas of(int64_t row, int64_t panel) const { return first ? Deltas{first + row * stride + panel * PANEL, stride} : *this; }
+};
+
+// Calls part(first, last, deltas) for all panels [first, last) or, where adapters add to few rows, some of them at a time.
+template <class T, class Part>
+inline void with_deltas(const LoraTerm<T> *lora, int64_t row, int64_t count, int64_t first, int64_t last, Part &&part) {
+    if (!lora || !lora->has_deltas(count)) return part(first, last, Deltas());
+    alignas(64) float numbers[Deltas::NUMBERS];
+    for (int64_t next; first < last; first = next) {
+        next = min(last, first + Deltas::NUMBERS / (count * PANEL));
+        lora->deltas(row, count, first, next, numbers);
+        part(first, next, Deltas{numbers, (next - first) * PANEL});
+    }
+}
+
+// Calls epilogue(row, first column, low, high) for the sums of `count` rows over a panel, [count][stride], with what
+// adapters add to them. deltas: of these rows over this panel.
+template <class T, class Epilogue>
+inline void finish_rows(float *sums, int64_t stride, int64_t row, int64_t count, int64_t panel, const LoraTerm<T> *lora,
+                        Deltas deltas, Epilogue &&epilogue) {
+    if (lora && !deltas.first) lora->add(row, count, panel, sums, stride);
+    for (int64_t i = 0; i < count; i++, sums += stride, deltas.first += deltas.stride) {
+        vec low = load(sums), high = load(sums + LANES);
+        if (deltas.first) low += load(deltas.first), high += load(deltas.first + LANES);
+        epilogue(row + i, panel * PANEL, low, high);
+    }
 }
 
 // Panels [first, last) of a weight in one of the other forms, see `gemm`.
-template <class T, class A, class Epilogue>
+template <class T, class Epilogue>
 void quantized_panels(const QuantizedRows &x, int64_t rows, const Weight<T> &w, int64_t first, int64_t last,
-                      const LoraTerm<T, A> *lora, Epilogue &&epilogue) {
+                      const LoraTerm<T> *lora, Epilogue &&epilogue) {
     alignas(64) float sums[QUANTIZED_ROWS * PANEL];
     const QuantizedForm &form = quantized_form(w.form);
     const int64_t panel_bytes = num_blocks(w.depth) * form.block_bytes;
     const int64_t most = QUANTIZED_ROWS * 8 / x.bits;
     for (int64_t top = 0; top < rows; top += most)
-        for (int64_t panel = first; panel < last; panel++) {
+        with_deltas(lora, top, min(rows - top, most), first, last, [&](int64_t start, int64_t end, const Deltas &deltas) {
             const int some = int(min(rows - top, most));
-            form.multiply(x.from(top), some, (const uint8_t *)w.panels + panel * panel_bytes, sums);
-            finish_rows(sums, PANEL, top, some, panel, lora, epilogue);
-        }
+            for (int64_t panel = start; panel < end; panel++) {
+                form.multiply(x.from(top), some, (const uint8_t *)w.panels + panel * panel_bytes, sums);
+                finish_rows(sums, PANEL, top, some, panel, lora, deltas.of(0, panel - start), epilogue);
+            }
+        });
+    if (lora) lora->finish();
 }
 
 // `gemm` for the other forms.
 template <class A, class T, class Epilogue>
 void quantized_gemm(const TeamThread &thread, const A *x, int64_t stride, int64_t rows, const Weight<T> &w,
-                    const LoraTerm<T, A> *lora, Epilogue &&epilogue) {
+                    const LoraTerm<T> *lora, Epilogue &&epilogue) {
     static thread_local Scratch own_numbers, own_blocks;
     const bool is_shared = thread.size > 1 && rows > OWN_ROWS;
     Scratch &number_scratch = is_shared ? thread.state.scratches[0] : own_numbers;
@@ -223,16 +252,18 @@ template <class Level> struct HeldRows {
 // them, see `gemm`.
 template <class W, class Level, class A, class T, class Epilogue>
 void dense_block(Level level, HeldRows<Level> &held, const A *x, int64_t stride, int64_t top, int64_t count,
-                 const Weight<T> &w, int64_t first, int64_t last, const OutputTile &tile, const LoraTerm<T, A> *lora,
+                 const Weight<T> &w, int64_t first, int64_t last, const OutputTile &tile, const LoraTerm<T> *lora,
                  Epilogue &&epilogue) {
     if (held.first != top)
         held.rows = level.read_rows(x + top * stride, stride, int(count), padded_depth<W>(w.depth)), held.first = top;
-    level.packed_gemm(
-        held.rows, int(count), w.template slice<W>(int(first), int(last)),
-        OutputTile{tile.first + top * tile.stride + first * tile.size, tile.stride, tile.size},
-        [&](int m, int some, int panel, float *sums, int64_t sums_stride) {
-            finish_rows(sums, sums_stride, top + m, some, first + panel, lora, epilogue);
-        });
+    with_deltas(lora, top, count, first, last, [&](int64_t start, int64_t end, const Deltas &deltas) {
+        level.packed_gemm(
+            held.rows, int(count), w.template slice<W>(int(start), int(end)),
+            OutputTile{tile.first + top * tile.stride + start * tile.size, tile.stride, tile.size},
+            [&](int m, int some, int panel, float *sums, int64_t sums_stride) {
+                finish_rows(sums, sums_stride, top + m, some, start + panel, lora, deltas.of(m, panel), epilogue);
+            });
+    });
 }
 
 // `dense_block` for all of `rows` rows.
@@ -255,7 +286,7 @@ template <class A, class T, class Call> void with_dense_level(Call &&call) {
 // once.
 template <class W, class Level, class A, class T, class Epilogue>
 void dense_gemm(Level level, const TeamThread &thread, const A *x, int64_t stride, int64_t rows, const Weight<T> &w,
-                const OutputTile &tile, const LoraTerm<T, A> *lora, Epilogue &&epilogue) {
+                const OutputTile &tile, const LoraTerm<T> *lora, Epilogue &&epilogue) {
     const int64_t deep = padded_depth<W>(w.depth), panels = w.num_panels();
     const int64_t most = block_rows(rows, level.row_bytes(deep), level.ROW_UNIT), blocks = (rows + most - 1) / most;
     const double numbers = double(panels) * PANEL * deep;
@@ -275,7 +306,7 @@ void dense_gemm(Level level, const TeamThread &thread, const A *x, int64_t strid
 // of the weight. `tile` is where it writes.
 template <class A, class T, class Epilogue>
 void gemm(const TeamThread &thread, const A *x, int64_t stride, int64_t rows, const Weight<T> &w, const OutputTile &tile,
-          const LoraTerm<T, A> *lora, Epilogue &&epilogue) {
+          const LoraTerm<T> *lora, Epilogue &&epilogue) {
     if (!rows) return;
     if (w.form == DENSE)
         return with_dense_level<A, T>(
@@ -302,9 +333,9 @@ template <class T> inline vec load_tail(const T *row, int64_t column, int64_t co
 // out = (x W^T + bias) * scale + residual, which may be out itself; bias and residual may be null.
 template <class Out, class A, class T>
 void linear(const TeamThread &thread, const A *x, int64_t stride, int64_t rows, const Weight<T> &w,
-            const Out *residual, Out *out, int64_t out_stride, float scale = 1, const LoraTerm<T, A> *lora = nullptr) {
+            const Out *residual, Out *out, int64_t out_stride, float scale = 1, const LoraTerm<T> *lora = nullptr) {
     if (w.next && lora) {
-        const LoraTerm<T, A> more = lora->from(w.num_panels());
+        const LoraTerm<T> more = lora->from(w.num_panels());
         linear<Out>(thread, x, stride, rows, *w.next, residual ? residual + w.columns : nullptr, out + w.columns,
                     out_stride, scale, &more);
     } else if (w.next) {
@@ -369,7 +400,7 @@ void activated_linear(const TeamThread &thread, const A *x, int64_t stride, int6
 template <class A, class T>
 void gated_linear(const TeamThread &thread, const A *x, int64_t stride, int64_t rows, const Weight<T> &w,
                   Activation activation, float scale, A *out, int64_t out_stride,
-                  const LoraTerm<T, A> *lora = nullptr) {
+                  const LoraTerm<T> *lora = nullptr) {
     const vec factor = broadcast(scale);
     const OutputTile tile{(char *)out, out_stride * int64_t(sizeof(T)), LANES * int64_t(sizeof(A))};
     gemm(thread, x, stride, rows, w, tile, lora, [&](int64_t row, int64_t column, vec gate, vec up) {

@@ -37,13 +37,13 @@ template <class T> struct LoraGroup {
     int64_t num_tokens, num_sampled;
 };
 
-// What adapters add to a product. T: weights; A: activations where they are multiplied.
-template <class T, class A> struct LoraTerm {
+// What adapters add to a product. T: of their weights, to which x and a x are rounded.
+template <class T> struct LoraTerm {
     const LoraGroup<T> *groups;
     const int32_t *group_of;  // of each row, -1: none
     size_t layer;
     LoraProduct<T> LoraLayer<T>::*product;
-    const A *low;  // [rows][stride] a x; null: no row has one
+    const T *low;  // [rows][stride] a x; null: no row has one
     int64_t stride;
     int64_t first_panel;  // of the weight that is multiplied, among the columns of all
 
@@ -54,50 +54,82 @@ template <class T, class A> struct LoraTerm {
         return term;
     }
 
-    // The sums of `count` rows from `row` on over a panel, [count][sums_stride], go on over the ranks of their adapters.
+    // Whether `deltas` is for so many rows: their product is bound by reading its weight, and what interrupts that costs
+    // more than its own time.
+    static bool has_deltas(int64_t rows) { return rows <= Deltas::ROWS && !uses_amx(); }
+
+    // What adapters add to few rows from `row` on over panels [first, last), [count][(last - first) * PANEL].
+    void deltas(int64_t row, int64_t count, int64_t first, int64_t last, float *to) const {
+        const int64_t size = (last - first) * PANEL;
+        for_groups(row, count, [&](int64_t top, int64_t some, const LoraProduct<T> *of) {
+            float *own = to + (top - row) * size;
+            if (!of) return std::fill(own, own + some * size, -0.0f);  // which changes no bit of what it is added to
+            with_row_count<Deltas::ROWS>(int(some), [&](auto rows) {
+                for (int64_t panel = first; panel < last; panel++, own += PANEL)
+                    rank_sums<rows>(*of, top, panel, [&](int m, int n, vec sum) { store(own + m * size + n * LANES, sum); });
+            });
+        });
+    }
+
+    // Adds it to the sums of any number of rows over a panel, [count][sums_stride].
     void add(int64_t row, int64_t count, int64_t panel, float *sums, int64_t sums_stride) const {
-        for (int64_t first = row, last; first < row + count; first = last) {
-            for (last = first + 1; last < row + count && group_of[last] == group_of[first];) last++;
-            if (group_of[first] < 0) continue;
-            const LoraProduct<T> &of = groups[group_of[first]].layers[layer].*product;
-            if (!of.a.columns) continue;
-            const int64_t vector = 2 * (first_panel + panel);
-            const T *b = of.b + vector * of.count * LANES;
-            float *own = sums + (first - row) * sums_stride;
+        for_groups(row, count, [&](int64_t top, int64_t some, const LoraProduct<T> *of) {
+            if (!of) return;
+            float *own = sums + (top - row) * sums_stride;
 #if defined(RADIXSERVE_AMX)
-            if constexpr (sizeof(A) == 2)
-                if (has_amx && of.count % DEPTH == 0) {
-                    AmxBf16::continue_sums(low + first * stride, stride, int(last - first), b, of.firsts + vector, of.count,
-                                           own, sums_stride);
-                    continue;
+            if constexpr (sizeof(T) == 2)
+                if (uses_amx()) {
+                    const int64_t vector = 2 * (first_panel + panel);
+                    return AmxBf16::continue_sums(low + top * stride, stride, int(some), of->b + vector * of->count * LANES,
+                                                  of->firsts + vector, of->count, own, sums_stride);
                 }
 #endif
-            for_row_blocks(int(last - first), [&](int top, int some) {
-                with_row_count<ROWS>(some, [&](auto rows) {
-                    continue_sums<rows>(low + (first + top) * stride, stride, b, of.firsts + vector, of.count,
-                                        own + top * sums_stride, sums_stride);
+            for_row_blocks(int(some), [&](int first, int block) {
+                float *to = own + first * sums_stride;
+                with_row_count<ROWS>(block, [&](auto rows) {
+                    rank_sums<rows>(*of, top + first, panel, [&](int m, int n, vec sum) {
+                        float *at = to + m * sums_stride + n * LANES;
+                        store(at, load(at) + sum);
+                    });
                 });
             });
-        }
+        });
+    }
+
+    // Called after a product whose level does not release tiles itself.
+    void finish() const {
+#if defined(RADIXSERVE_AMX)
+        release_tiles();
+#endif
     }
 
   private:
     static constexpr int RANKS = sizeof(T) == sizeof(float) ? 1 : 2;  // at a time
 
-    template <int M>
-    static void continue_sums(const A *low, int64_t stride, const T *b, const int32_t *firsts, int64_t count, float *sums,
-                              int64_t sums_stride) {
-        const A *from[2] = {low + firsts[0], low + firsts[1]};
-        const T *vectors[2] = {b, b + count * LANES};
-        prefetch<64, 2>(firsts + 32);  // the first rows find neither these nor b in the cache
-        vec own[M][2];
-#pragma GCC unroll 12
-        for (int m = 0; m < M; m++)
-            for (int n = 0; n < 2; n++) own[m][n] = load(sums + m * sums_stride + n * LANES);
+    static bool uses_amx() { return sizeof(T) == 2 && has_amx; }
+
+    // Calls call(first row, rows, product or null) for successive rows of one adapter.
+    template <class Call> void for_groups(int64_t row, int64_t count, Call &&call) const {
+        for (int64_t first = row, last; first < row + count; first = last) {
+            const int32_t group = group_of[first];
+            for (last = first + 1; last < row + count && group_of[last] == group;) last++;
+            const LoraProduct<T> *of = group < 0 ? nullptr : &(groups[group].layers[layer].*product);
+            call(first, last - first, of && of->a.columns ? of : nullptr);
+        }
+    }
+
+    // Calls take(m, n, sum) with the sums over the ranks of M rows from `row` on and vector n of a panel.
+    template <int M, class Take>
+    void rank_sums(const LoraProduct<T> &of, int64_t row, int64_t panel, Take &&take) const {
+        const int64_t vector = 2 * (first_panel + panel), count = of.count;
+        const T *from[2] = {low + row * stride + of.firsts[vector], low + row * stride + of.firsts[vector + 1]};
+        const T *b = of.b + vector * count * LANES;
+        prefetch<64, 2>(of.firsts + vector + 32);  // the first rows find neither these nor b in the cache
+        vec own[M][2] = {};
         for (int64_t k = 0; k < count; k += RANKS) {
 #pragma GCC unroll 2
             for (int n = 0; n < 2; n++) {
-                const T *w = vectors[n] + k * LANES;
+                const T *w = b + (n * count + k) * LANES;
                 prefetch<64, 2>((const char *)w + 2048);
 #pragma GCC unroll 12
                 for (int m = 0; m < M; m++) own[m][n] = add_ranks(own[m][n], from[n] + m * stride + k, w);
@@ -105,26 +137,25 @@ template <class T, class A> struct LoraTerm {
         }
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++)
-            for (int n = 0; n < 2; n++) store(sums + m * sums_stride + n * LANES, own[m][n]);
+            for (int n = 0; n < 2; n++) take(m, n, own[m][n]);
     }
 
-    static vec add_ranks(vec sum, const A *low, const float *b) { return fmadd(sum, broadcast(to_f32(*low)), load(b)); }
-    static vec add_ranks(vec sum, const A *low, const bf16 *b) {
+    static vec add_ranks(vec sum, const float *low, const float *b) { return fmadd(sum, broadcast(*low), load(b)); }
+    static vec add_ranks(vec sum, const bf16 *low, const bf16 *b) {
 #if defined(RADIXSERVE_BF16)
-        if constexpr (sizeof(A) == 2) {
-            int32_t two;
-            memcpy(&two, low, 4);
-            return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(b), (__m512bh)_mm512_set1_epi32(two));
-        }
-#endif
+        int32_t two;
+        memcpy(&two, low, 4);
+        return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(b), (__m512bh)_mm512_set1_epi32(two));
+#else
         const uvec pairs = load_pairs(b);
         sum = fmadd(sum, broadcast(to_f32(low[0])), low_halves(pairs));
         return fmadd(sum, broadcast(to_f32(low[1])), high_halves(pairs));
+#endif
     }
 };
 
 // The adapters of one step.
-template <class T, class A> class LoraRows {
+template <class T> class LoraRows {
   public:
     using Product = LoraProduct<T> LoraLayer<T>::*;
 
@@ -140,8 +171,8 @@ template <class T, class A> class LoraRows {
                     most = std::max(most, own.a.columns);
                     if (own.a.columns) work_ns += price(2 * groups[g].num_tokens * own.num_numbers(), own.num_bytes());
                 }
-        stride = row_size<A>(round_up(most, PANEL));
-        shared_low = low_scratch.get<A>(num_tokens * stride);
+        stride = row_size<T>(round_up(most, PANEL));
+        shared_low = low_scratch.get<T>(num_tokens * stride);
         group_of.resize(num_tokens);
         find_groups(false);
     }
@@ -152,9 +183,10 @@ template <class T, class A> class LoraRows {
     void keep_sampled() { find_groups(true); }
 
     // What adapters add to a product of x; a x is computed. is_sampled: rows are the sampled ones.
-    LoraTerm<T, A> term(const TeamThread &thread, size_t layer, Product product, bool is_sampled, const A *x,
-                        int64_t x_stride) const {
-        LoraTerm<T, A> made{groups, group_of.data(), layer, product, nullptr, stride, 0};
+    template <class A>
+    LoraTerm<T> term(const TeamThread &thread, size_t layer, Product product, bool is_sampled, const A *x,
+                     int64_t x_stride) const {
+        LoraTerm<T> made{groups, group_of.data(), layer, product, nullptr, stride, 0};
         int64_t total = 0;
         double ns = 0;
         auto each = [&](auto &&call) {
@@ -170,7 +202,7 @@ template <class T, class A> class LoraRows {
         if (!total) return made;
         if (total <= OWN_ROWS || thread.size == 1) {
             static thread_local Scratch own_scratch;
-            A *low = own_scratch.get<A>(int64_t(group_of.size()) * stride);
+            T *low = own_scratch.get<T>(int64_t(group_of.size()) * stride);
             each([&](const Weight<T> &a, const int64_t *rows, int64_t num) { multiply(a, rows, num, x, x_stride, low); });
             made.low = low;
             return made;
@@ -195,7 +227,7 @@ template <class T, class A> class LoraRows {
     int64_t count = 0;
     double work_ns = 0;
     Scratch low_scratch;
-    A *shared_low = nullptr;  // [tokens][stride]
+    T *shared_low = nullptr;  // [tokens][stride]
     int64_t stride = 0;
     std::vector<int32_t> group_of;  // of each row, -1: none
 
@@ -209,20 +241,29 @@ template <class T, class A> class LoraRows {
     }
 
     // low [row][stride] = a x of some rows.
-    void multiply(const Weight<T> &a, const int64_t *rows, int64_t num, const A *x, int64_t x_stride, A *low) const {
+    template <class A>
+    void multiply(const Weight<T> &a, const int64_t *rows, int64_t num, const A *x, int64_t x_stride, T *low) const {
         static thread_local Scratch x_scratch;
-        const A *from = x + rows[0] * x_stride;
-        if (rows[num - 1] - rows[0] != num - 1) {  // they lie apart
-            A *gathered = x_scratch.get<A>(num * x_stride);
-            for (int64_t i = 0; i < num; i++) memcpy(gathered + i * x_stride, x + rows[i] * x_stride, x_stride * sizeof(A));
-            from = gathered;
+        const T *from;
+        if (std::is_same<A, T>::value && rows[num - 1] - rows[0] == num - 1) {
+            from = (const T *)(x + rows[0] * x_stride);
+        } else {  // they lie apart, or are not rounded
+            const int64_t depth = padded_depth<T>(a.depth), own_stride = row_size<T>(depth);
+            T *gathered = x_scratch.get<T>(num * own_stride);
+            for (int64_t i = 0; i < num; i++) narrow(x + rows[i] * x_stride, depth, gathered + i * own_stride);
+            from = gathered, x_stride = own_stride;
         }
-        const OutputTile tile{(char *)(low + rows[0] * stride), stride * int64_t(sizeof(A)), PANEL * int64_t(sizeof(A))};
-        with_dense_level<A, T>([&](auto level) {
+        const OutputTile tile{(char *)(low + rows[0] * stride), stride * int64_t(sizeof(T)), PANEL * int64_t(sizeof(T))};
+        with_level<T>([&](auto level) {
             dense_panels<T>(level, from, x_stride, num, a, 0, a.num_panels(), tile,
                             [&](int64_t row, int64_t column, vec first, vec second) {
                                 store2(low + rows[row] * stride + column, first, second);
                             });
         });
+    }
+
+    static void narrow(const T *from, int64_t depth, T *to) { memcpy(to, from, depth * sizeof(T)); }
+    template <class A> static void narrow(const A *from, int64_t depth, T *to) {
+        for (int64_t k = 0; k < depth; k += 2 * LANES) store2(to + k, load(from + k), load(from + k + LANES));
     }
 };

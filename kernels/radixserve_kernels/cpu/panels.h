@@ -41,7 +41,9 @@ template <class T> struct Panels {
     int64_t size;  // elements from one panel to the next
     int count;
     int64_t depth;  // padded K
+    bool is_last_half = false;  // whether the last one has columns in its first vector alone
     const T *operator[](int64_t panel) const { return first + panel * size; }
+    bool is_half(int panel) const { return is_last_half && panel + 1 == count; }
 };
 
 // Destination of a product: row m of panel p is written at first + m * stride + p * size, in bytes.

@@ -26,6 +26,14 @@ RANK_PROGRAMS = 4  # that share the ranks of a tile
 VARYING = ("headers_ptr", "indptr_ptr", "order_ptr", "inner_ptr", "entry", "num_groups", "num_rows")
 
 
+@kernel()
+def find_rows(tile, indptr_ptr, num_groups, tile_rows: tl.constexpr, groups_at_once: tl.constexpr):
+    """A tile's adapter, the place of its first row, and the end of that adapter's rows."""
+    group, first_tile = find_row(tile, indptr_ptr, num_groups, tile_rows, groups_at_once)
+    first = tl.load(indptr_ptr + group) + (tile - first_tile) * tile_rows
+    return group, first, tl.load(indptr_ptr + group + 1)
+
+
 @kernel(varying=VARYING)
 def lora_shrink_kernel(
     x_ptr,  # [T, K]
@@ -49,9 +57,7 @@ def lora_shrink_kernel(
 ):
     """Grid [programs that share the ranks, tiles of an adapter's rows, parts of the depth]."""
     tile = tl.program_id(1)
-    group, first_tile = find_row(tile, indptr_ptr, num_groups, tile_rows, groups_at_once)
-    first = tl.load(indptr_ptr + group) + (tile - first_tile) * tile_rows
-    end = tl.load(indptr_ptr + group + 1)
+    group, first, end = find_rows(tile, indptr_ptr, num_groups, tile_rows, groups_at_once)
     if first >= end:
         return
     header = tl.load(headers_ptr + group).to(tl.pointer_type(tl.int64)) + entry
@@ -99,9 +105,7 @@ def lora_expand_kernel(
 ):
     """Grid [blocks of columns, tiles of an adapter's rows]."""
     tile = tl.program_id(1)
-    group, first_tile = find_row(tile, indptr_ptr, num_groups, tile_rows, groups_at_once)
-    first = tl.load(indptr_ptr + group) + (tile - first_tile) * tile_rows
-    end = tl.load(indptr_ptr + group + 1)
+    group, first, end = find_rows(tile, indptr_ptr, num_groups, tile_rows, groups_at_once)
     if first >= end:
         return
     header = tl.load(headers_ptr + group).to(tl.pointer_type(tl.int64)) + entry
