@@ -13,7 +13,7 @@ from radixserve.engine.engine import Engine
 from radixserve.engine.extension import EngineExtension
 from radixserve.hints.hint import Hint, HintAnswer
 from radixserve.output import RequestOutput
-from radixserve.request import LEAST_PRIORITY, Request, SamplingParams
+from radixserve.request import FIRST_PICTURE_ID, LEAST_PRIORITY, Request, SamplingParams
 
 MAX_QUEUED = 64
 MAX_QUEUED_OF_OWNER = 16
@@ -52,6 +52,8 @@ class Prefetches(EngineExtension):
         if not cache.sharing_enabled:
             return HintAnswer("prefetch", "rejected", reason='nothing is kept with cache="off"')
         tokens = whole[: hint.max_tokens].copy()
+        if tokens.max(initial=0) >= FIRST_PICTURE_ID:
+            return HintAnswer("prefetch", "rejected", reason="not built for pictures")
         count, capacity = len(tokens), cache.num_pages * cache.page_size
         lookup = cache.lookup(tokens, hint.namespace, compare_namespaces=False)
         num_cached = lookup.cached_len

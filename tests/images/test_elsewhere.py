@@ -131,6 +131,13 @@ def test_adapters(folder: Path, tmp_path: Path) -> None:
         runtime.check()
 
 
+def test_prompts_with_pictures_are_not_prefetched(folder: Path) -> None:
+    with Runtime(folder, num_pages=512) as runtime:
+        answer = runtime.hint("prefetch", CHAT)
+        assert (answer.answer, answer.reason) == ("rejected", "not built for pictures")
+        assert runtime.hint("prefetch", [said("Hello")]).answer == "accepted"
+
+
 def test_refusals(folder: Path) -> None:
     with Runtime(folder, num_pages=512, model_impl="transformers") as runtime:
         assert "in transformers' code" in runtime.no_pictures

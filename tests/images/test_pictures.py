@@ -35,15 +35,27 @@ CHATS = {
 }
 
 
+# Each another kind: positions in three parts and deepstack, layers of several shapes, states.
+KINDS = ("qwen3_vl", "gemma4", "qwen3_5")
+
+
+def families(names: tuple[str, ...]) -> list[Any]:
+    """Parameters: those named, and in long runs all others."""
+    return [
+        pytest.param(family, marks=() if family in names else pytest.mark.long)
+        for family in (*FAMILIES, *MORE_FAMILIES)
+    ]
+
+
+of_each_kind = pytest.mark.parametrize("case", families(KINDS), indirect=True, scope="module")
+
+
 class Case(NamedTuple):
     folder: Path
     expected: dict[str, tuple[int, list[int], list[float]]]  # prompt tokens, tokens, logprobs
 
 
-@pytest.fixture(
-    scope="module",
-    params=[*FAMILIES, *(pytest.param(family, marks=pytest.mark.long) for family in MORE_FAMILIES)],
-)
+@pytest.fixture(scope="module", params=families(FAMILIES))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = make_vision_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
     model, expected = load_vision_reference(folder), {}
@@ -76,10 +88,17 @@ def test_they_give_what_transformers_gives(case: Case, runtime: Runtime, name: s
     assert warm.usage.computed_tokens == 1
 
 
-@pytest.mark.parametrize(
-    ("chunk", "page"), [(1, 3), (7, 16), pytest.param(16, 1, marks=pytest.mark.long), (512, 3)]
-)
-def test_in_chunks_and_pages(case: Case, runtime: Runtime, chunk: int, page: int) -> None:
+@of_each_kind
+@pytest.mark.parametrize(("chunk", "page"), [(1, 3), (16, 1), (512, 3)])
+def test_in_all_chunks_and_pages(case: Case, runtime: Runtime, chunk: int, page: int) -> None:
+    check_chunks(case, runtime, chunk, page)
+
+
+def test_in_chunks_and_pages(case: Case, runtime: Runtime) -> None:
+    check_chunks(case, runtime, 7, 16)
+
+
+def check_chunks(case: Case, runtime: Runtime, chunk: int, page: int) -> None:
     settings: dict[str, Any] = {"chunked_prefill_size": chunk, "page_size": page}
     with Runtime(case.folder, num_pages=1024, **settings) as other:
         for name, messages in CHATS.items():
@@ -97,12 +116,13 @@ def test_beside_strangers(case: Case, runtime: Runtime) -> None:
             check(case, name, out)
 
 
+@of_each_kind
 def test_preempted(case: Case, runtime: Runtime) -> None:
     """Embeddings that were dropped meanwhile are computed again."""
-    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=0)
+    params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True, logprobs=0)
     chats = [*CHATS.values(), *([said(picture(seed), "Hm")] for seed in range(30, 34))]
     longest = max(len(runtime.tokenize(chat)) for chat in chats)
-    with Runtime(case.folder, num_pages=longest + 45, image_memory=1) as small:
+    with Runtime(case.folder, num_pages=longest + 105, image_memory=1) as small:
         outs = small.generate(chats, params)
         assert small.cache_stats()["preemptions"] > 0
     for chat, out in zip(chats, outs, strict=True):
@@ -126,6 +146,7 @@ def test_branches_inside_and_after_a_picture(runtime: Runtime) -> None:
         assert out.usage.computed_tokens == 2 + out.usage.missing_state_tokens
 
 
+@of_each_kind
 def test_a_chat_computes_new_tokens_only(runtime: Runtime) -> None:
     runtime.flush_cache()
     with runtime.chat(params=PARAMS) as chat:
@@ -141,6 +162,7 @@ def test_a_chat_computes_new_tokens_only(runtime: Runtime) -> None:
         assert third.usage.cached_tokens >= length
 
 
+@of_each_kind
 def test_many_requests_encode_a_picture_once(case: Case) -> None:
     with Runtime(case.folder, num_pages=4096) as runtime:
         chats = [[said(picture(20), f"Question {number}")] for number in range(32)]
@@ -150,6 +172,7 @@ def test_many_requests_encode_a_picture_once(case: Case) -> None:
         assert sum(out.usage.cached_tokens <= first_row for out in outs) == 1
 
 
+@of_each_kind
 def test_beams_go_on_after_pictures(runtime: Runtime) -> None:
     """Their tokens have the log-probabilities that a prompt with them has."""
     ids = runtime.tokenize(CHATS["turns"])
@@ -161,6 +184,7 @@ def test_beams_go_on_after_pictures(runtime: Runtime) -> None:
         assert sum(new) == pytest.approx(beam.score, abs=1e-3)
 
 
+@of_each_kind
 def test_embeddings_outlive_what_the_cache_dropped(case: Case) -> None:
     with Runtime(case.folder, num_pages=1024) as runtime:
         out = runtime.generate(CHATS["one"], PARAMS)
