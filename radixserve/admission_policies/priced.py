@@ -132,7 +132,7 @@ class PricedAdmission(AdmissionPolicy):
         self._has_adopted = False  # the cache knows what is expected of what was released before
         self._victims: Iterator[tuple[int, ReturnEstimate | None]] | None = None
         self._known: list[tuple[int, ReturnEstimate | None]] = []  # the first victims, once read
-        self._is_short_later = False  # pages are short when sessions that return have grown
+        self._shares_steps = False  # only requests that gain by sharing steps start
         self._growth: int | None = None  # tokens that running requests will add, once counted
         self._now = 0.0  # on the cache's clock
 
@@ -191,9 +191,8 @@ class PricedAdmission(AdmissionPolicy):
 
     def is_short(self, num_needed: int) -> bool:
         """Whether they exceed the pages that are free or hold K/V that is probably not used again.
-        Notes whether they do with the growth of the sessions that return. False while none does.
-        O(1): reads no more than _MAX_UNUSED victims."""
-        self._is_short_later = False
+        False while no session returns. O(1): reads no more than _MAX_UNUSED victims."""
+        self._shares_steps = False
         if not self.returns.returning_tokens:
             return False
         cache, growth = self._cache, self.returns.growth_share
@@ -210,7 +209,8 @@ class PricedAdmission(AdmissionPolicy):
                     break
                 missing -= num_pages
                 num_used -= num_pages
-        self._is_short_later = missing_later() > 0
+        # Growth holds none while all that will grow have begun: these may end before.
+        self._shares_steps = missing > 0 or (self.returns.num_new > 0 and missing_later() > 0)
         return missing > 0
 
     def note_started(self, state: RequestState) -> None:
@@ -240,7 +240,7 @@ class PricedAdmission(AdmissionPolicy):
         num_tokens = state.tokens.size - cached_len + num_output
         wanted = -(-num_tokens // size)
         reserved = self._reserved_pages(wanted)
-        if self._is_short_later and not self._should_share_steps(num_tokens, num_output):
+        if self._shares_steps and not self._should_share_steps(num_tokens, num_output):
             return False
         if self._cache.num_free >= reserved + wanted:
             return True

@@ -121,6 +121,7 @@ class ReturnTimes:
         self._mean_output = 32.0
         # Of ended requests: tokens, further turns of their sessions; tokens that a turn adds.
         self._mean_length, self._turns_left, self._turn_growth = _Mean(), _Mean(), _Mean()
+        self.num_new = 0  # waiting requests that are the first of their session, as far as known
         # Of open sessions, see `returning_tokens`, by whether they are known to return.
         self._open_tokens = [0, 0]
 
@@ -143,6 +144,7 @@ class ReturnTimes:
             added = max(0, state.tokens.size - conversation.length)
             self._turn_growth.note(added + self.expected_output(state))
         self._active[state.arrival] = conversation, is_new
+        self.num_new += is_new
         self._count(conversation, state.tokens.size)
         self._expire(now)
 
@@ -151,6 +153,7 @@ class ReturnTimes:
         conversation, is_new = self._active.get(state.arrival, (None, False))
         if conversation is not None and is_new:
             self._active[state.arrival] = conversation, False
+            self.num_new -= 1
             conversation.num_shared = cached_len
             self._count(conversation, state.tokens.size)
 
@@ -158,7 +161,8 @@ class ReturnTimes:
         self, state: RequestState, now: float, *, is_finished: bool
     ) -> ReturnEstimate | None:
         """A request has ended; when its session will come back, None where nothing is known."""
-        conversation, _ = self._active.pop(state.arrival, (None, True))
+        conversation, is_new = self._active.pop(state.arrival, (None, False))
+        self.num_new -= is_new
         if conversation is None:
             return None
         if not is_finished:

@@ -573,6 +573,19 @@ def test_growth_of_sessions_that_have_gone_holds_nothing(kind: Callable[[Traffic
     assert schedules[0] == schedules[1]
 
 
+@pytest.mark.parametrize("num_pages", [1_100, 2_000])
+def test_chats_that_fit_to_their_end_have_the_schedules_of_greedy_admission(num_pages: int) -> None:
+    """They need 1,048 pages. In the beginning they are expected to grow beyond both pools: that may
+    hold requests while sessions wait for their first one."""
+    schedules = []
+    for admission in ("greedy", "priced"):
+        traffic = Traffic(admission, num_pages)
+        traffic.chats()
+        schedules.append(traffic.schedules())
+        assert traffic.driver.cache.stats()["evicted_tokens"] == 0
+    assert schedules[0] == schedules[1]
+
+
 def test_after_the_chats_prompts_in_a_short_pool_start_as_they_fit() -> None:
     schedules = []
     for admission in ("greedy", "priced"):
