@@ -196,21 +196,16 @@ class PricedAdmission(AdmissionPolicy):
         if not self.returns.returning_tokens:
             return False
         cache, growth = self._cache, self.returns.growth_share
-        num_used, num_growing = cache.num_pages - cache.num_free + num_needed, self._growing_pages()
         missing = num_needed - cache.num_free
-
-        def missing_later() -> float:
-            return missing + growth * min(num_used, num_growing)
-
-        if missing_later() > 0:
-            now = cache.time()
-            for num_pages, expected in islice(cache.victims(), _MAX_UNUSED):
-                if expected is None or _is_awaited(expected, now) or missing_later() <= 0:
+        # What fits beside its own growth grows: at most a part of the pool.
+        to_grow = growth * min(self._growing_pages(), cache.num_pages / (1.0 + growth))
+        if missing + to_grow > 0:
+            for num_pages, expected in islice(self._read_victims(), _MAX_UNUSED):
+                if expected is None or _is_awaited(expected, self._now) or missing + to_grow <= 0:
                     break
                 missing -= num_pages
-                num_used -= num_pages
         # Growth holds none while all that will grow have begun: these may end before.
-        self._shares_steps = missing > 0 or (self.returns.num_new > 0 and missing_later() > 0)
+        self._shares_steps = missing > 0 or (self.returns.num_new > 0 and missing + to_grow > 0)
         return missing > 0
 
     def note_started(self, state: RequestState) -> None:
