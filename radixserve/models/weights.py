@@ -375,7 +375,9 @@ class WeightReader(TensorReader):
 def without_load_report() -> Iterator[None]:
     """Without transformers' report of a load, which lists every tensor of the skipped parts, and
     without its progress bar."""
-    from transformers.utils import logging as of_transformers
+    from transformers.utils import logging as transformers_logging
+
+    of_transformers: Any = transformers_logging  # some of its functions have no types
 
     def is_other(record: logging.LogRecord) -> bool:
         return "LOAD REPORT" not in record.getMessage()
