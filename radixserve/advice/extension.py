@@ -206,35 +206,35 @@ class AdviceExtension(EngineExtension):
         if not self._queue:
             return
         queue, self._queue, self._num_queued = self._queue, [], 0
-        arrivals = [one for one in queue if isinstance(one, _Arrival)]
-        pieces = [
-            Piece(one.request.keyed_tokens(), _salt_of(one.request.namespace)) for one in arrivals
-        ]
-        prompts = dict(
-            zip((one.request.request_id for one in arrivals), self._hash(pieces), strict=True)
-        )
+        arrivals = [event for event in queue if isinstance(event, _Arrival)]
+        pieces = [Piece(asked.keyed_tokens(), _salt_of(asked.namespace)) for asked, _ in arrivals]
+        prompts = iter(self._hash(pieces))
+        hashes: dict[int, Hashes] = {}  # by the event's place: a request id may be given again
+        latest: dict[str, Hashes] = {}  # by request id, of the prompts that arrive in the queue
         answered, pieces = [], []
-        for one in queue:
-            if isinstance(one, _End) and len(one.output_ids) > 1:
-                name = one.request.request_id
+        for number, event in enumerate(queue):
+            name = event.request.request_id
+            if isinstance(event, _Arrival):
+                latest[name] = hashes[number] = next(prompts)
+            elif len(event.output_ids) > 1:
                 opened = self._open.get(name)
-                prompt = prompts.get(name) if opened is None else opened.hashes
+                prompt = latest.get(name) or (opened and opened.hashes)
                 if prompt is not None:
-                    answered.append(name)
-                    pieces.append(prompt.end._replace(tokens=_answer(one)))
-        answers = dict(zip(answered, self._hash(pieces), strict=True))
-        for one in queue:
-            name = one.request.request_id
-            if isinstance(one, _Arrival):
-                self._arrive(one, prompts[name])
+                    answered.append(number)
+                    pieces.append(prompt.end._replace(tokens=_answer(event)))
+        hashes.update(zip(answered, self._hash(pieces), strict=True))
+        for number, event in enumerate(queue):
+            name = event.request.request_id
+            if isinstance(event, _Arrival):
+                self._arrive(event, hashes[number])
             elif name in self._open:
-                self._end(self._open.pop(name), one.usage, answers.get(name))
+                self._end(self._open.pop(name), event.usage, hashes.get(number))
 
     def _hash(self, pieces: list[Piece]) -> list[Hashes]:
         if not pieces:
             return []
         curve = self._curve
-        spans = [(one.start, one.start + len(one.tokens)) for one in pieces]
+        spans = [(piece.start, piece.start + len(piece.tokens)) for piece in pieces]
         blocks = [slice(curve.num_blocks(low), curve.num_blocks(high)) for low, high in spans]
         return self._prints.hash_all(pieces, curve.ends(max(high for _, high in spans)), blocks)
 

@@ -112,7 +112,7 @@ class Fingerprints:
         powers = self._powers.first(int((starts.astype(np.int64) + sizes).max()))
         inverse = self._inverse.first(len(powers))
         mixed = _mixed_tokens(np.concatenate([piece.tokens for piece in pieces]))
-        weights = [powers[one.start : one.start + len(one.tokens)] for one in pieces]
+        weights = [powers[piece.start : piece.start + len(piece.tokens)] for piece in pieces]
         sums = np.cumsum(mixed * np.concatenate(weights), dtype=np.uint64)
         bases = sums_before - np.where(firsts > 0, sums[firsts - 1], np.uint64(0))
 
