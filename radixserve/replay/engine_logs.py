@@ -12,6 +12,7 @@ Other lines are skipped. An answer whose token ids are not logged has the length
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import logging
 import re
@@ -323,14 +324,11 @@ def _printed(line: Line, text: str, start: int, separator: str) -> tuple[dict[st
 
 
 def _value(printed: str) -> Any:
-    try:
-        return json.loads(printed) if printed[:1] == "[" else ast.literal_eval(printed)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        pass
-    try:
-        return ast.literal_eval(printed)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return _UNREADABLE
+    is_list = printed[:1] == "["  # often a long one of numbers, which JSON reads much faster
+    for parse in (json.loads, ast.literal_eval) if is_list else (ast.literal_eval,):
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            return parse(printed)
+    return _UNREADABLE
 
 
 def _of_batch(value: Any, number: int) -> Any:

@@ -141,14 +141,16 @@ def _batch_parts(line: Line, batch: Any) -> tuple[float, list[dict[str, Any]], A
         raise line.error(
             f"a batch of KV events has a time and a list of events, got {shown(batch)}"
         )
-    events = [_event(line, event) for event in batch[1]]
-    return float(batch[0]), events, batch[2] if len(batch) > 2 else None
+    rank = batch[2] if len(batch) > 2 else None
+    if not isinstance(rank, int | None):
+        raise line.error(f"data_parallel_rank must be an integer, got {shown(rank)}")
+    return float(batch[0]), [_event(line, event) for event in batch[1]], rank
 
 
 def _event(line: Line, event: Any) -> dict[str, Any]:
-    if isinstance(event, list) and event and event[0] in _FIELDS:
+    if isinstance(event, list) and event and event[0] in [*_FIELDS]:
         event = dict(zip(("type", *_FIELDS[event[0]]), event, strict=False))
-    if not isinstance(event, dict) or event.get("type") not in _FIELDS:
+    if not isinstance(event, dict) or event.get("type") not in [*_FIELDS]:
         raise line.error(f"an event must be one of {', '.join(_FIELDS)}, got {shown(event)}")
     return event
 
@@ -200,7 +202,7 @@ class _Blocks:
             self._blocks[parent] = _Block(None, tuple(block_tokens(seed, size).tolist()), "")
         namespace = self._blocks[parent].namespace if parent is not None else _namespace(event)
         keys = event.get("extra_keys") or [None] * len(hashes)
-        for number, (one, key) in enumerate(zip(hashes, keys, strict=False)):
+        for number, (one, key) in enumerate(zip(hashes, keys, strict=True)):
             tokens = ids[number * size : (number + 1) * size]
             if key:  # a picture, or a salt: the same tokens are another block
                 tokens[0] ^= zlib.crc32(repr(key).encode()) >> 1
@@ -223,7 +225,7 @@ class _Blocks:
                 one = None
         num_tokens = sum(len(self._blocks[each].tokens) for each in piece.hashes)
         if one is None:
-            num_before = sum(len(block.tokens) for block in self._path(piece.parent))
+            num_before = sum(len(block.tokens) for block in self._path(line, piece.parent))
             one = _Storing(line, seconds, seconds, num_before + num_tokens)
         else:
             one.pieces += 1
@@ -233,16 +235,18 @@ class _Blocks:
         one.hashes += piece.hashes
         self._storing[end] = one
 
-    def _path(self, last: Any) -> list[_Block]:
-        """The blocks up to one, the last one first."""
-        path = []
+    def _path(self, line: Line, last: Any) -> list[_Block]:
+        """The blocks up to one, the last one first. Raises InvalidRequest where they are a ring."""
+        path: list[_Block] = []
         while last is not None:
+            if len(path) == len(self._blocks):
+                raise line.error("a stored block is behind itself")
             path.append(self._blocks[last])
             last = path[-1].parent
         return path
 
     def _request(self, one: _Storing) -> Line:
-        path = self._path(one.hashes[-1])
+        path = self._path(one.line, one.hashes[-1])
         tokens = [token for block in reversed(path) for token in block.tokens]
         fields = {
             "tokens": tokens[: one.num_prompt],
@@ -264,6 +268,13 @@ def _stored_blocks(line: Line, event: Mapping[str, Any]) -> tuple[list[Any], lis
         raise line.error("BlockStored must have block_size token ids for each of its hashes")
     if not all(isinstance(one, int) and 0 <= one < 2**31 for one in ids):
         raise line.error("token ids must be integers from 0 to 2**31 - 1")
+    above, keys = event.get("parent_block_hash"), event.get("extra_keys")
+    if not all(isinstance(one, int | str | bytes) for one in hashes):
+        raise line.error("block hashes must be integers, text or bytes")
+    if not isinstance(above, int | str | bytes | None):
+        raise line.error(f"parent_block_hash must be a block hash, got {shown(above)}")
+    if keys and not (isinstance(keys, list) and len(keys) == len(hashes)):
+        raise line.error("extra_keys must be a list with a value for each block hash")
     return hashes, ids, size
 
 

@@ -339,6 +339,25 @@ EVENT = json.dumps({"ts": 1.0, "events": [stored([1], None, [1, 2])]})
         ([EVENT, '[2.0, [["BlockStored", [1, 2], null, [1, 2, 3], 2, null]]]'], 2, "block_size"),
         ([EVENT, '[2.0, [["BlockStored", [1], null, [1, -2], 2, null]]]'], 2, "2**31"),
         (['[2.0, [["BlockStored", [1], null, "ab", 2, null]]]'], 1, "block_size"),
+        (['[2.0, [["BlockStored", [[1]], null, [1, 2], 2]]]'], 1, "block hashes must be"),
+        (['[2.0, [["BlockStored", [1], [2], [1, 2], 2]]]'], 1, "parent_block_hash must be"),
+        (['[2.0, [[["BlockStored"], [1], null, [1, 2], 2]]]'], 1, "an event must be one of"),
+        (['{"ts": 2.0, "events": [{"type": []}]}'], 1, "an event must be one of"),
+        (['[2.0, [["BlockStored", [1], null, [1, 2], 2]], [0]]'], 1, "data_parallel_rank"),
+        (
+            ['[2.0, [["BlockStored", [1, 2], null, [1, 2], 1, 0, "GPU", null, [["a"]]]]]'],
+            1,
+            "extra_keys must be",
+        ),
+        ([EVENT, '[2.0, [["BlockStored", [1], 1, [1, 2], 2]]]'], 1, "is behind itself"),
+        (
+            [
+                EVENT,
+                '[2.0, [["BlockStored", [2], 1, [1, 2], 2], ["BlockStored", [1], 2, [1, 2], 2]]]',
+            ],
+            1,
+            "is behind itself",
+        ),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, lines: list[str], number: int, words: str) -> None:
