@@ -15,7 +15,7 @@ from radixserve.cache.lookup import Lookup
 from radixserve.cache.namespace import Namespace, as_namespace
 from radixserve.checks import StrictFields, check_choice, check_float, check_int, check_text, shown
 from radixserve.errors import InvalidRequest
-from radixserve.sampling_defaults import NEUTRAL, NotGivenFloat, NotGivenInt, check_field
+from radixserve.sampling_fields import NEUTRAL, NotGivenFloat, NotGivenInt, check_field
 from radixserve.structured_outputs import Grammar, StructuredOutput, as_structured_output
 
 TruncationSide = Literal["left", "right"]

@@ -23,7 +23,8 @@ from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.grammar.compiler import GrammarCompiler
 from radixserve.request import BeamParams, Request, SamplingParams
-from radixserve.sampling_defaults import NEUTRAL, SamplingDefault
+from radixserve.sampling_defaults import SamplingDefault
+from radixserve.sampling_fields import NEUTRAL
 from radixserve.text.chat_options import ChatOptions
 from radixserve.text.prompts import Prompt, PromptReader
 from radixserve.text.turn_marks import turn_marks, turn_starts

@@ -26,7 +26,7 @@ from radixserve.config import EngineConfig, ExportSettings
 from radixserve.errors import InvalidRequest
 from radixserve.models.sizes import SIZES
 from radixserve.request import SamplingParams
-from radixserve.sampling_defaults import NotGivenFloat, NotGivenInt
+from radixserve.sampling_fields import NotGivenFloat, NotGivenInt
 from radixserve.server.config import REASONING_PARSERS
 
 DEFAULT_MODEL = "demo"

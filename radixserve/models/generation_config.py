@@ -12,7 +12,8 @@ from typing import Any
 from radixserve.errors import InvalidRequest
 from radixserve.gguf_file import GgufFile
 from radixserve.models.names import CONFIG_FILE
-from radixserve.sampling_defaults import NEUTRAL, ModelSampling, check_field
+from radixserve.sampling_defaults import ModelSampling
+from radixserve.sampling_fields import NEUTRAL, check_field
 
 _log = logging.getLogger("radixserve")
 _GGUF_NAMES = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}

@@ -16,7 +16,8 @@ from radixserve import EngineConfig, InvalidRequest, Runtime, SamplingParams
 from radixserve.gguf_file import GgufFile
 from radixserve.models.generation_config import read_gguf_sampling
 from radixserve.models.source import find_model
-from radixserve.sampling_defaults import NEUTRAL, describe_sampling
+from radixserve.sampling_defaults import describe_sampling
+from radixserve.sampling_fields import NEUTRAL
 from radixserve.text.tokenizer import Tokenizer
 from tests.checkpoints import EOS_ID, make_checkpoint
 from tests.text.test_byte_fallback import llama2_tokenizer
