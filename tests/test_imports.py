@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [
     ["radixserve._version", "radixserve.errors", "radixserve.arrays", "radixserve.daemon_call"],
     ["radixserve.checks", "radixserve.gguf_file"],
-    ["radixserve.cache", "radixserve.sampling_defaults"],
+    ["radixserve.cache", "radixserve.sampling_fields", "radixserve.sampling_defaults"],
     ["radixserve.config", "radixserve.structured_outputs"],
     ["radixserve.picture"],
     ["radixserve.request"],
