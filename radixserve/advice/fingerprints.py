@@ -83,7 +83,7 @@ class Fingerprints:
 
     def sums(self, tokens: IntArray) -> UInts:
         """[n] for each token a sum over the sequence up to it."""
-        sums: UInts = np.cumsum(_mixed_tokens(tokens) * self._powers.first(len(tokens)))
+        sums: UInts = np.cumsum(mixed_tokens(tokens) * self._powers.first(len(tokens)))
         return sums
 
     def chunks(self, tokens: IntArray, salt: int = 0) -> Chunks:
@@ -111,7 +111,7 @@ class Fingerprints:
         firsts = stops - sizes
         powers = self._powers.first(int((starts.astype(np.int64) + sizes).max()))
         inverse = self._inverse.first(len(powers))
-        mixed = _mixed_tokens(np.concatenate([piece.tokens for piece in pieces]))
+        mixed = mixed_tokens(np.concatenate([piece.tokens for piece in pieces]))
         weights = [powers[piece.start : piece.start + len(piece.tokens)] for piece in pieces]
         sums = np.cumsum(mixed * np.concatenate(weights), dtype=np.uint64)
         bases = sums_before - np.where(firsts > 0, sums[firsts - 1], np.uint64(0))
@@ -165,7 +165,8 @@ def _token_table() -> UInts:
     return _mixed(np.arange(1, _TABLE_SIZE + 1, dtype=np.uint64))
 
 
-def _mixed_tokens(tokens: IntArray) -> UInts:
+def mixed_tokens(tokens: IntArray) -> UInts:
+    """[n] the token ids, spread over 64 bits."""
     table = _token_table()
     if len(tokens) and int(tokens.max()) < _TABLE_SIZE and int(tokens.min()) >= 0:
         return table[tokens]

@@ -5,8 +5,7 @@
                       ^ position       ^ runs                ^ cut
 
 The tokens of the runs were computed before, but behind other tokens, so no prefix cache has them.
-The earlier request is found by the hashes of chunks that are cut by their content
-(`radixserve.advice.fingerprints`), then both are compared token by token.
+The earlier request is found by `TextIndex`, then both are compared token by token.
 """
 
 from __future__ import annotations
@@ -15,19 +14,21 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from radixserve.advice.fingerprints import Chunks, Fingerprints, UInts, namespace_salt
 from radixserve.arrays import IntArray
 from radixserve.cache.diagnosis import common_length
-from radixserve.replay.fault_kinds import Decode, Gap, kind_of, kind_of_order
+from radixserve.replay.fault_kinds import OTHER, Decode, Gap, kind_of, kind_of_order
 from radixserve.replay.paths import PathTable
+from radixserve.replay.text_index import GRAM, TextIndex
 from radixserve.replay.trace import Trace, TraceRequest
 
+Places = NDArray[np.intp]
+
 LEAST_MOVED = 0.5  # part of what differs that stands elsewhere, if the order has changed
-_CHUNK_TOKENS = 8
-_LEAST_RUN = 8  # tokens; shorter equal texts are chance
-_MOST_PLACES = 8  # of an equal chunk that are tried
+_MOST_PLACES = 64  # of an equal gram, before and behind the last run, that are tried
 LEAST_LOST = 24  # tokens; requests that lose fewer count as losing none
+MORE_THAN_OTHER = 2  # times as many tokens are lost as are changed, where no kind is recognised
 
 
 class Run(NamedTuple):
@@ -51,7 +52,7 @@ class Change(NamedTuple):
     runs: tuple[Run, ...]  # the same text, in the request's order
     lost: int  # tokens of the runs that were computed again
     kind: str  # see `fault_kinds`
-    chunks: tuple[int, ...]  # ids of the lost chunks
+    text: tuple[tuple[int, int], ...]  # the lost grams: spans of their numbers in `TextIndex`
 
     @property
     def cut(self) -> int:
@@ -73,14 +74,16 @@ class Change(NamedTuple):
 
 
 def find_changes(trace: Trace, paths: PathTable, decode: Decode | None = None) -> Iterator[Change]:
-    """The change of each request that loses LEAST_LOST tokens, and as many as it changes, to one.
+    """The change of each request that loses LEAST_LOST tokens, and as many as it changes, to one;
+    where no kind is recognised, MORE_THAN_OTHER times as many: questions may be alike.
 
     decode  token ids to text, by which kinds are recognised
 
-    About 0.1 us per token of the trace, and 16 bytes for each 8 of them.
+    The findings depend on which tokens are equal alone. About 0.3 us and 40 bytes for each distinct
+    token of the trace, and 10 ns for each token of the requests that are compared.
     """
     comparison = _Comparison(trace, paths, decode)
-    for request in trace:
+    for request in range(len(trace)):
         change = comparison.follow(request)
         if change is not None:
             yield change
@@ -91,81 +94,87 @@ class _Comparison:
 
     def __init__(self, trace: Trace, paths: PathTable, decode: Decode | None) -> None:
         self._trace, self._paths, self._decode = trace, paths, decode
-        self._prints = Fingerprints(_CHUNK_TOKENS)
-        self._chunks: list[Chunks] = []  # by request
-        self._users: dict[int, int] = {}  # by chunk: the last request that has it
+        self._index = TextIndex(trace, paths)
+        num_places = len(self._index.grams)
+        self._latest = np.full(num_places, -1, np.int32)  # by gram: where it was computed last
+        self._users = np.full(len(paths.lengths), -1, np.int32)  # by segment: its last request
+        self._is_there = np.zeros(num_places, np.bool_)  # by gram; all False between two uses
         self._sessions: dict[str, int] = {}  # the last request of each
 
-    def follow(self, request: TraceRequest) -> Change | None:
-        chunks = self._prints.chunks(request.kept, namespace_salt(request.namespace))
-        change = self._compare(request, chunks)
-        self._chunks.append(chunks)
-        self._users.update(dict.fromkeys(chunks.ids.tolist(), request.index))
-        if request.session is not None:
-            self._sessions[request.session] = request.index
+    def follow(self, request: int) -> Change | None:
+        change = self._compare(request)
+        places = self._index.own_places(request)
+        self._latest[self._index.grams[places]] = np.arange(places.start, places.stop)
+        self._users[self._paths.path(request)] = request
+        session = self._trace.sessions[request]
+        if session is not None:
+            self._sessions[session] = request
         return change
 
-    def _compare(self, request: TraceRequest, chunks: Chunks) -> Change | None:
-        known, usable = int(self._paths.reusable[request.index]), len(request.prompt) - 1
-        low, high = np.searchsorted(chunks.ends, [known, usable], "right")
-        ids = chunks.ids[low + 1 : high]  # whole chunks behind what is reused
-        lengths = np.diff(chunks.ends[low:high])
-        users = [self._users.get(chunk, -1) for chunk in ids.tolist()]
-        is_lost = np.asarray(users, np.int64) >= 0
-        if not is_lost.any():
+    def _compare(self, request: int) -> Change | None:
+        known, usable = int(self._paths.reusable[request]), int(self._trace.num_prompt[request]) - 1
+        own = self._index.own_places(request)
+        grams = self._index.grams[own.start + GRAM - 1 : own.start + usable - known]
+        places = self._latest[grams]
+        lost_grams, places = grams[places >= 0], places[places >= 0]
+        if len(lost_grams) <= LEAST_LOST - GRAM:
             return None
-        earlier = self._find_earlier(request, ids[is_lost], lengths[is_lost], users)
-        before = self._trace.request(earlier)
-        position = common_length(request.prompt, before.kept)
-        runs = self._runs(request.prompt, before.kept, chunks, earlier, position)
+        earlier = self._find_earlier(request, lost_grams, self._index.segments[places])
+        asked, before = self._trace.request(request), self._trace.request(earlier)
+        position = common_length(asked.prompt, before.kept)
+        runs = self._runs(asked, before, position)
         if not runs:
             return None
-        kind, runs = self._kind(request, before, position, runs)
+        kind, runs = self._kind(asked, before, position, runs)
         lost = sum(max(0, min(run.end, usable) - max(run.start, known)) for run in runs)
-        num_changed = runs[-1].end - position - sum(run.end - run.start for run in runs)
-        if lost < max(LEAST_LOST, num_changed):
+        num_changed = runs[-1].end - position - sum(map(_size, runs))
+        if lost < max(LEAST_LOST, num_changed * (MORE_THAN_OTHER if kind == OTHER else 1)):
             return None
-        lost_ids = tuple(ids[is_lost].tolist())
-        return Change(request.index, earlier, position, tuple(runs), lost, kind, lost_ids)
+        return Change(request, earlier, position, tuple(runs), lost, kind, _spans(lost_grams))
 
-    def _find_earlier(
-        self, request: TraceRequest, ids: UInts, lengths: IntArray, users: list[int]
-    ) -> int:
-        """The earlier request with most of these chunks: the session's last one, that which has the
-        last chunk, or the one which most chunks had last."""
-        known = [user for user in users if user >= 0]
-        candidates = [self._sessions.get(request.session or "", -1), known[-1]]
-        candidates.append(int(np.bincount(known).argmax()))
-        sizes = {
-            user: int(lengths[np.isin(ids, self._chunks[user].ids)].sum())
-            for user in candidates
-            if user >= 0
-        }
+    def _find_earlier(self, request: int, grams: IntArray, segments: IntArray) -> int:
+        """The earlier request with most of these grams: the session's last one, that which has the
+        last gram, or the one which most grams had last. `segments`: where each was last."""
+        users = self._users[segments]
+        session = self._trace.sessions[request]
+        candidates = [-1 if session is None else self._sessions.get(session, -1)]
+        candidates += [int(users[-1]), int(np.bincount(users).argmax())]
+        sizes = {}
+        for user in candidates:
+            if user >= 0:
+                theirs = self._index.grams_of(user)
+                self._is_there[theirs] = True
+                sizes[user] = int(np.count_nonzero(self._is_there[grams]))
+                self._is_there[theirs] = False
         return max(sizes, key=lambda user: sizes[user])
 
-    def _runs(
-        self, prompt: IntArray, other: IntArray, chunks: Chunks, earlier: int, position: int
-    ) -> list[Run]:
-        """The equal text of both behind `position`, each run as long as it can be."""
-        ends, ids = chunks
-        other_ends, other_ids = self._chunks[earlier]
-        starts = np.concatenate((np.zeros(1, np.intp), ends))[: len(ends)]
-        is_candidate = (starts >= position) & (ends <= len(prompt)) & np.isin(ids, other_ids)
+    def _runs(self, request: TraceRequest, before: TraceRequest, position: int) -> list[Run]:
+        """The equal text of both behind `position`: from the left, each run as long as it can be.
+        Each text of the earlier request counts once."""
+        prompt, other = request.prompt, before.kept
+        theirs = self._index.grams_of(before.index)[GRAM - 1 :]  # by first token
+        ours = self._index.grams_of(request.index)[GRAM - 1 : len(prompt)]
+        order = np.argsort(theirs, kind="stable")
+        lows, highs = (np.searchsorted(theirs[order], ours, side) for side in ("left", "right"))
+        starts = np.flatnonzero(highs[position:] > lows[position:]) + position
+        is_used = np.zeros(len(other) + 1, np.bool_)
+        is_used[:position], is_used[-1] = True, True
         runs: list[Run] = []
-        for index in np.flatnonzero(is_candidate).tolist():
-            start, end = int(starts[index]), int(ends[index])
-            if runs and start < runs[-1].end:
-                continue
-            places = other_ends[other_ids == ids[index]] - (end - start)
-            for run in (Run(0, position, 0), *runs):  # each text of the other one counts once
-                places = places[(places < run.other_start) | (places >= run.other_end)]
-            places = places[:_MOST_PLACES]
-            low = runs[-1].end if runs else position
-            found = [_run_at(prompt, other, start, int(place), low, position) for place in places]
-            best = max(found, key=_size, default=None)
-            if best is not None and _size(best) >= _LEAST_RUN:
-                runs.append(best)
-        return runs
+        while True:
+            at = int(np.searchsorted(starts, runs[-1].end if runs else 0))
+            best: Run | None = None
+            for start in starts[at:].tolist():
+                places = _near(order[lows[start] : highs[start]], runs[-1].other_end if runs else 0)
+                place = _longest(ours[start:], theirs, places[~is_used[places]])
+                size = 0 if place < 0 else common_length(prompt[start:], other[place:])
+                size = min(size, int(is_used[place:].argmax())) if size else 0
+                if size >= GRAM:
+                    best = Run(start, start + size, place)
+                    break
+            if best is None:
+                return runs
+            runs.append(best)
+            is_used[best.other_start : best.other_end] = True
 
     def _kind(
         self, request: TraceRequest, before: TraceRequest, position: int, runs: list[Run]
@@ -194,14 +203,30 @@ class _Comparison:
         return kinds[0], runs[:same]
 
 
-def _run_at(
-    prompt: IntArray, other: IntArray, start: int, place: int, low: int, other_low: int
-) -> Run:
-    """The longest run that has `start` of the prompt at `place` of the other request; it begins
-    from `low` and `other_low` on."""
-    room = min(start - low, place - other_low)
-    back = common_length(prompt[start - room : start][::-1], other[place - room : place][::-1])
-    return Run(start - back, start + common_length(prompt[start:], other[place:]), place - back)
+def _near(places: Places, end: int) -> Places:
+    """Those of ascending places that follow `end`, then those before: _MOST_PLACES of each."""
+    at = int(np.searchsorted(places, end))
+    return np.concatenate((places[at : at + _MOST_PLACES], places[max(0, at - _MOST_PLACES) : at]))
+
+
+def _longest(ours: IntArray, theirs: IntArray, places: Places) -> int:
+    """The place from which most grams are `ours`; -1 for none. The first one of several."""
+    step = GRAM
+    while len(places) > 1 and step < len(ours):
+        inside = places[places + step < len(theirs)]
+        same = inside[theirs[inside + step] == ours[step]]
+        if not len(same):
+            break
+        places, step = same, step + GRAM
+    return int(places[0]) if len(places) else -1
+
+
+def _spans(grams: IntArray) -> tuple[tuple[int, int], ...]:
+    """Numbers as spans [start, end), in order."""
+    numbers = np.unique(grams)
+    cuts = np.flatnonzero(np.diff(numbers) != 1) + 1
+    first, last = numbers[np.r_[0, cuts]], numbers[np.r_[cuts - 1, -1]]
+    return tuple(zip(first.tolist(), (last + 1).tolist(), strict=True))
 
 
 def _size(run: Run) -> int:
@@ -209,15 +234,19 @@ def _size(run: Run) -> int:
 
 
 def _in_order(runs: list[Run]) -> list[Run]:
-    """The runs that follow each other in both requests, with the most tokens. O(runs squared)."""
-    best: list[tuple[int, int]] = []  # for each run as the last one: tokens, the run before
-    for place, run in enumerate(runs):
-        before = [n for n in range(place) if runs[n].other_end <= run.other_start]
-        last = max(before, key=lambda n: best[n][0], default=-1)
-        best.append((_size(run) + (best[last][0] if last >= 0 else 0), last))
-    place = max(range(len(runs)), key=lambda n: best[n][0])
+    """The runs that follow each other in both requests, with the most tokens. O(runs squared), with
+    few operations of Python for each."""
+    sizes, starts, ends = np.asarray([(_size(r), r.other_start, r.other_end) for r in runs]).T
+    best, before = sizes.copy(), np.full(len(runs), -1)  # of sequences that end with each run
+    for place in range(1, len(runs)):
+        sums = np.where(ends[:place] <= starts[place], best[:place], 0)
+        last = int(sums.argmax())
+        if sums[last]:
+            best[place] += sums[last]
+            before[place] = last
+    place = int(best.argmax())
     kept: list[Run] = []
     while place >= 0:
         kept.append(runs[place])
-        place = best[place][1]
+        place = int(before[place])
     return kept[::-1]

@@ -38,6 +38,13 @@ class PathTable:
         """The segments of one request, a view. O(1)."""
         return self.segments[self.bounds[request] : self.bounds[request + 1]]
 
+    def first_users(self) -> NDArray[np.int64]:
+        """[segments] the first request that uses each; 0 for those of roots, which none uses."""
+        users = np.zeros(len(self.lengths), np.int64)
+        for request in range(len(self) - 1, -1, -1):
+            users[self.path(request)] = request
+        return users
+
     @property
     def distinct_tokens(self) -> int:
         """The number of token prefixes in prompts and kept outputs; each is computed at least

@@ -126,21 +126,34 @@ def group(changes: Iterable[Change]) -> list[Fault]:
     for change in changes:
         kinds.setdefault(change.kind, []).append(change)
     faults = []
-    for kind, left in kinds.items():
-        groups: list[list[Change]] = []
-        while left:
-            counts = Counter(chunk for change in left for chunk in set(change.chunks))
-            chunk, count = counts.most_common(1)[0]
-            if count < _LEAST_CHANGES or kind in HISTORIES:
-                groups = [groups[0] + left, *groups[1:]] if groups else [left]
-                break
-            same = [change for change in left if chunk in change.chunks]
-            places = {change.position for change in same}
-            taken = {one.request for one in left if one in same or one.position in places}
-            groups.append([change for change in left if change.request in taken])
-            left = [change for change in left if change.request not in taken]
+    for kind, same_kind in kinds.items():
+        groups = [same_kind] if kind in HISTORIES else _by_text(same_kind)
         faults += [Fault(kind, same, sum(change.lost for change in same)) for same in groups]
     return faults
+
+
+def _by_text(changes: list[Change]) -> list[list[Change]]:
+    """Changes that lose the same text, or begin where one of these does. Those that lose a text of
+    their own are one group, or belong to the first one."""
+    groups: list[Ints] = []
+    owners = np.repeat(np.arange(len(changes)), [len(change.text) for change in changes])
+    starts, ends = np.asarray([span for change in changes for span in change.text]).T
+    positions = np.asarray([change.position for change in changes])
+    is_left = np.ones(len(changes), np.bool_)
+    while is_left.any():
+        rows = is_left[owners]
+        firsts, lasts = np.sort(starts[rows]), np.sort(ends[rows])
+        counts = np.arange(1, len(firsts) + 1) - np.searchsorted(lasts, firsts, "right")
+        most = int(counts.argmax())
+        if counts[most] < _LEAST_CHANGES:
+            left = np.flatnonzero(is_left)
+            groups = [np.sort(np.r_[groups[0], left]), *groups[1:]] if groups else [left]
+            break
+        has_it = rows & (starts <= firsts[most]) & (ends > firsts[most])
+        taken = np.flatnonzero(is_left & np.isin(positions, positions[owners[has_it]]))
+        groups.append(taken)
+        is_left[taken] = False
+    return [[changes[place] for place in places.tolist()] for places in groups]
 
 
 def _show(trace: Trace, fault: Fault, decode: Decode | None) -> None:
@@ -179,9 +192,7 @@ def _predict(trace: Trace, paths: PathTable, fault: Fault, page_size: int) -> fl
 def rewritten(paths: PathTable, fault: Fault) -> list[Change]:
     """The changes of a fault, and for each request that goes on where one of these did a change of
     no token: it begins like that one, mended. In order of the requests."""
-    first_user = np.zeros(len(paths.lengths), np.int64)
-    for request in range(len(paths) - 1, -1, -1):
-        first_user[paths.path(request)] = request
+    first_user = paths.first_users()
     changes = {change.request: change for change in fault.changes}
     for request in range(len(paths)):
         path = paths.path(request)[: paths.num_usable[request]]

@@ -5,13 +5,17 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from radixserve.cli import main
 from radixserve.replay import CacheSpec, Trace, build_paths, read_trace, replay_direct
+from radixserve.replay.changes import find_changes
 from radixserve.replay.fault_kinds import COMPACTED, MENDS, OTHER, PAGE, THOUGHTS
 from radixserve.replay.prefix_faults import (
     LEAST_SHARE,
@@ -22,10 +26,12 @@ from radixserve.replay.prefix_faults import (
     find_faults,
     mend,
 )
+from radixserve.replay.trace import PackedTokens
 from radixserve.replay.workloads import WORKLOADS, make_turns, make_workload
 from tests.replay.faulty_traffic import RENDERERS, traffic
 
 KINDS = [kind for kind in RENDERERS if kind != "clean"]
+MIXED = traffic(KINDS, sizes=dict.fromkeys(KINDS, 12))
 SIZES = {kind: 80 + 60 * number for number, kind in enumerate(KINDS)}
 
 
@@ -108,6 +114,22 @@ def test_a_mended_prompt_says_the_same() -> None:
         past = chats.setdefault(session, len(other.prompt) - len(request.prompt))
         assert past <= len(other.prompt) - len(request.prompt) <= past + 20 * 4
         assert np.array_equal(request.output, other.output)
+
+
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 1 << 30))
+def test_findings_depend_on_which_tokens_are_equal_alone(seed: int) -> None:
+    """Other ids for the same tokens, by which all hashes differ, give the same changes."""
+    trace, _ = MIXED
+    ids = np.random.default_rng(seed).permutation(1 << 18).astype(np.int32)
+    other = PackedTokens()
+    for request in trace:
+        other.add(ids[request.prompt], ids[request.output])
+    words = {int(ids[token]): word for token, word in trace.words.items()}
+    renamed = replace(trace, source=other, words=words)
+    found = list(find_changes(renamed, build_paths(renamed), decoder(renamed)))
+    assert found == list(find_changes(trace, build_paths(trace), decoder(trace)))
+    assert len(found) > 100
 
 
 def test_clean_traffic_has_no_fault() -> None:
