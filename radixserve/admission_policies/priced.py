@@ -8,11 +8,9 @@ the derivation.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
-
-from sortedcontainers import SortedDict
 
 from radixserve.admission_policies.returns import ReturnTimes, waiting_return
 from radixserve.cache import ReturnEstimate
@@ -47,7 +45,7 @@ class HeldOrder(QueueOrder):
 
     def __init__(self, schedule_policy: str) -> None:
         self._order = make_order(schedule_policy)
-        self._by_age: SortedDict = SortedDict()  # priority and age of the session -> request
+        self._by_age = SortedOrder(_age_key)
         self._by_work = SortedOrder(_work_key) if schedule_policy == "lpm" else None
         self._held_in_last_pass = False  # whether the last pass held a request
         self._held_in_this_pass = 0  # requests that this pass has held
@@ -55,13 +53,13 @@ class HeldOrder(QueueOrder):
 
     def add(self, state: RequestState) -> None:
         self._order.add(state)
-        self._by_age[_age_key(state)] = state
+        self._by_age.add(state)
         if self._by_work is not None:
             self._by_work.add(state)
 
     def remove(self, state: RequestState) -> None:
         self._order.remove(state)
-        del self._by_age[_age_key(state)]
+        self._by_age.remove(state)
         if self._by_work is not None:
             self._by_work.remove(state)
 
@@ -72,9 +70,11 @@ class HeldOrder(QueueOrder):
 
     def scan(self, *, is_short: bool) -> Iterator[RequestState]:
         self.oldest = None
-        while self._held_in_last_pass and self.oldest is None and self._by_age:
-            self.oldest = oldest = self._by_age.peekitem(0)[1]
-            yield oldest  # `note_admitted` clears it
+        for state in self._by_age.scan() if self._held_in_last_pass else ():
+            self.oldest = state
+            yield state
+            if self.oldest is not None:  # else `note_admitted` has cleared it
+                break
         if is_short and self._by_work is not None:
             for state in self._by_work.scan():
                 if self._held_in_this_pass >= _HELD_BY_WORK:
@@ -134,7 +134,9 @@ class PricedAdmission(AdmissionPolicy):
         self._known: list[tuple[int, ReturnEstimate | None]] = []  # the first victims, once read
         self._shares_steps = False  # only requests that gain by sharing steps start
         self._growth: int | None = None  # tokens that running requests will add, once counted
-        self._now = 0.0  # on the cache's clock
+        # As of the beginning of a pass: of `returns`, and the time on the cache's clock.
+        self._growth_share = 0.0
+        self._now = 0.0
 
     def attach(self, view: SchedulerView) -> None:
         self._cache, self._running, self._num_waiting, self.costs = view
@@ -187,6 +189,7 @@ class PricedAdmission(AdmissionPolicy):
     def begin_pass(self) -> None:
         self._victims, self._known = None, []
         self._growth = None
+        self._growth_share = self.returns.growth_share
         self._now = self._cache.time()
 
     def is_short(self, num_needed: int) -> bool:
@@ -195,7 +198,10 @@ class PricedAdmission(AdmissionPolicy):
         self._shares_steps = False
         if not self.returns.returning_tokens:
             return False
-        cache, growth = self._cache, self.returns.growth_share
+        cache, growth = self._cache, self._growth_share
+        if num_needed > cache.num_available:
+            self._shares_steps = True
+            return True
         missing = num_needed - cache.num_free
         # What fits beside its own growth grows: at most a part of the pool.
         to_grow = growth * min(self._growing_pages(), cache.num_pages / (1.0 + growth))
@@ -211,7 +217,7 @@ class PricedAdmission(AdmissionPolicy):
     def note_started(self, state: RequestState) -> None:
         self._victims, self._known = None, []
         if self._growth is not None:
-            self._growth += self._left_to_add(state)
+            self._growth += self._left_to_add((state,))
         if self.holds_requests and state.sequence is not None:
             self.returns.note_started(state, state.sequence.cached_len)
 
@@ -221,9 +227,7 @@ class PricedAdmission(AdmissionPolicy):
     def may_start(self, state: RequestState, order: QueueOrder) -> bool:
         """O(victims), and once a pass O(running requests)."""
         is_oldest = isinstance(order, HeldOrder) and order.oldest is state
-        is_worth = self.is_worth(state, is_oldest=is_oldest)
-        self.num_held += not is_worth
-        return is_worth
+        return self.is_worth(state, is_oldest=is_oldest)
 
     def is_worth(self, state: RequestState, *, is_oldest: bool = False) -> bool:
         """Whether the gain exceeds the price, or no session returns. `is_oldest`: the request is
@@ -267,9 +271,9 @@ class PricedAdmission(AdmissionPolicy):
         """Room for what runs, and for what the sessions that return will still add, when a request
         takes `wanted` pages."""
         if self._growth is None:
-            self._growth = sum(map(self._left_to_add, self._running))
+            self._growth = self._left_to_add(self._running)
         num_growing = min(self._num_used(wanted), self._growing_pages())
-        return -(-self._growth // self._cache.page_size) + self.returns.growth_share * num_growing
+        return -(-self._growth // self._cache.page_size) + self._growth_share * num_growing
 
     def _num_used(self, wanted: int) -> int:
         return self._cache.num_pages - self._cache.num_free + wanted
@@ -280,7 +284,7 @@ class PricedAdmission(AdmissionPolicy):
 
     def _find_victims(self, wanted: int, reserved: float) -> Victims:
         """Free pages, then those of victims, until `reserved` and `wanted` pages are found."""
-        growth, needed = self.returns.growth_share, reserved + wanted
+        growth, needed = self._growth_share, reserved + wanted
         # Pages in use for whose growth nothing is reserved.
         num_steady = max(0, self._num_used(wanted) - self._growing_pages())
         pages_found, expected_lost_pages = float(self._cache.num_free), 0.0
@@ -330,11 +334,14 @@ class PricedAdmission(AdmissionPolicy):
         mean_think_s = victims.think_seconds / victims.victim_pages
         return mean_think_s * (1.0 + self._num_waiting() / num_fitting)
 
-    def _left_to_add(self, state: RequestState) -> int:
-        """Tokens that a running request will still take room for."""
-        sequence = state.sequence
-        length = 0 if sequence is None else sequence.length
-        return state.tokens.size - length + self.returns.expected_output(state)
+    def _left_to_add(self, states: Iterable[RequestState]) -> int:
+        """Tokens that running requests will still take room for."""
+        total, expected_output = 0, self.returns.expected_output
+        for state in states:
+            sequence = state.sequence
+            length = 0 if sequence is None else sequence.length
+            total += state.tokens.size - length + expected_output(state)
+        return total
 
     def _read_victims(self) -> Iterator[tuple[int, ReturnEstimate | None]]:
         yield from self._known

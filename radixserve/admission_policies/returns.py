@@ -118,7 +118,7 @@ class ReturnTimes:
             for is_named in (True, False)
             for is_first in (True, False)
         }
-        self._mean_output = 32.0
+        self._mean_output, self._typical_output = 32.0, 32
         # Of ended requests: tokens, further turns of their sessions; tokens that a turn adds.
         self._mean_length, self._turns_left, self._turn_growth = _Mean(), _Mean(), _Mean()
         self.num_new = 0  # waiting requests that are the first of their session, as far as known
@@ -171,6 +171,7 @@ class ReturnTimes:
         conversation.num_turns += 1
         conversation.ended_at = now
         self._mean_output += 0.05 * (state.num_output - self._mean_output)
+        self._typical_output = round(self._mean_output)
         conversation.length = state.tokens.size
         self._mean_length.note(conversation.length)
         self._expire(now)
@@ -191,8 +192,8 @@ class ReturnTimes:
 
     def expected_output(self, state: RequestState) -> int:
         """Tokens that a request will still generate."""
-        left = state.length_limit - state.tokens.size
-        return max(1, min(left, round(self._mean_output) - state.num_output))
+        size = state.tokens.size
+        return max(1, min(state.length_limit, self._typical_output + state.num_prompt) - size)
 
     @property
     def returning_tokens(self) -> int:

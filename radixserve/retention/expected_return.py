@@ -83,16 +83,16 @@ class ExpectedReturn(EvictionOrder):
         self._unsorted[node] = None  # most are used again before an order is asked for
 
     def discard(self, node: Node) -> None:
-        self._unlikely.discard(node)
-        self._recency.discard(node)
         if node in self._keys:
             self._drop_key(node)
+        else:
+            (self._recency if node in self._recency else self._unlikely).discard(node)
 
     def victim(self) -> Node | None:
         victim = self._unlikely.victim() or self._recency.victim()
         if victim is not None:
             return victim
-        self._move_late()
+        self._sort()
         victim = self._recency.victim()
         if victim is not None:
             return victim
@@ -105,7 +105,7 @@ class ExpectedReturn(EvictionOrder):
         return super().pop(num_pages)
 
     def preview(self) -> Iterator[tuple[Node, str]]:
-        self._move_late()
+        self._sort()
         for node, _ in self._unlikely.preview():
             yield node, "probably not used again"
         yield from self._recency.preview()
@@ -113,7 +113,7 @@ class ExpectedReturn(EvictionOrder):
             yield node, "expected back after all others"
 
     def queues(self) -> list[Iterable[Node]]:
-        self._move_late()
+        self._sort()
         return [*self._unlikely.queues(), *self._recency.queues(), self._regular.values()]
 
     def check(self) -> None:
@@ -163,22 +163,25 @@ class ExpectedReturn(EvictionOrder):
                     node, ReturnEstimate(return_at, wait_s, late_at, probability, is_regular)
                 )
 
-    def _move_late(self) -> None:
-        """Move nodes whose return is overdue to the recency queue. O(log nodes) each."""
-        self._sort()
-        if not self._by_late_at:
-            return
-        now = self.clock()
-        while self._by_late_at and self._by_late_at.keys()[0][0] < now:
-            node = self._by_late_at.peekitem(0)[1]
-            self._drop_key(node)
-            self._recency.add(node)
-
     def _sort(self) -> None:
-        """Sort the nodes added since the last call into the regular queue. O(log nodes) each."""
+        """Move nodes whose return is overdue to the recency queue, and sort the others that were
+        added since the last call into the regular queue. O(log nodes) each."""
+        if not self._keys:
+            return
+        now, late = self.clock(), list[tuple[float, int, Node]]()
+        for (late_at, tick), node in self._by_late_at.items():
+            if late_at >= now:
+                break
+            late.append((late_at, tick, node))
         for node in self._unsorted:
             return_at, late_at, tick = self._keys[node]
-            self._regular[-return_at, tick] = self._by_late_at[late_at, tick] = node
+            if late_at < now:
+                late.append((late_at, tick, node))
+            else:
+                self._regular[-return_at, tick] = self._by_late_at[late_at, tick] = node
+        for _, _, node in sorted(late):
+            self._drop_key(node)
+            self._recency.add(node)
         self._unsorted.clear()
 
     def _drop_key(self, node: Node) -> None:

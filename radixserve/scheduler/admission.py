@@ -169,6 +169,7 @@ class Admission:
             fits = page_budget.fits(state, spare, layer_pages)
             if fits and policy.holds_requests and not self._may_start(state):
                 waiting.note_held(state)
+                policy.num_held += 1
                 self._held = waiting.num_changes, len(self._running)
                 continue
             if fits and self._start(state, batch):
@@ -186,11 +187,11 @@ class Admission:
             waiting.pass_unfitting(state, may_fit)
 
     def _may_start(self, state: RequestState) -> bool:
-        """Whether the policy lets a request start that fits. It is not asked about one that runs
-        alone, or has reached its bound on waiting."""
-        if not self._running or self._waiting.must_start(state):
-            return True
-        return self._policy.may_start(state, self._waiting.order_of(state))
+        """Whether a request that fits starts: it runs alone, or the policy lets it, or it has
+        reached its bound on waiting."""
+        waiting = self._waiting
+        may_start = not self._running or self._policy.may_start(state, waiting.order_of(state))
+        return may_start or waiting.must_start(state)
 
     def _is_held(self) -> bool:
         """Whether the last pass held requests and nothing has changed since but time, which is

@@ -1,7 +1,7 @@
 """`AdmissionPolicy`: the plug point that decides which waiting requests start.
 
 The scheduler finds the requests that fit, in the order of a `QueueOrder`, and asks the policy about
-each. A request that has reached its bound on waiting is not asked about: it starts.
+each. A request that has reached its bound on waiting starts, whatever the policy says.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class AdmissionPolicy:
     """
 
     holds_requests = False  # whether `may_start` may be false; if not, it is never called
-    num_held = 0  # calls of `may_start` that were false, since the start
+    num_held = 0  # requests that fitted and were held, in any pass since the start
 
     def attach(self, view: SchedulerView) -> None:
         """Called once, before all others."""

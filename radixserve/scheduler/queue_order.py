@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from importlib import import_module
 
-from sortedcontainers import SortedKeyList
+from sortedcontainers import SortedList
 
 from radixserve.scheduler.request_state import RequestState
 
@@ -65,37 +65,42 @@ class QueueOrder(ABC):
 
 
 class SortedOrder(QueueOrder):
-    """In the order of a key, which is kept as it was when a request was added or updated."""
+    """In the order of a key, which ends with the arrival and is kept until the next update.
+    Requests are sorted in when the order is next read, so one that is not read costs nothing."""
 
     def __init__(self, key: Callable[[RequestState], OrderKey]) -> None:
         self._key = key
-        self._keys: dict[int, OrderKey] = {}  # by arrival
-        self._requests: SortedKeyList = SortedKeyList(key=lambda state: self._keys[state.arrival])
+        self._unsorted: dict[int, RequestState] = {}  # by arrival
+        self._keys: dict[int, OrderKey] = {}  # by arrival, of the sorted ones
+        self._sorted: SortedList = SortedList()  # (key, request)
 
     def add(self, state: RequestState) -> None:
-        self._keys[state.arrival] = self._key(state)
-        self._requests.add(state)
+        self._unsorted[state.arrival] = state
 
     def remove(self, state: RequestState) -> None:
-        self._requests.remove(state)
-        del self._keys[state.arrival]
+        if self._unsorted.pop(state.arrival, None) is None:
+            self._sorted.remove((self._keys.pop(state.arrival), state))
 
     def update(self, state: RequestState) -> None:
-        if self._keys[state.arrival] != self._key(state):
+        if state.arrival in self._keys and self._keys[state.arrival] != self._key(state):
             self.remove(state)
             self.add(state)
 
     def scan(self, *, is_short: bool = False) -> Iterator[RequestState]:
         del is_short
+        for state in self._unsorted.values():
+            key = self._keys[state.arrival] = self._key(state)
+            self._sorted.add((key, state))
+        self._unsorted.clear()
         index = 0
-        while index < len(self._requests):
-            state = self._requests[index]
+        while index < len(self._sorted):
+            state = self._sorted[index][1]
             yield state
-            if index < len(self._requests) and self._requests[index] is state:
+            if index < len(self._sorted) and self._sorted[index][1] is state:
                 index += 1
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._sorted) + len(self._unsorted)
 
 
 def make_order(policy: str) -> QueueOrder:

@@ -23,9 +23,7 @@ class OneLongPrompt(AdmissionPolicy):
 
     def may_start(self, state: RequestState, order: QueueOrder) -> bool:
         del order
-        is_free = state.num_prompt < 32 or all(other.num_prompt < 32 for other in self._running)
-        self.num_held += not is_free
-        return is_free
+        return state.num_prompt < 32 or all(other.num_prompt < 32 for other in self._running)
 
 
 class ShortestFirst(AdmissionPolicy):
