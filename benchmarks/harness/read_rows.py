@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -12,9 +13,20 @@ from torch import Tensor
 from radixserve.arrays import IntArray
 from radixserve_kernels.cpu_compiler import compile_once, find_compiler
 
-# Rows to prefetch before they are read, 0: the processor does that alone; whether into the second
-# cache level.
-AHEAD = ((0, False), (8, False), (16, False), (4, True), (8, True), (16, True))
+
+class Way(NamedTuple):
+    """How rows are prefetched before they are read."""
+
+    ahead: int  # rows; 0: the processor does that alone
+    is_far: bool = False  # into the second cache level
+    is_twice: bool = False  # also twice as far ahead, as attention does
+
+
+WAYS = (
+    *(Way(ahead) for ahead in (0, 8, 16)),
+    *(Way(ahead, is_far=True) for ahead in (8, 16, 32)),
+    *(Way(ahead, is_far=True, is_twice=True) for ahead in (16, 32, 64)),
+)
 _FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-w")
 
 
@@ -28,12 +40,12 @@ class RowReader:
         path = compile_once(compiler, [source], Path(self._folder.name), source.stem, source.stem)
         self._read = ctypes.CDLL(str(path)).read_rows
         pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._read.argtypes = (pointer, pointer, pointer, *[number] * 4)
+        self._read.argtypes = (pointer, pointer, pointer, *[number] * 5)
         self._read.restype = ctypes.c_uint64
 
-    def read(self, k: Tensor, v: Tensor, slots: IntArray, ahead: int, is_far: bool) -> None:
+    def read(self, k: Tensor, v: Tensor, slots: IntArray, way: Way) -> None:
         """k, v [num_slots, heads, width]; slots [rows, tokens], read row after row."""
-        order = np.concatenate((slots.ravel(), np.zeros(ahead, np.int32)))
+        order = np.concatenate((slots.ravel(), np.zeros(2 * way.ahead, np.int32)))
         row_bytes = k[0].numel() * k.element_size()
         pointers = (k.data_ptr(), v.data_ptr(), order.ctypes.data)
-        self._read(*pointers, slots.size, row_bytes, ahead, is_far)
+        self._read(*pointers, slots.size, row_bytes, *way)

@@ -57,7 +57,7 @@ def test_a_quick_run(tmp_path: Path, run: Run, engines: tuple[str, ...]) -> None
     ("arguments", "message"),
     [
         (("--workload", "W1,W9"), "no such workload: W9"),
-        (("--only-engines", "radix,vllm"), "no such engine: vllm"),
+        (("--only-engines", "radix,sglang"), "no such engine: sglang"),
         (("--repeats", "-1"), "must be at least 1"),
     ],
 )
