@@ -63,7 +63,7 @@ class PackedLora:
         self.num_bytes = 0
         for record, layer in zip(self.records, layers, strict=True):
             for name, product in layer.items():
-                a = PackedWeight(product.a.to(dtype), arena=arena)
+                a = PackedWeight(product.a.to(dtype), arena=arena, is_compact=True)
                 b, firsts, size = _pack_b(product.b.to(dtype), arena)
                 packed += [a, b, firsts]
                 setattr(record, name, _Product(a.record, b.ctypes.data, firsts.ctypes.data, *size))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from radixserve_kernels.cpu_library import address, cpu_library, forms_library, is_bf16
 from radixserve_kernels.quantized import (
+    COMPACT,
     FLOAT16,
     FORMS,
     AnyWeight,
@@ -71,6 +72,7 @@ def fresh_memory(num_bytes: int) -> NDArray[np.uint8]:
 
 _arena = Arena()
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as C numbers them
+_COMPACT_KIND = 3  # bfloat16 in the form `COMPACT`
 
 
 class WeightRecord(ctypes.Structure):
@@ -107,13 +109,16 @@ class PackedWeight:
         bias: Tensor | None = None,
         following: PackedWeight | None = None,
         arena: Arena | None = None,
+        *,
+        is_compact: bool = False,
     ) -> None:
-        """arena: of a dense weight that may go before others; None: the one of all weights."""
+        """arena: of a dense weight that may go before others; None: the one of all weights.
+        is_compact: a dense weight that an adapter multiplies takes no more room than it needs."""
         size, depth = weight.shape
         self.form = form_of(weight)
         self._bias, self._next = None if bias is None else bias.contiguous(), following
         if isinstance(weight, Tensor):
-            self._panels, form = _pack_dense(weight, arena or _arena)
+            self._panels, form = _pack_dense(weight, arena or _arena, is_compact)
         else:
             self._panels, form = _pack_form(weight), FORMS[self.form]
         self.num_bytes = self._panels.nbytes + (0 if following is None else following.num_bytes)
@@ -171,13 +176,15 @@ class PackedWeight:
         return out
 
 
-def _pack_dense(weight: Tensor, arena: Arena) -> tuple[NDArray[np.uint8], int]:
+def _pack_dense(weight: Tensor, arena: Arena, is_compact: bool) -> tuple[NDArray[np.uint8], int]:
     is_half = weight.dtype == torch.float16
+    is_compact = is_compact and weight.dtype == torch.bfloat16
     library = cpu_library(torch.float32 if is_half else weight.dtype)
-    weight, shape = weight.contiguous(), (_KINDS[weight.dtype], *weight.shape)
+    weight, kind = weight.contiguous(), _COMPACT_KIND if is_compact else _KINDS[weight.dtype]
+    shape = (kind, *weight.shape)
     panels = arena.take(library.radixserve_packed_size(*shape) * weight.dtype.itemsize)
     library.radixserve_pack(shape[0], weight.data_ptr(), *shape[1:], panels.ctypes.data)
-    return panels, FLOAT16 if is_half else 0
+    return panels, FLOAT16 if is_half else COMPACT if is_compact else 0
 
 
 def _pack_form(weight: QuantizedTensor) -> NDArray[np.uint8]:

@@ -18,6 +18,7 @@ BITS = {
 CHUNK = 1 << 20  # numbers that are rounded at a time
 FORMS = {"int8": 1, "int4": 2, "int4 (float scales)": 3}  # as C numbers them
 FLOAT16 = 4  # weights in float16 beside activations in float32, the same
+COMPACT = 5  # bfloat16 without room for an empty half of the last panel, the same
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,13 @@ template <class T, class Call> inline void with_level(Call &&call) {
         call(VectorF32<T>());
 }
 
+// Whether bf16 panels are multiplied by a level alone that reads panels without memory for an empty second vector.
+#if defined(RADIXSERVE_BF16) && !defined(RADIXSERVE_AMX)
+constexpr bool HAS_COMPACT_PANELS = true;
+#else
+constexpr bool HAS_COMPACT_PANELS = false;
+#endif
+
 // The type in which attention multiplies keys and values of type T: without instructions for bfloat16 they
 // are widened when they are read.
 #if defined(RADIXSERVE_BF16)

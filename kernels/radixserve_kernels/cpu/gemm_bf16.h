@@ -39,8 +39,8 @@ class VectorBf16 {
         NoPrefetch no_prefetch;
         for (int panel = 0; panel < panels.count; panel++)
             for_row_blocks(rows, [&](int first, int some) {
-                tile_rows<OUT>(some, x + first * stride, stride, panels[panel], panels.depth,
-                               out + panel * PANEL + first * out_stride, out_stride, false, no_prefetch);
+                tile_rows<OUT>(some, x + first * stride, stride, panels, panel, out + panel * PANEL + first * out_stride,
+                               out_stride, no_prefetch);
             });
     }
 
@@ -56,8 +56,8 @@ class VectorBf16 {
             if (panel + 1 < panels.count) prefetcher.lines = (lines + blocks - 1) / blocks;
             for_row_blocks(count, [&](int first, int some) {
                 prefetcher.writes(tile, top + first, some, panel);
-                tile_rows<Store>(some, x + (top + first) * stride, stride, panels[panel], panels.depth,
-                                 sums + first * PANEL, PANEL, panels.is_half(panel), prefetcher);
+                tile_rows<Store>(some, x + (top + first) * stride, stride, panels, panel, sums + first * PANEL, PANEL,
+                                 prefetcher);
                 epilogue(top + first, some, panel, sums + first * PANEL, PANEL);
             });
         });
@@ -71,7 +71,7 @@ class VectorBf16 {
         alignas(64) float sums[ROWS * PANEL];
         PanelPrefetch prefetcher;
         for (int panel = 0; panel < panels.count; panel++) {
-            tile_rows<Store>(rows, x, stride, panels[panel], panels.depth, sums, PANEL, panels.is_half(panel), prefetcher);
+            tile_rows<Store>(rows, x, stride, panels, panel, sums, PANEL, prefetcher);
             epilogue(0, rows, panel, sums, PANEL);
         }
     }
@@ -79,9 +79,9 @@ class VectorBf16 {
     // `panel_sums` in the order of addresses, for rows whose arithmetic takes less time than reading the panel: the
     // two vectors of a pair of k lie 1 KiB apart, which the processor's own prefetcher does not follow.
     template <int M, int N>
-    static void panel_sums_in_order(const bf16 *x, int64_t stride, const bf16 *panel, int64_t depth,
+    static void panel_sums_in_order(const bf16 *x, int64_t stride, const bf16 *panel, int64_t step, int64_t depth,
                                     __m512 (&sums)[M][2]) {
-        for (int64_t k = 0; k < depth; k += 32, panel += (2 - N) * 16 * 32)
+        for (int64_t k = 0; k < depth; k += 32, panel += N == 2 ? 0 : step - 32 * LANES)
 #pragma GCC unroll 2
             for (int n = 0; n < N; n++)
 #pragma GCC unroll 4
@@ -101,11 +101,11 @@ class VectorBf16 {
         return (__m512bh)_mm512_set1_epi32(two);
     }
 
-    // M rows of x times N vectors of one panel.
+    // M rows of x times N vectors of one panel. step: numbers of the panel for 32 of k, where N is 1.
     template <int M, int N, class Fetch>
-    static void panel_sums(const bf16 *x, int64_t stride, const bf16 *panel, int64_t depth, __m512 (&sums)[M][2],
-                           Fetch &prefetcher) {
-        for (int64_t k = 0; k < depth; k += 32, panel += 32 * PANEL) {
+    static void panel_sums(const bf16 *x, int64_t stride, const bf16 *panel, int64_t step, int64_t depth,
+                           __m512 (&sums)[M][2], Fetch &prefetcher) {
+        for (int64_t k = 0; k < depth; k += 32, panel += N == 2 ? 32 * PANEL : step) {
             prefetcher.fetch();
             for (int pair = 0; pair < 16; pair++) {
                 if (std::is_same<Fetch, PanelPrefetch>::value) {
@@ -126,27 +126,30 @@ class VectorBf16 {
 
     // M rows of x times one panel, to out[M][PANEL]. N: vectors of the panel with columns; the other one's sums are zeros.
     template <int M, int N, Output OUT, class Fetch>
-    static void tile(const bf16 *x, int64_t stride, const bf16 *panel, int64_t depth, float *out,
+    static void tile(const bf16 *x, int64_t stride, const bf16 *panel, int64_t step, int64_t depth, float *out,
                      int64_t out_stride, Fetch &prefetcher) {
         __m512 sums[M][2] = {};
 #pragma GCC unroll 12
         for (int m = 0; OUT == Accumulate && m < M; m++)
             for (int n = 0; n < 2; n++) sums[m][n] = (__m512)load(out + m * out_stride + n * LANES);
         if constexpr (M <= BF16_BOUND_BY_READS && std::is_same<Fetch, PanelPrefetch>::value)
-            panel_sums_in_order<M, N>(x, stride, panel, depth, sums);
+            panel_sums_in_order<M, N>(x, stride, panel, step, depth, sums);
         else
-            panel_sums<M, N>(x, stride, panel, depth, sums, prefetcher);
+            panel_sums<M, N>(x, stride, panel, step, depth, sums, prefetcher);
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++)
             for (int n = 0; n < 2; n++) store(out + m * out_stride + n * LANES, (vec)sums[m][n]);
     }
 
     template <Output OUT, class Fetch>
-    static void tile_rows(int rows, const bf16 *x, int64_t stride, const bf16 *panel, int64_t depth, float *out,
-                          int64_t out_stride, bool is_half, Fetch &prefetcher) {
+    static void tile_rows(int rows, const bf16 *x, int64_t stride, const Panels<bf16> &panels, int panel, float *out,
+                          int64_t out_stride, Fetch &prefetcher) {
+        const bf16 *from = panels[panel];
+        const bool is_half = OUT == Store && panels.is_half(panel);
+        const int64_t step = is_half && panels.is_last_compact ? 32 * LANES : 32 * PANEL;
         with_row_count<ROWS>(rows, [&](auto count) {
-            if (OUT == Store && is_half) tile<count, 1, OUT>(x, stride, panel, depth, out, out_stride, prefetcher);
-            else tile<count, 2, OUT>(x, stride, panel, depth, out, out_stride, prefetcher);
+            if (is_half) tile<count, 1, OUT>(x, stride, from, step, panels.depth, out, out_stride, prefetcher);
+            else tile<count, 2, OUT>(x, stride, from, step, panels.depth, out, out_stride, prefetcher);
         });
     }
 };

@@ -15,20 +15,21 @@ template <class T> struct Weight {
     int64_t columns, depth, form;
     int64_t activation_bits;  // to which a quantised form's rows of x are rounded: 8 or 16
     int num_panels() const { return int((columns + PANEL - 1) / PANEL); }
-    bool is_quantized() const { return (form != DENSE && form != FLOAT16) || (next && next->is_quantized()); }
+    bool is_dense() const { return form == DENSE || form == FLOAT16 || form == COMPACT; }
+    bool is_quantized() const { return !is_dense() || (next && next->is_quantized()); }
     double num_numbers() const { return double(columns) * depth + (next ? next->num_numbers() : 0); }
     double num_bytes() const {
-        const double each = form == DENSE ? sizeof(T) : sizeof(half);
-        const double own = form == DENSE || form == FLOAT16
+        const double each = form == FLOAT16 ? sizeof(half) : sizeof(T);
+        const double own = is_dense()
                                ? each * double(columns) * depth
                                : double(num_panels()) * num_blocks(depth) * quantized_form(form).block_bytes;
         return own + (next ? next->num_bytes() : 0);
     }
-    // Of DENSE or FLOAT16 panels, as numbers of type W.
+    // Of dense panels, as numbers of type W.
     template <class W> Panels<W> slice(int first, int last) const {
         const int64_t deep = padded_depth<W>(depth), size = deep * PANEL;
         const bool is_last_half = last == num_panels() && columns % PANEL && columns % PANEL <= LANES;
-        return {(const W *)panels + first * size, size, last - first, deep, is_last_half};
+        return {(const W *)panels + first * size, size, last - first, deep, is_last_half, HAS_COMPACT_PANELS && form == COMPACT};
     }
 };
 

@@ -74,6 +74,7 @@ struct AnyPlan {
     }
 };
 static NativePlan &native(void *plan) { return ((AnyPlan *)plan)->get(); }
+static bool is_compact(int kind) { return HAS_COMPACT_PANELS && kind == 3; }
 static void use_threads(int64_t count) { max_threads = count < 1 ? 1 : int(count); }
 
 #pragma GCC visibility push(default)
@@ -94,9 +95,10 @@ void radixserve_use_amx(int use) { has_amx = use && request_amx(); }
 int radixserve_lanes() { return LANES; }
 void radixserve_set_threads(int count) { use_threads(count); }
 
-// Elements of a packed weight [columns, depth]. kind: 0 float32, 1 bfloat16, 2 float16.
+// Elements of a packed weight [columns, depth]. kind: 0 float32, 1 bfloat16, 2 float16, 3 bfloat16 as COMPACT.
 int64_t radixserve_packed_size(int kind, int64_t columns, int64_t depth) {
-    return round_up(columns, PANEL) * (kind == 1 ? padded_depth<bf16>(depth) : depth);
+    const bool is_bf16 = kind == 1 || kind == 3;
+    return round_up(columns, is_compact(kind) ? LANES : PANEL) * (is_bf16 ? padded_depth<bf16>(depth) : depth);
 }
 
 // Ranks that a vector of an adapter's b has room for, see lora.h.
@@ -109,12 +111,15 @@ void radixserve_pack(int kind, const void *weight, int64_t columns, int64_t dept
     auto pack = [&](auto zero) {
         using T = decltype(zero);
         const int64_t size = padded_depth<T>(depth) * PANEL;
+        const int64_t first_compact = is_compact(kind) && columns % PANEL <= LANES ? columns / PANEL * PANEL : columns;
         for (int64_t n = 0; n < columns; n++)
-            for (int64_t k = 0; k < depth; k++)
-                ((T *)panels)[n / PANEL * size + panel_offset<T>(k, int(n % PANEL))] =
+            for (int64_t k = 0; k < depth; k++) {
+                const int64_t missing = n < first_compact ? 0 : k / DEPTH * DEPTH * LANES;
+                ((T *)panels)[n / PANEL * size + panel_offset<T>(k, int(n % PANEL)) - missing] =
                     ((const T *)weight)[n * depth + k];
+            }
     };
-    kind == 2 ? pack(half{}) : with_type(kind, pack);
+    kind == 2 ? pack(half{}) : with_type(kind != 0, pack);
 }
 
 // Products of 8 and 4 bits: by arm64's matrix instructions 4, its dot product 3, VNNI 2, sums of pairs 1, vector

@@ -11,7 +11,7 @@
 
 // As Python passes them. Without columns of `a` the adapter leaves the weight as it is.
 template <class T> struct LoraProduct {
-    Weight<T> a;  // [rank, depth]
+    Weight<T> a;  // [rank, depth], of bf16 in the form COMPACT
     // b with the adapter's factor: for each vector of the base weight's columns the ranks from firsts[vector] on, `count`
     // of them, in which all that are not zero lie. float [vectors][count][LANES]; bf16 [vectors][count / 2][LANES][2].
     const T *b;

@@ -41,7 +41,8 @@ template <class T> struct Panels {
     int64_t size;  // elements from one panel to the next
     int count;
     int64_t depth;  // padded K
-    bool is_last_half = false;  // whether the last one has columns in its first vector alone
+    bool is_last_half = false;     // whether the last one has columns in its first vector alone
+    bool is_last_compact = false;  // of bf16: whether that one has no memory for its second vector
     const T *operator[](int64_t panel) const { return first + panel * size; }
     bool is_half(int panel) const { return is_last_half && panel + 1 == count; }
 };
