@@ -2,7 +2,7 @@
 
     python benchmarks/bench_scripted_sessions.py [--rooms 3,6,12,30] [--thinks 0,20,200]
         [--kinds fixed,exponential,mixed] [--scale 1.0] [--limit N] [--step 600,8,20]
-    python benchmarks/bench_scripted_sessions.py --engine [--running 1,2,3,4,6,8,64] [--repeats 3]
+    python benchmarks/bench_scripted_sessions.py --engine [--running 1,2,3,4,6,8,12] [--repeats 3]
         [--model PATH] [--threads 1] [...]
 
 24 sessions of 8 turns: 600 tokens, then 100 more a turn, 8 answered; with --mixed every second
@@ -14,12 +14,15 @@ microseconds of a step, of a prefilled token and of a decoded one.
 
 In simulated time, in which all settings are tried: greedy with fixed max_running_requests, with a
 fixed number of live sessions, and with other orders of eviction, mru and random among them; priced
-with sessions known by name and found by their tokens.
+with sessions known by name and found by their tokens. Last in a line: the best fixed number of
+running requests, and the session times of priced admission over its, named and by tokens.
 
 With --engine on the real one, with a tiny random model or --model: the default settings, with plain
-requests and with branches, and greedy admission with fixed numbers of running requests; 64 is the
-usual one. A round runs each on a new engine; medians of --repeats rounds. In brackets: seconds over
-those of the best fixed number. All answers must be equal.
+requests and with branches, which have names, and greedy admission with a fixed number of running
+requests. The best of --running is looked for once, from the best of the cell before up and down, as
+long as the session time gets shorter. Each run has a new engine, and rules take turns; medians of
+--repeats rounds. In brackets: seconds over those of the best fixed number. All answers must be
+equal. A last line has the mean and the greatest of these ratios.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ from radixserve.replay.trace import PackedTokens
 SESSIONS, TURNS, OUTPUT, ROOM = 24, 8, 8, 1_500
 # Of the tiny model on one core: with it the simulated figures are near the engine's.
 STEP = StepModel(fixed_s=6e-4, prefill_token_s=8e-6, decode_row_s=2e-5, kv_token_s=0.0)
-RUNNING, LIVE = (2, 3, 4, 6, 8, 16), (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+RUNNING, LIVE = (1, 2, 3, 4, 6, 8, 12, 16), (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 EVICTIONS = ("arc", "lfu", "fifo", "slru", "expected-return")
 
 
@@ -176,35 +179,59 @@ def serve(
     return computed, float(np.mean([seconds for seconds, _ in ended])), [said for _, said in ended]
 
 
-def measure(
-    model: str, num_tokens: int, added: Any, pauses: Any, args: Any
-) -> dict[str, tuple[int, float]]:
-    """{rule: computed tokens and mean session seconds} on the engine, medians of --repeats rounds
-    in which the rules take turns. The answers must be the same."""
-    rules: dict[str, dict[str, Any]] = {
-        "priced": {"as_branch": False},
-        "branches": {"as_branch": True},
-    }
-    for number in args.running:
-        greedy = {"as_branch": False, "admission": "greedy", "max_running_requests": number}
-        rules[f"{number} running"] = greedy
-    runs: dict[str, list[tuple[int, float]]] = {rule: [] for rule in rules}
-    answers = None
-    for _ in range(args.repeats):
-        for rule, settings in rules.items():
-            *figures, said = serve(
-                model, num_tokens, added, pauses, max_overtake=args.limit, **settings
-            )
-            runs[rule].append(tuple(figures))
-            answers = said if answers is None else answers
-            assert said == answers, f"{rule}: other answers"
-    medians = {rule: np.median(rows, axis=0).tolist() for rule, rows in runs.items()}
-    return {rule: (round(computed), seconds) for rule, (computed, seconds) in medians.items()}
+class Cell:
+    """Runs of the engine in one room and with one kind of think times."""
+
+    def __init__(self, model: str, num_tokens: int, added: Any, pauses: Any, limit: int) -> None:
+        self._workload = model, num_tokens, added, pauses
+        self._limit = limit
+        self._answers: Any = None
+        self.runs: dict[str, list[tuple[int, float]]] = {}  # computed tokens, mean session seconds
+
+    def run(self, rule: str, **settings: Any) -> float:
+        """Mean session seconds."""
+        *figures, said = serve(*self._workload, max_overtake=self._limit, **settings)
+        self.runs.setdefault(rule, []).append(tuple(figures))
+        self._answers = said if self._answers is None else self._answers
+        assert said == self._answers, f"{rule}: other answers"
+        return figures[1]
+
+    def run_fixed(self, number: int) -> float:
+        settings = {"admission": "greedy", "max_running_requests": number}
+        return self.run(f"{number} running", as_branch=False, **settings)
+
+    def best_number(self, numbers: list[int], first: int) -> int:
+        """The one with the shortest session time, from `first` on while it gets shorter."""
+        best, start = first, numbers.index(first)
+        best_s = self.run_fixed(first)
+        for others in (numbers[start + 1 :], numbers[:start][::-1]):
+            for number in others:
+                if (seconds := self.run_fixed(number)) >= best_s:
+                    break
+                best, best_s = number, seconds
+            if best != first:
+                break
+        return best
+
+    def medians(self, rule: str) -> tuple[int, float]:
+        computed, seconds = np.median(self.runs[rule], axis=0).tolist()
+        return round(computed), seconds
+
+
+def measure(cell: Cell, numbers: list[int], first: int, repeats: int) -> int:
+    """Runs all rules; returns the best fixed number."""
+    best = cell.best_number(numbers, first)
+    for index in range(repeats):
+        cell.run("priced", as_branch=False)
+        cell.run("branches", as_branch=True)
+        if index:
+            cell.run_fixed(best)
+    return best
 
 
 def main() -> None:
     options = {"rooms": [3, 6, 12, 30], "thinks": [0, 20, 200], "limit": int}
-    options |= {"step": [600.0, 8.0, 20.0], "running": [1, 2, 3, 4, 6, 8, 64], "repeats": 3}
+    options |= {"step": [600.0, 8.0, 20.0], "running": [1, 2, 3, 4, 6, 8, 12], "repeats": 3}
     args = parse(
         __doc__, kinds="fixed,exponential,mixed", engine=False, model="", scale=1.0, mixed=False,
         threads=1, **options,
@@ -216,6 +243,7 @@ def main() -> None:
         import torch
 
         torch.set_num_threads(args.threads)
+    best, ratios = args.running[len(args.running) // 3], list[tuple[float, ...]]()
     with tempfile.TemporaryDirectory(prefix="bench-scripted-") as name:
         model = args.model or name
         if args.engine and not args.model:
@@ -226,36 +254,46 @@ def main() -> None:
                     pauses, num_tokens = thinks(think / 1e3, kind), round(args.scale * room * ROOM)
                     label = f"room {room:2} think {think:3} {kind:11}"
                     if args.engine:
-                        _print_measured(label, measure(model, num_tokens, added, pauses, args))
+                        cell = Cell(model, num_tokens, added, pauses, args.limit)
+                        best = measure(cell, args.running, best, args.repeats)
+                        ratios.append(_print_measured(label, cell, best))
                     else:
-                        _print_simulated(label, num_tokens, added, pauses, args.limit, step)
+                        by_rule = simulate(*scripted(added, pauses), num_tokens, args.limit, step)
+                        ratios.append(_print_simulated(label, by_rule))
+    for rule, of_rule in zip(("named", "by tokens"), zip(*ratios, strict=True), strict=True):
+        mean = float(np.exp(np.mean(np.log(of_rule))))
+        print(f"{rule}, over the best fixed number: {mean:.2f}, at most {max(of_rule):.2f}")
 
 
-def _print_simulated(
-    label: str, num_tokens: int, added: Any, pauses: Any, limit: int | None, step: StepModel
-) -> None:
-    by_rule = simulate(*scripted(added, pauses), num_tokens, limit, step)
+def _print_simulated(label: str, by_rule: dict[str, tuple[int, float]]) -> tuple[float, ...]:
+    """Returns the ratios to the best fixed number of running requests: named, by tokens."""
     greedy, priced = by_rule["greedy"], by_rule["priced, named"]
     rivals = {name: figures for name, figures in by_rule.items() if "priced" not in name}
     fastest = min(rivals, key=lambda name: rivals[name][1])
+    number = min((name for name in rivals if "running" in name), key=lambda name: rivals[name][1])
+    ratios = tuple(by_rule[name][1] / rivals[number][1] for name in ("priced, named", "priced"))
     print(
         f"{label} greedy {greedy[0]:7,} {greedy[1]:.3f} s"
         f"  priced {priced[0]:7,} {priced[1]:.3f} s, by tokens {by_rule['priced'][0]:7,}"
         f" {by_rule['priced'][1]:.3f} s  ({priced[0] / greedy[0]:.2f}, {priced[1] / greedy[1]:.2f})"
         f"  best: {fastest} {rivals[fastest][0]:,} {rivals[fastest][1]:.3f} s"
-        f" ({priced[1] / rivals[fastest][1]:.2f})",
+        f" ({priced[1] / rivals[fastest][1]:.2f})"
+        f"  {number} {rivals[number][1]:.3f} s ({ratios[0]:.2f}, {ratios[1]:.2f})",
         flush=True,
     )
+    return ratios
 
 
-def _print_measured(label: str, by_rule: dict[str, tuple[int, float]]) -> None:
-    fixed = {rule: figures for rule, figures in by_rule.items() if rule.endswith("running")}
-    best_s = min(seconds for _, seconds in fixed.values())
-    cells = []
-    for rule, (computed, seconds) in by_rule.items():
-        text = f"{rule} {computed:7,} {seconds:.3f} s"
-        cells.append(text if rule in fixed else f"{text} ({seconds / best_s:.2f})")
-    print(label, "  ".join(cells), flush=True)
+def _print_measured(label: str, cell: Cell, best: int) -> tuple[float, ...]:
+    """Returns the ratios to the best fixed number of running requests: named, by tokens."""
+    best_tokens, best_s = cell.medians(f"{best} running")
+    texts, ratios = [f"{best} running {best_tokens:7,} {best_s:.3f} s"], list[float]()
+    for rule in ("branches", "priced"):
+        computed, seconds = cell.medians(rule)
+        ratios.append(seconds / best_s)
+        texts.append(f"{rule} {computed:7,} {seconds:.3f} s ({ratios[-1]:.2f})")
+    print(label, "  ".join(texts), flush=True)
+    return tuple(ratios)
 
 
 if __name__ == "__main__":

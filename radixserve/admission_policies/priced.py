@@ -239,8 +239,10 @@ class PricedAdmission(AdmissionPolicy):
         num_tokens = state.tokens.size - cached_len + num_output
         wanted = -(-num_tokens // size)
         reserved = self._reserved_pages(wanted)
-        if self._shares_steps and not self._should_share_steps(num_tokens, num_output):
-            return False
+        if self._shares_steps:
+            turn_tokens = self.returns.mean_turn(state, num_tokens)
+            if not self._should_share_steps(turn_tokens, num_output):
+                return False
         if self._cache.num_free >= reserved + wanted:
             return True
         victims = self._find_victims(wanted, reserved)
@@ -256,7 +258,7 @@ class PricedAdmission(AdmissionPolicy):
         margin = _MARGIN if is_oldest else 1.0 / _MARGIN
         return self._price(victims) * share <= margin * self._gain(victims) * (1.0 - share)
 
-    def _should_share_steps(self, num_tokens: int, num_output: int) -> bool:
+    def _should_share_steps(self, num_tokens: float, num_output: int) -> bool:
         """Whether all that run and wait end sooner on average if a request that computes so many
         tokens runs beside the others, and not after one of them."""
         tokens_s = num_tokens * self.costs.prefill_token_s

@@ -216,6 +216,16 @@ class ReturnTimes:
         growth = self._turns_left.value * self._turn_growth.value
         return growth / max(self._mean_length.value, 1.0)
 
+    def mean_turn(self, state: RequestState, num_tokens: int) -> float:
+        """Tokens that a turn computes, the mean of a session that begins with a waiting request of
+        `num_tokens`. `num_tokens` if another request came before, or it will hardly return."""
+        conversation, is_new = self._active.get(state.arrival, (None, False))
+        growth = self._turn_growth.value
+        if conversation is None or not (is_new and conversation.num_counted and growth):
+            return num_tokens
+        num_turns = self._expected_turns(conversation)
+        return (num_tokens + num_turns * growth) / (1.0 + num_turns)
+
     # -- inside -------------------------------------------------------------------------------
 
     def _count(self, conversation: _Conversation, num_tokens: int) -> None:

@@ -354,6 +354,31 @@ def test_prompts_that_never_come_again_are_told_from_named_sessions() -> None:
         assert estimate.probability > 0.8 if estimate.is_regular else estimate.probability < 0.1
 
 
+def test_a_session_that_begins_counts_with_its_mean_turn() -> None:
+    """Not with its first one, which is the longest; any other request counts as it is."""
+    driver = PricedDriver(2_000)
+    returns, text = driver.pricing.returns, prompt(0, 70)
+    driver.add("first", prompt(1, 70), max_tokens=2, ignore_eos=True, session="other")
+    assert returns.mean_turn(driver.states["first"], 72) == 72  # no growth is known
+    driver.abort("first")
+    for turn in range(8):
+        driver.add(f"t{turn}", text, max_tokens=2, ignore_eos=True, session="agent")
+        driver.run()
+        text = text + driver.output(f"t{turn}") + prompt(turn + 2, 5)
+        driver.now += 1.0
+    driver.add("later", text, max_tokens=2, ignore_eos=True, session="agent")
+    assert returns.mean_turn(driver.states["later"], 9) == 9
+    driver.add("new", prompt(90, 70), max_tokens=2, ignore_eos=True, session="new")
+    mean = returns.mean_turn(driver.states["new"], 72)
+    assert 5 < mean < 72 / 2
+    for number in range(30):  # sent once, without names
+        driver.add(f"once{number}", prompt(100 + number, 70), max_tokens=2, ignore_eos=True)
+        driver.run()
+        driver.now += 100.0
+    driver.add("once", prompt(200, 70), max_tokens=2, ignore_eos=True)
+    assert returns.mean_turn(driver.states["once"], 72) == 72
+
+
 def test_think_times_stay_regular_while_they_vary_a_little_more() -> None:
     """So that of two sessions of one kind neither is kept for the other."""
     driver = PricedDriver(1_000)
