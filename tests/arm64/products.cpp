@@ -1,4 +1,4 @@
-// Products of one weight of 1,024 columns and 1,024 features, for counting the instructions that they execute: see run.py.
+// Products of one weight of 512 columns and 512 features, for counting the instructions that they execute: see run.py.
 //
 //   products FORM ROWS BITS REPEATS   FORM: of WeightForm, 0 is bfloat16; BITS: of rounded rows
 #include "forms.cpp"
@@ -8,7 +8,7 @@
 bool has_amx = false;
 thread_local int max_threads = 1;
 
-constexpr int64_t COLUMNS = 1024, FEATURES = 1024;
+constexpr int64_t COLUMNS = 512, FEATURES = 512;
 
 int main(int, char **arguments) {
     const int64_t form = atoi(arguments[1]), rows = atoi(arguments[2]), bits = atoi(arguments[3]);

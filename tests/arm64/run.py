@@ -239,7 +239,7 @@ COUNTED = {  # WeightForm, bits of activations
     "int4": (3, 8),
     "int4, 16 bits": (3, 16),
 }
-NUM_PRODUCTS = 1024 * 1024  # of a row in products.cpp
+NUM_PRODUCTS = 512 * 512  # of a row in products.cpp
 
 
 def count(levels: list[str]) -> int:

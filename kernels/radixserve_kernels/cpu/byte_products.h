@@ -17,8 +17,9 @@ template <int M> class ByteSums {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 #pragma GCC unroll 4
         for (int m = 0; m < M; m += 2) {
-            const int8x8_t first = vld1_s8(row(m) + 8 * part);
-            const int8x16_t rows = vcombine_s8(first, m + 1 < M ? vld1_s8(row(m + 1) + 8 * part) : first);
+            const int8_t *first = row(m) + 8 * part;
+            const int8x16_t rows = m + 1 < M ? vcombine_s8(vld1_s8(first), vld1_s8(row(m + 1) + 8 * part))
+                                             : (int8x16_t)vld1q_dup_s64((const int64_t *)first);
 #pragma GCC unroll 4
             for (int pair = 0; pair < LANES; pair++) sums[m / 2][pair] = vmmlaq_s32(sums[m / 2][pair], rows, w[pair]);
         }

@@ -33,7 +33,7 @@ double radixserve_time_reading(int64_t form, int rows, const uint8_t *panels, in
     std::vector<float> sums(rows * PANEL);
     const QuantizedRows x = {(const int8_t *)numbers.data(), blocks.data(), BLOCKS, 16};
     const clock_t start = clock();
-    for (int64_t at = 0; at + panel <= size; at += panel) quantized_form(form).multiply(x, rows, panels + at, sums.data());
+    for (int64_t at = 0; at + panel <= size; at += panel) quantized_form(form).multiply(x, rows, panels + at, 1, sums.data());
     return double(clock() - start) / CLOCKS_PER_SEC;
 }
 // To `panels`, which are zero.

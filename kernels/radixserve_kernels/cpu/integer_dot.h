@@ -14,6 +14,13 @@ inline void pin(ivec &sum) {
     (void)sum;
 #endif
 }
+inline ivec min(ivec a, ivec b) {
+#if defined(__aarch64__)
+    return (ivec)vminq_s32((int32x4_t)a, (int32x4_t)b);
+#else
+    return a < b ? a : b;
+#endif
+}
 inline vec to_float(ivec x) { return __builtin_convertvector(x, vec); }
 
 typedef int16_t words __attribute__((vector_size(LANES * 4)));

@@ -194,10 +194,12 @@ void quantized_panels(const QuantizedRows &x, int64_t rows, const Weight<T> &w, 
     const int64_t most = QUANTIZED_ROWS * 8 / x.bits;
     for (int64_t top = 0; top < rows; top += most)
         with_deltas(lora, top, min(rows - top, most), first, last, [&](int64_t start, int64_t end, const Deltas &deltas) {
-            const int some = int(min(rows - top, most));
-            for (int64_t panel = start; panel < end; panel++) {
-                form.multiply(x.from(top), some, (const uint8_t *)w.panels + panel * panel_bytes, sums);
-                finish_rows(sums, PANEL, top, some, panel, lora, deltas.of(0, panel - start), epilogue);
+            const int some = int(min(rows - top, most)), at_once = some == 1 ? PANELS_OF_ROW : 1;
+            for (int64_t panel = start; panel < end;) {
+                const int count = end - panel < at_once ? 1 : at_once;
+                form.multiply(x.from(top), some, (const uint8_t *)w.panels + panel * panel_bytes, count, sums);
+                for (int i = 0; i < count; i++, panel++)
+                    finish_rows(sums + i * PANEL, PANEL, top, some, panel, lora, deltas.of(0, panel - start), epilogue);
             }
         });
     if (lora) lora->finish();

@@ -80,12 +80,15 @@ void quantize_row(const T *x, int64_t depth, int limit, Number *numbers, RowBloc
     const float lowest = sizeof(Number) == 1 ? float(limit) : float(MOST_WORD);
     for (int64_t k = 0; k < depth; k += BLOCK, numbers += BLOCK, blocks++) {
         vec some[VECTORS], most = {}, least = {}, odd = {};
+        if (k + BLOCK <= depth) {
+            for (int i = 0; i < VECTORS; i++) some[i] = load(x + k + i * LANES);
+        } else {
+            float left[BLOCK] = {};
+            for (int64_t j = k; j < depth; j++) left[j - k] = to_f32(x[j]);
+            memcpy(some, left, sizeof some);
+        }
+#pragma GCC unroll 8
         for (int i = 0; i < VECTORS; i++) {
-            const int64_t at = k + i * LANES;
-            some[i] = vec{};
-            if (at + LANES <= depth) some[i] = load(x + at);
-            else
-                for (int64_t j = at; j < depth; j++) some[i][j - at] = to_f32(x[j]);
             most = max(most, some[i]), least = max(least, -some[i]), odd += some[i] - some[i];
         }
         const float above = reduce_max(most), below = reduce_max(least);
@@ -95,7 +98,7 @@ void quantize_row(const T *x, int64_t depth, int limit, Number *numbers, RowBloc
         ivec rounded[VECTORS], sums = {};
         for (int i = 0; i < VECTORS; i++) {
             rounded[i] = (ivec)(some[i] * inverse + broadcast(12582912.0f)) - 0x4b400000;
-            rounded[i] = rounded[i] < HIGHEST ? rounded[i] : broadcast_int(HIGHEST);
+            rounded[i] = min(rounded[i], broadcast_int(HIGHEST));
             sums += rounded[i];
         }
         store_numbers(rounded, numbers);
@@ -119,6 +122,13 @@ inline void block_numbers(const PlainWeight &weight, int64_t column, int64_t b, 
     memcpy(numbers, weight.numbers + column * weight.depth + b * BLOCK, count);
 }
 
+// Panels that one row is multiplied with at a time: arm64 then does once for all of them what a block of x needs.
+#if defined(RADIXSERVE_BYTE_PRODUCTS)
+constexpr int PANELS_OF_ROW = 4;
+#else
+constexpr int PANELS_OF_ROW = 1;
+#endif
+
 // A form of weights. Panels are of num_blocks(depth) * block_bytes.
 struct QuantizedForm {
     int64_t block_bytes;  // of a panel
@@ -127,8 +137,8 @@ struct QuantizedForm {
     void (*pack)(const PlainWeight &weight, uint8_t *panels);
     // Column n of a panel, widened, to out [depth].
     void (*widen_column)(const uint8_t *panel, int n, int64_t depth, float *out);
-    // sums [rows][PANEL] = x [rows] times a panel of x.num_blocks blocks.
-    void (*multiply)(const QuantizedRows &x, int rows, const uint8_t *panel, float *sums);
+    // sums [panels][rows][PANEL] = x [rows] times panels of x.num_blocks blocks: one, or PANELS_OF_ROW and one row.
+    void (*multiply)(const QuantizedRows &x, int rows, const uint8_t *panels, int count, float *sums);
 };
 
 // Index of element k of column n among the bytes of a block in which the four of a lane are successive k; or the eight of
@@ -169,57 +179,71 @@ template <class Form> struct FormFunctions {
             out[k] = Form::value_at(panel + k / BLOCK * Form::BLOCK_BYTES, n, int(k % BLOCK));
     }
 
-    template <int M, class Number, Reading READING>
+    template <int M, class Number, Reading READING, int PANELS = 1>
     static void tile(const QuantizedRows &x, const uint8_t *panel, float *out) {
         const Number *numbers = (const Number *)x.numbers;
         const int64_t stride = x.num_blocks * BLOCK;
-        vec totals[M][2] = {};
+        vec totals[PANELS * M][2] = {};
         for (int64_t b = 0; b < x.num_blocks; b++, panel += Form::BLOCK_BYTES) {
-            if (READING == NEAR) prefetch<Form::BLOCK_BYTES, 3>(panel + 2048);
-            if (READING == FAR) prefetch<Form::BLOCK_BYTES, 2>(panel + 8192);
-            ivec sums[M][2];
+#pragma GCC unroll 4
+            for (int p = 0; p < PANELS; p++) {
+                const uint8_t *block = panel + p * x.num_blocks * Form::BLOCK_BYTES;
 #if defined(RADIXSERVE_BYTE_PRODUCTS)
-            constexpr int PARTS = sizeof(Number);  // of 8 bits, high ones first
-            const int8_t *parts = (const int8_t *)(numbers + b * BLOCK);
-            ByteSums<M * PARTS> bytes;
-            Form::add_block(panel, [&](int m) { return parts + m / PARTS * PARTS * stride + m % PARTS * BLOCK; }, bytes);
-#pragma GCC unroll 12
-            for (int m = 0; m < M; m++)
-                for (int n = 0; n < 2; n++)
-                    sums[m][n] = PARTS == 1 ? bytes.of(m, n) : (bytes.of(2 * m, n) << 8) + bytes.of(2 * m + 1, n);
-#else
-#pragma GCC unroll 12
-            for (int m = 0; m < M; m++) sums[m][0] = sums[m][1] = Form::start(x.blocks[m * x.num_blocks + b]);
-            Form::template add_block<M>(panel, numbers + b * BLOCK, stride, sums);
+                if (p) asm("" : "+r"(block) : "w"(totals[p * M - 1][1]));  // else the compiler mixes panels, and spills
 #endif
-            for (int n = 0; n < 2; n++) {
-                const auto scales = Form::scales(panel, n * LANES);
+                if (READING == NEAR) prefetch<Form::BLOCK_BYTES, 3>(block + 2048);
+                if (READING == FAR) prefetch<Form::BLOCK_BYTES, 2>(block + 8192);
+                ivec sums[M][2];
+#if defined(RADIXSERVE_BYTE_PRODUCTS)
+                constexpr int PARTS = sizeof(Number);  // of 8 bits, high ones first
+                const int8_t *parts = (const int8_t *)(numbers + b * BLOCK);
+                ByteSums<M * PARTS> bytes;
+                Form::add_block(block, [&](int m) { return parts + m / PARTS * PARTS * stride + m % PARTS * BLOCK; }, bytes);
 #pragma GCC unroll 12
                 for (int m = 0; m < M; m++)
-                    totals[m][n] = Form::add_scaled(scales, sums[m][n], x.blocks[m * x.num_blocks + b], totals[m][n]);
+                    for (int n = 0; n < 2; n++)
+                        sums[m][n] = PARTS == 1 ? bytes.of(m, n) : (bytes.of(2 * m, n) << 8) + bytes.of(2 * m + 1, n);
+#else
+#pragma GCC unroll 12
+                for (int m = 0; m < M; m++) sums[m][0] = sums[m][1] = Form::start(x.blocks[m * x.num_blocks + b]);
+                Form::template add_block<M>(block, numbers + b * BLOCK, stride, sums);
+#endif
+                for (int n = 0; n < 2; n++) {
+                    const auto scales = Form::scales(block, n * LANES);
+#pragma GCC unroll 12
+                    for (int m = 0; m < M; m++) {
+                        vec &total = totals[p * M + m][n];
+                        total = Form::add_scaled(scales, sums[m][n], x.blocks[m * x.num_blocks + b], total);
+                    }
+                }
             }
         }
 #pragma GCC unroll 12
-        for (int m = 0; m < M; m++) store2(out + m * PANEL, totals[m][0], totals[m][1]);
+        for (int m = 0; m < PANELS * M; m++) store2(out + m * PANEL, totals[m][0], totals[m][1]);
+    }
+
+    template <int M, class Number, int PANELS = 1>
+    static void tile(const QuantizedRows &x, Reading reading, const uint8_t *panel, float *out) {
+        if (reading == NEAR) tile<M, Number, NEAR, PANELS>(x, panel, out);
+        else if (reading == FAR) tile<M, Number, FAR, PANELS>(x, panel, out);
+        else tile<M, Number, PLAIN, PANELS>(x, panel, out);
     }
 
     template <class Number>
-    static void multiply_numbers(const QuantizedRows &x, int rows, const uint8_t *panel, float *sums) {
+    static void multiply_numbers(const QuantizedRows &x, int rows, const uint8_t *panels, int count, float *sums) {
+        if (PANELS_OF_ROW > 1 && count > 1)
+            return tile<1, Number, PANELS_OF_ROW>(x, reading_one_row, panels, sums);
         for_row_blocks(rows, [&](int first, int some) {
-            with_row_count<Form::ROWS>(some, [&](auto count) {
-                const Reading reading = first ? PLAIN : count == 1 ? reading_one_row : reading_rows;
-                const QuantizedRows some_rows = x.from(first);
-                float *to = sums + first * PANEL;
-                if (reading == NEAR) tile<count, Number, NEAR>(some_rows, panel, to);
-                else if (reading == FAR) tile<count, Number, FAR>(some_rows, panel, to);
-                else tile<count, Number, PLAIN>(some_rows, panel, to);
+            with_row_count<Form::ROWS>(some, [&](auto m) {
+                const Reading reading = first ? PLAIN : m == 1 ? reading_one_row : reading_rows;
+                tile<m, Number>(x.from(first), reading, panels, sums + first * PANEL);
             });
         }, Form::ROWS);
     }
 
-    static void multiply(const QuantizedRows &x, int rows, const uint8_t *panel, float *sums) {
-        if (x.bits == 16) multiply_numbers<int16_t>(x, rows, panel, sums);
-        else multiply_numbers<int8_t>(x, rows, panel, sums);
+    static void multiply(const QuantizedRows &x, int rows, const uint8_t *panels, int count, float *sums) {
+        if (x.bits == 16) multiply_numbers<int16_t>(x, rows, panels, count, sums);
+        else multiply_numbers<int8_t>(x, rows, panels, count, sums);
     }
 
     static constexpr QuantizedForm functions = {Form::BLOCK_BYTES, Form::LIMIT, pack, widen_column, multiply};

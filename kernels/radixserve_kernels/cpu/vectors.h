@@ -52,6 +52,8 @@ inline uvec zero_extend(half_vec bits) {
     return (uvec)_mm512_cvtepu16_epi32((__m256i)bits);
 #elif defined(__AVX2__)
     return (uvec)_mm256_cvtepu16_epi32((__m128i)bits);
+#elif defined(__aarch64__)
+    return (uvec)vmovl_u16((uint16x4_t)bits);
 #else
     return __builtin_convertvector(bits, uvec);
 #endif
