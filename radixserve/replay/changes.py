@@ -18,7 +18,15 @@ from numpy.typing import NDArray
 
 from radixserve.arrays import IntArray
 from radixserve.cache.diagnosis import common_length
-from radixserve.replay.fault_kinds import OTHER, Decode, Gap, kind_of, kind_of_order
+from radixserve.replay.fault_kinds import (
+    ORDER,
+    OTHER,
+    Decode,
+    Gap,
+    is_reordered,
+    kind_of,
+    kind_of_order,
+)
 from radixserve.replay.paths import PathTable
 from radixserve.replay.text_index import GRAM, TextIndex
 from radixserve.replay.trace import Trace, TraceRequest
@@ -160,21 +168,27 @@ class _Comparison:
         is_used = np.zeros(len(other) + 1, np.bool_)
         is_used[:position], is_used[-1] = True, True
         runs: list[Run] = []
-        while True:
-            at = int(np.searchsorted(starts, runs[-1].end if runs else 0))
-            best: Run | None = None
-            for start in starts[at:].tolist():
-                places = _near(order[lows[start] : highs[start]], runs[-1].other_end if runs else 0)
-                place = _longest(ours[start:], theirs, places[~is_used[places]])
-                size = 0 if place < 0 else common_length(prompt[start:], other[place:])
-                size = min(size, int(is_used[place:].argmax())) if size else 0
-                if size >= GRAM:
-                    best = Run(start, start + size, place)
-                    break
-            if best is None:
-                return runs
+
+        def run_at(start: int) -> Run:
+            places = _near(order[lows[start] : highs[start]], runs[-1].other_end if runs else 0)
+            place = _longest(ours[start:], theirs, places[~is_used[places]])
+            size = 0 if place < 0 else common_length(prompt[start:], other[place:])
+            size = min(size, int(is_used[place:].argmax())) if size else 0
+            return Run(start, start + size, place)
+
+        at = 0
+        while at < len(starts):
+            first = int(starts[at])
+            until = int(np.searchsorted(starts, first + GRAM))
+            # Its first tokens may be of what has changed, and the text begins behind them.
+            best = max((run_at(start) for start in starts[at:until].tolist()), key=_size)
+            if _size(best) < GRAM:
+                at = until
+                continue
             runs.append(best)
             is_used[best.other_start : best.other_end] = True
+            at = int(np.searchsorted(starts, best.end))
+        return runs
 
     def _kind(
         self, request: TraceRequest, before: TraceRequest, position: int, runs: list[Run]
@@ -183,24 +197,28 @@ class _Comparison:
         other, num_prompt = before.kept, len(before.prompt)
         ordered = _in_order(runs)
         num_ordered, num_found = sum(map(_size, ordered)), sum(map(_size, runs))
-        if num_found - num_ordered > LEAST_MOVED * (runs[-1].end - position - num_ordered):
+        num_moved, num_other = num_found - num_ordered, runs[-1].end - position - num_ordered
+        if num_moved > max(LEAST_LOST, LEAST_MOVED * num_other):
             moved = [(run.start, run.other_start, run.other_end) for run in runs]
             return kind_of_order(moved, position, num_prompt), runs
         runs = ordered
-        kinds = []
+        spans = (position, runs[-1].start), (position, runs[-1].other_start)
+        if is_reordered(Gap.between(request.prompt, other, *spans), self._decode):
+            return ORDER, runs
         is_session = request.session is None or request.session == before.session
         # A conversation that goes on has the earlier answer; two alike questions have not.
         is_history = is_session and any(run.other_end > num_prompt for run in runs)
-        start, other_start = position, position
-        for run in runs:
+        first, start, other_start = "", position, position
+        for number, run in enumerate(runs):
             gap = Gap.between(
                 request.prompt, other, (start, run.start), (other_start, run.other_start)
             )
             in_answer = other_start >= num_prompt - 1
-            kinds.append(kind_of(gap, self._decode, in_answer=in_answer, is_history=is_history))
-            start, other_start = run.end, run.other_end
-        same = next((n for n, kind in enumerate(kinds) if kind != kinds[0]), len(kinds))
-        return kinds[0], runs[:same]
+            kind = kind_of(gap, self._decode, in_answer=in_answer, is_history=is_history)
+            if number and kind != first:
+                return first, runs[:number]
+            first, start, other_start = kind, run.end, run.other_end
+        return first, runs
 
 
 def _near(places: Places, end: int) -> Places:

@@ -180,9 +180,11 @@ def _predict(trace: Trace, paths: PathTable, fault: Fault, page_size: int) -> fl
         if fault.kind not in KEPT_AT_THE_END:
             grown = change.earlier_cut - change.cut + more.get(change.earlier, 0)
             more[change.request] = grown
+            end = min(change.cut, int(num_prompt[change.request]) - 1)
             num_prompt[change.request] += grown
-            reused[change.request] += grown
-        reused[change.request] += change.lost
+            reused[change.request] = max(reused[change.request], end) + grown
+        else:
+            reused[change.request] += change.lost
     return float(_whole(reused, page_size).sum() / num_prompt.sum())
 
 

@@ -48,12 +48,12 @@ class Chat:
     turns: list[tuple[str, str, str]]  # question, thinking, answer
 
 
-def _tools(tools: Iterable[tuple[str, str]]) -> str:
+def render_tools(tools: Iterable[tuple[str, str]]) -> str:
     return "\n".join(json.dumps({"name": name, "description": text}) for name, text in tools)
 
 
 def _render(chat: Chat, ask: str, *, head: str = "", system_at: str = "front") -> str:
-    parts = [f"<system>{head}{chat.system}\n{_tools(chat.tools)}"]
+    parts = [f"<system>{head}{chat.system}\n{render_tools(chat.tools)}"]
     for question, thinking, answer in chat.turns:
         parts += [f"<user>{question}<answer>\n", f"<think>{thinking}</think>{answer}"]
     if system_at == "last":

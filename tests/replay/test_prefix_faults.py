@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from radixserve.replay.prefix_faults import (
 )
 from radixserve.replay.trace import PackedTokens
 from radixserve.replay.workloads import WORKLOADS, make_turns, make_workload
+from tests.replay import faulty_traffic
 from tests.replay.faulty_traffic import RENDERERS, traffic
 
 KINDS = [kind for kind in RENDERERS if kind != "clean"]
@@ -58,6 +59,26 @@ def test_a_planted_fault_is_found_and_its_mend_proven(kind: str, seed: int) -> N
     clean, _ = traffic(["clean", kind, "clean"], seed, is_faulty=False)
     wanted = build_paths(clean).reusable_tokens / clean.prompt_tokens
     assert fault.mended_rate == pytest.approx(wanted, abs=0.02)
+
+
+@pytest.mark.parametrize("kind", ["renamed tool", "changing order"])
+def test_tools_in_the_form_of_responses(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose schemas are more alike than they differ."""
+    schema = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
+
+    def render_tools(tools: Iterable[tuple[str, str]]) -> str:
+        rows = [
+            {"type": "function", "name": name, "description": text[:30], "parameters": schema}
+            for name, text in tools
+        ]
+        return json.dumps(rows)
+
+    monkeypatch.setattr(faulty_traffic, "render_tools", render_tools)
+    trace, _ = traffic(["clean", kind])
+    diagnosis = find_faults(trace, decode=decoder(trace))
+    (fault,) = diagnosis.faults
+    assert fault.kind == kind
+    assert fault.mended_rate == pytest.approx(fault.predicted_rate, abs=0.02)
 
 
 @pytest.mark.parametrize("page_size", [1, 256])
