@@ -52,6 +52,7 @@ def make_engine(
     Raises InvalidRequest for an extension that cannot be opened."""
     if cache is None:
         cache = _make_cache(runner, config)
+    shares = TenantShares(config.tenant_weights)
     scheduler = Scheduler(
         cache,
         policy=config.schedule_policy,
@@ -60,7 +61,7 @@ def make_engine(
         max_overtake=config.max_overtake,
         max_wait_s=config.max_wait_s,
         admission=make_admission(config.admission),
-        shares=TenantShares(config.tenant_weights),
+        shares=shares,
         clock=clock,
     )
     scheduler.plug_in(BeamSearches())  # gives up pages before hints do
@@ -74,7 +75,7 @@ def make_engine(
             engine.extend(AdapterExtension(engine, adapters, read, memory))
         if pictures is not None:
             itemsize = runner.info.dtype.itemsize
-            engine.extend(PictureExtension(engine, runner.pictures, itemsize))
+            engine.extend(PictureExtension(engine, runner.pictures, itemsize, shares.times))
     except BaseException:
         engine.close()
         raise

@@ -29,6 +29,11 @@ class VisionTower:
         self._folder, self._dtype, self._device = folder, dtype, device
         self._lock = threading.Lock()
 
+    def load(self) -> None:
+        """Load what `encode` needs, if it is not there."""
+        with self._lock:
+            _ = self._model
+
     @torch.inference_mode()
     def encode(self, inputs: Mapping[str, NDArray[Any]]) -> Tensor:
         """Returns the embeddings [n, 1 + L, H] of a picture's rows, in order, see `GivenRows`. In

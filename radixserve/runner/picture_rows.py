@@ -21,8 +21,8 @@ from radixserve.runner.picture_positions import OpenRequest, PicturePositions
 
 
 class PictureRows:
-    """Embeddings by picture, of the last ones used. `encode` may be called from any thread, the
-    others from the engine's."""
+    """Embeddings by picture, of the last ones used. `load` and `encode` may be called from any
+    thread, the others from the engine's."""
 
     def __init__(
         self, tower: VisionTower, hidden_size: int, max_bytes: int, mrope: MRope | None = None
@@ -58,6 +58,10 @@ class PictureRows:
             self._known[picture.first_id] = picture
             self._starts = np.array(sorted(self._known), np.int64)
 
+    def load(self) -> None:
+        """Load the vision tower, if it is not there."""
+        self._tower.load()
+
     def encode(self, picture: Picture) -> Tensor:
         """Returns its embeddings, as `GivenRows` has them. Takes long. Raises
         ModelNotSupported."""
@@ -87,11 +91,13 @@ class PictureRows:
             if first_id not in pinned and first_id != picture.first_id:
                 self.num_bytes -= self._rows.pop(first_id).nbytes
 
-    def has_room(self, picture: Picture, itemsize: int, pinned: Set[int]) -> bool:
-        """Whether its embeddings and the pinned ones take at most max_bytes, or it is alone."""
+    def has_room(self, pictures: Set[Picture], itemsize: int, pinned: Set[int]) -> bool:
+        """Whether their embeddings and the pinned ones that are kept take at most max_bytes."""
         taken = sum(self._rows[first_id].nbytes for first_id in pinned & self._rows.keys())
-        needed = picture.num_rows * self._num_features * self._hidden_size * itemsize
-        return not taken or taken + needed <= self.max_bytes
+        num_rows = sum(picture.num_rows for picture in pictures)
+        return (
+            taken + num_rows * self._num_features * self._hidden_size * itemsize <= self.max_bytes
+        )
 
     def take(self, inputs: InputBatch) -> GivenRows | None:
         """Returns the embeddings of a step's tokens that are rows of pictures, None where none is,

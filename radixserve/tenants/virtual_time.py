@@ -22,7 +22,7 @@ class Tenant:
         self.virtual_time = 0.0  # computed tokens over `weight`
         self.num_requests = 0  # waiting and running ones
 
-    def charge(self, num_tokens: int) -> None:
+    def charge(self, num_tokens: float) -> None:
         self.virtual_time += num_tokens / self.weight
 
 
@@ -64,8 +64,14 @@ class VirtualTimes:
 
     def begin_waiting(self, tenant: Tenant, waiting: Iterable[Tenant]) -> None:
         """The tenant had no waiting request and gets one; `waiting`: the tenants that have."""
-        self._least = min((other.virtual_time for other in waiting), default=self._last)
-        tenant.virtual_time = max(tenant.virtual_time, self._least)
+        self._least = self.raise_to_least(tenant, waiting)
+
+    def raise_to_least(self, tenant: Tenant, others: Iterable[Tenant]) -> float:
+        """Raise its virtual time to the least of the others, which is returned; without others, to
+        that of the tenant whose queue emptied last."""
+        least = min((other.virtual_time for other in others), default=self._last)
+        tenant.virtual_time = max(tenant.virtual_time, least)
+        return least
 
     def end_waiting(self, tenant: Tenant) -> None:
         """The last waiting request of the tenant was started or has ended; no other tenant has

@@ -81,7 +81,7 @@ def make_vision_checkpoint(folder: Path, family: str) -> Path:
     marker = _MARKERS.get(family, "<image>")
     image_id = tokenizer.convert_tokens_to_ids(marker)
     _make_model(folder, family, image_id)
-    _make_processor(folder, family, tokenizer)
+    write_processor_files(folder, family)
     return folder
 
 
@@ -316,7 +316,7 @@ def _parts(family: str) -> tuple[str, dict[str, Any]]:
     return kind, {"text_config": text_config, "vision_config": vision, **more}
 
 
-def _make_processor(folder: Path, family: str, tokenizer: Any) -> None:
+def write_processor_files(folder: Path, family: str) -> None:
     square = {"height": 56, "width": 56}
     kinds: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "llava": (
@@ -382,6 +382,5 @@ def _make_processor(folder: Path, family: str, tokenizer: Any) -> None:
     if family in ("llava", "llava_next"):
         images |= {"crop_size": square, "do_center_crop": True}
         own |= {"vision_feature_select_strategy": "default"}
-    del tokenizer
     (folder / "preprocessor_config.json").write_text(json.dumps(images))
     (folder / "processor_config.json").write_text(json.dumps({"processor_class": kind, **own}))

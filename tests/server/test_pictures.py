@@ -298,6 +298,16 @@ def test_a_text_model_refuses_by_name(served: LocalServer) -> None:
     assert "takes text only" in refused(served, MESSAGES, anthropic(data_of(1)))["message"]
 
 
+def test_claude_code_knows_a_refused_picture(seeing: LocalServer, served: LocalServer) -> None:
+    """By words that it looks for. Without them it sends the picture again with every turn."""
+    broken = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(100)).decode()
+    for server in (seeing, served):
+        message = refused(server, MESSAGES, anthropic(broken))["message"]
+        assert message.startswith("Could not process image: ")
+        for path, body in ((CHAT, openai(broken)), (RESPONSES, responses(broken))):
+            assert refused(server, path, body)["code"] == "invalid_image"
+
+
 # -- URLs -----------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
 from radixserve.picture import Pictures
 from radixserve.server.answer.tool_parsers.base import read_json
-from radixserve.server.wire.errors import ApiError, invalid, wrong_field
+from radixserve.server.wire.errors import INVALID_IMAGE, ApiError, wrong_field
 from radixserve.text.picture_parts import check_picture_role, has_pictures, is_picture_part
 from radixserve.text.prompts import ROLE
 from radixserve.text.template_traits import Message
@@ -140,6 +140,7 @@ class _ContentReader:
                 400,
                 f"{place}.type {kind} is not supported by this server here: {self._no_pictures}",
                 param=f"{place}.type",
+                code=INVALID_IMAGE,
             )
         self._count += 1
         try:
@@ -147,7 +148,7 @@ class _ContentReader:
             self._pictures.check_count(self._count)
             return {"type": "image", "image": self._pictures.read_part(part)}
         except InvalidRequest as error:
-            raise invalid(error, param=place) from None
+            raise ApiError(400, str(error), param=place, code=INVALID_IMAGE) from None
 
 
 def _text(content: object, where: str, *, may_be_empty: bool) -> str:

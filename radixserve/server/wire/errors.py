@@ -28,6 +28,7 @@ TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+INVALID_IMAGE = "invalid_image"  # the code of errors about pictures of a prompt
 _NAME = re.compile(r"[a-z_]+")
 _ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_STATUSES = {415: 400, 503: 529}  # our status: theirs, where they differ
@@ -236,6 +237,8 @@ def anthropic_error_body(error: ApiError, request_id: str) -> dict[str, Any]:
     if error.overflow is not None:
         num_tokens, max_tokens = error.overflow
         message = f"prompt is too long: {num_tokens} tokens > {max_tokens} maximum"
+    elif error.code == INVALID_IMAGE:  # Claude Code looks for these words, and drops its pictures
+        message = f"Could not process image: {message}"
     return {
         "type": "error",
         "error": {"type": kind, "message": message},

@@ -3,6 +3,7 @@
 Its chat template writes how many results of tools came before each answer as a special token, and
 each such token begins a chain of tokens that is the answer. Pieces of answers are tokens of their
 own, which the tokenizer makes of no text: only the ids that the server remembers meet the cache.
+It may take pictures, as LLaVA: 16 tokens each.
 """
 
 from __future__ import annotations
@@ -16,11 +17,18 @@ import torch
 import transformers
 
 from tests.checkpoints import make_config
+from tests.images.vision_checkpoints import write_processor_files
 
 _START, _END = "<|im_start|>", "<|im_end|>"
+_IMAGE = "<image>"
 _TITLE = "<|no tools|>"
 _PIECE = 6  # characters of a piece of an answer, at least
 TEMPLATE = """\
+{%- macro said(content) %}
+{%- if content is string %}{{ content }}
+{%- else %}{% for part in content %}{% if part.type == 'image' %}{{ '<image>' }}
+{%- else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}
+{%- endmacro %}
 {%- set has_system = messages[0].role == 'system' %}
 {%- if has_system or tools %}{{ '<|im_start|>system\n' }}
 {%- if has_system %}{{ messages[0].content }}{% endif %}
@@ -41,9 +49,10 @@ TEMPLATE = """\
 {%- endfor %}{{ '<|im_end|>\n' }}
 {%- elif message.role == 'tool' %}
 {%- set count.results = count.results + 1 %}
-{{- '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}
+{{- '<|im_start|>user\n<tool_response>\n' + said(message.content) }}
+{{- '\n</tool_response><|im_end|>\n' }}
 {%- elif not (loop.first and message.role == 'system') %}
-{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{{- '<|im_start|>' + message.role + '\n' + said(message.content) + '<|im_end|>\n' }}
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant' }}
@@ -61,6 +70,7 @@ def make_agent(
     answers: Sequence[str],
     *,
     without_tools: str = '{"title": "A short title"}',
+    takes_pictures: bool = False,
     positions: int = 262_144,
 ) -> Path:
     """Write a checkpoint whose answer after n tool results is the n-th; the last one stays.
@@ -72,7 +82,7 @@ def make_agent(
     scripts = [*answers, *[answers[-1]] * 8]
     chains = [[mark, *_pieces(text, used)] for mark, text in zip(marks, scripts, strict=True)]
     chains.append([_TITLE, *_pieces(without_tools, used)])
-    tokenizer = _tokenizer(sorted(used), [*marks, _TITLE])
+    tokenizer = _tokenizer(sorted(used), [*marks, _TITLE], takes_pictures)
     tokenizer.save_pretrained(folder)
     vocab = tokenizer.get_vocab()
 
@@ -85,7 +95,11 @@ def make_agent(
         for chain in chains
         for piece, following in zip(chain, [*chain[1:], ""], strict=True)
     ]
-    _write_model(folder, len(vocab), steps, eos, positions)
+    model = _make_model(len(vocab), steps, eos, positions)
+    if takes_pictures:
+        model = _with_pictures(model, id_of(_IMAGE))
+        write_processor_files(folder, "llava")
+    model.save_pretrained(folder)
     return folder
 
 
@@ -105,9 +119,7 @@ def _pieces(text: str, used: set[str]) -> Iterator[str]:
         start += len(piece)
 
 
-def _write_model(
-    folder: Path, vocab_size: int, steps: Sequence[tuple[int, int]], eos: int, positions: int
-) -> None:
+def _make_model(vocab_size: int, steps: Sequence[tuple[int, int]], eos: int, positions: int) -> Any:
     """A dimension for each token that another one follows; all others are followed by the end."""
     hidden_size = -(len(steps) + 1) // 64 * -64
     config = make_config(
@@ -130,10 +142,26 @@ def _write_model(
             embedding[token_id, dimension] = 1.0
             head[following, dimension] = 10.0
     model.generation_config.eos_token_id = eos
-    model.save_pretrained(folder)
+    return model
 
 
-def _tokenizer(pieces: Sequence[str], marks: Sequence[str]) -> Any:
+def _with_pictures(model: Any, image_id: int) -> Any:
+    """A LLaVA checkpoint whose text model is `model`."""
+    vision = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 16,
+              "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56,
+              "patch_size": 14}  # fmt: skip
+    config = transformers.LlavaConfig(
+        text_config=model.config, vision_config=vision, image_token_index=image_id,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    whole = transformers.LlavaForConditionalGeneration(config).float().eval()
+    whole.model.language_model.load_state_dict(model.model.state_dict())
+    whole.lm_head.load_state_dict(model.lm_head.state_dict())
+    whole.generation_config = model.generation_config
+    return whole
+
+
+def _tokenizer(pieces: Sequence[str], marks: Sequence[str], takes_pictures: bool) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map(_as_bytes, pieces)]
@@ -142,8 +170,11 @@ def _tokenizer(pieces: Sequence[str], marks: Sequence[str]) -> Any:
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([_START, *marks])
     wrapped = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=_END, additional_special_tokens=[_START, *marks]
+        tokenizer_object=tokenizer,
+        eos_token=_END,
+        extra_special_tokens={"image_token": _IMAGE} if takes_pictures else {},
     )
     wrapped.chat_template = TEMPLATE
     return wrapped

@@ -32,11 +32,13 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
+from tests.images.vision_checkpoints import as_file, picture  # noqa: E402
 from tests.server.clients.agent_model import make_agent, tool_call  # noqa: E402
 from tests.server.clients.recorder import Exchange, Recorder  # noqa: E402
 
 ASK, MORE, LAST = "What does note.txt say? Make it green.", "And now?", "The note says green now."
 MODEL = "agent-model"
+PICTURE = "picture.png"
 TITLE = '{"title": "A short title"}'
 WITHOUT_TOOLS = {"aider": "I change the note.\n\nnote.txt\n```\nThe sky is green.\n```\n"}
 _CONFIG = """\
@@ -66,6 +68,12 @@ class Served(NamedTuple):
         lines = self.log.read_text(encoding="utf-8").splitlines()
         requests = [json.loads(line) for line in lines if line.startswith("{")]
         return [request for request in requests if "prompt_tokens" in request]
+
+    def num_encoded(self) -> int:
+        """Of the pictures."""
+        with urllib.request.urlopen(f"{self.url}/v1/cache/stats") as response:
+            stats = json.load(response)
+        return int(stats["pictures"]["encoded"]) if "pictures" in stats else 0
 
     def num_steps(self) -> int:
         with urllib.request.urlopen(f"{self.url}/metrics") as response:
@@ -108,6 +116,7 @@ def claude_script(note: Path) -> list[str]:
         "Let me read it. " + tool_call("Read", file_path=str(note)),
         "Now I edit it. " + tool_call("Edit", **edit),
         "And I look. " + tool_call("Bash", command=f"cat {note}", description="Show the note"),
+        "Is it in the picture? " + tool_call("Read", file_path=str(note.with_name(PICTURE))),
         LAST,
     ]
 
@@ -125,7 +134,7 @@ def run_claude(binaries: Path, home: Path, folder: Path, url: str) -> None:
     command = [str(binaries / "claude"), "--output-format", "json",
                "--tools", "Read,Edit,Bash", "--allowedTools", "Read Edit Bash"]  # fmt: skip
     first = json.loads(_run([*command, "-p", ASK], home, folder, environment))
-    assert (first["result"], first["num_turns"], first["is_error"]) == (LAST, 4, False), first
+    assert (first["result"], first["num_turns"], first["is_error"]) == (LAST, 5, False), first
     session = ["--resume", first["session_id"]]
     more = json.loads(_run([*command, *session, "-p", MORE], home, folder, environment))
     assert more["session_id"] == first["session_id"]
@@ -137,6 +146,7 @@ def codex_script(note: Path) -> list[str]:
         "Let me read it. " + tool_call("exec_command", cmd=f"cat {note}"),
         "Now I edit it. " + tool_call("exec_command", cmd=f"sed -i s/blue/green/ {note}"),
         "And I look. " + tool_call("exec_command", cmd=f"cat {note}; pwd"),
+        "Is it in the picture? " + tool_call("view_image", path=str(note.with_name(PICTURE))),
         LAST,
     ]
 
@@ -162,16 +172,18 @@ def opencode_script(note: Path) -> list[str]:
         "Let me read it. " + tool_call("read", filePath=str(note)),
         "Now I edit it. " + tool_call("edit", **edit),
         "And I look. " + tool_call("bash", command=f"cat {note}", description="Show the note"),
+        "Is it in the picture? " + tool_call("read", filePath=str(note.with_name(PICTURE))),
         LAST,
     ]
 
 
 def run_opencode(binaries: Path, home: Path, folder: Path, url: str) -> None:
     limit = {"context": 200_000, "output": 32_000}
+    modalities = {"input": ["text", "image"], "output": ["text"]}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "options": {"baseURL": f"{url}/v1", "apiKey": "none"},
-        "models": {MODEL: {"limit": limit}},
+        "models": {MODEL: {"limit": limit, "modalities": modalities}},
     }
     config = {"autoupdate": False, "share": "disabled", "model": f"radixserve/{MODEL}",
               "provider": {"radixserve": provider}}  # fmt: skip
@@ -273,16 +285,20 @@ def _run(command: Sequence[str], home: Path, folder: Path, environment: dict[str
     return done.stdout
 
 
-def check_cached(name: str, usages: Sequence[dict[str, Any]]) -> None:
-    """Four requests of the loop, one of the resumed session, which Cline has not. aider has no
-    tools, and rewrites what it sent before; Qwen Code has requests beside those of the session."""
+def check_cached(name: str, usages: Sequence[dict[str, Any]], num_turns: int) -> None:
+    """One request of the loop for each answer of the script, one of the resumed session, which
+    Cline has not. aider has no tools, and rewrites what it sent before; Qwen Code has requests
+    beside those of the session."""
     if name == "aider":
         assert len(usages) == 2, usages
         return
     num_resumed = 0 if name == "cline" else 1
-    assert len(usages) == 4 + num_resumed or (name == "qwen" and len(usages) > 5), usages
-    rest = sorted(usages[4:], key=lambda usage: usage["prompt_tokens_details"]["cached_tokens"])
-    for earlier, later in itertools.pairwise([*usages[:4], *rest[-1:]]):
+    num_asked = num_turns + num_resumed
+    assert len(usages) == num_asked or (name == "qwen" and len(usages) > num_asked), usages
+    rest = sorted(
+        usages[num_turns:], key=lambda usage: usage["prompt_tokens_details"]["cached_tokens"]
+    )
+    for earlier, later in itertools.pairwise([*usages[:num_turns], *rest[-1:]]):
         cached = later["prompt_tokens_details"]["cached_tokens"]
         known = earlier["prompt_tokens"] + earlier["completion_tokens"]
         assert cached >= known - 1, (cached, known)  # the token that ended the answer
@@ -314,20 +330,25 @@ def check(
         model, home, folder = (Path(temporary) / part for part in ("model", "home", "work"))
         note = folder / "note.txt"
         model.mkdir()
-        make_agent(model, script(note), without_tools=WITHOUT_TOOLS.get(name, TITLE))
+        answers = script(note)
+        takes_pictures = any(PICTURE in answer for answer in answers)
+        make_agent(model, answers, without_tools=WITHOUT_TOOLS.get(name, TITLE),
+                   takes_pictures=takes_pictures)  # fmt: skip
         steps: list[int] = []
         exchanges: list[list[Exchange]] = []
         for num_drafts in (0, 32):
             for path in (home, folder):
                 path.mkdir()
             note.write_text("The sky is blue.\n", encoding="utf-8")
+            note.with_name(PICTURE).write_bytes(as_file(picture(1)))
             with (
                 served(model, Path(temporary) / "log", num_drafts) as server,
                 Recorder(int(server.url.rpartition(":")[2])) as recorder,
             ):
                 run(binaries, home, folder, recorder.url)
                 assert note.read_text(encoding="utf-8") == "The sky is green.\n"
-                check_cached(name, server.usages())
+                check_cached(name, server.usages(), len(answers))
+                assert server.num_encoded() == int(takes_pictures)
                 steps.append(server.num_steps())
                 exchanges.append(sorted(recorder.exchanges))
             for path in (home, folder):
