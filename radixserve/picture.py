@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from radixserve.arrays import IntArray
@@ -26,6 +28,18 @@ class Picture:
     placeholder_id: int  # the token that the model's own tokenizer has for each row
     inputs: Mapping[str, NDArray[Any]]  # of the vision tower
     size: tuple[int, int]  # width and height in pixels, before it was processed
+    around: tuple[str, str] = ("", "")  # text before and after `prompt_ids`, which is tokenised
+    # with what stands beside it
+
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """Its rows that follow each other in a prompt, without a mark between: of each such part
+        the first id, and the one after its last."""
+        ids = np.array(self.prompt_ids, np.int64)
+        is_row = np.concatenate(([False], ids >= self.first_id, [False]))
+        is_row[1:-1] &= ids < self.first_id + self.num_rows
+        starts, ends = np.flatnonzero(np.diff(is_row.astype(np.int8))).reshape(-1, 2).T
+        return tuple(zip(ids[starts].tolist(), (ids[ends - 1] + 1).tolist(), strict=True))
 
     @property
     def num_bytes(self) -> int:
@@ -70,4 +84,11 @@ class Pictures(Protocol):
     def in_tokens(self, token_ids: IntArray) -> tuple[Picture, ...]:
         """Returns the pictures that have rows among the tokens. Raises InvalidRequest for ids of
         none."""
+        ...
+
+    def uncut_parts(
+        self, token_ids: IntArray, pictures: Sequence[Picture]
+    ) -> tuple[tuple[int, int], ...]:
+        """Returns the parts [start, end) of a prompt with these pictures that one step computes
+        whole, see `Request.uncut`. Raises InvalidRequest for rows without those that they see."""
         ...

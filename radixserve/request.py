@@ -462,6 +462,8 @@ class Request:
     adapter: AdapterUse | None = None
     trace_headers: Mapping[str, str] | None = None  # W3C trace context of its caller
     pictures: tuple[Any, ...] = ()  # `Picture`s whose rows are among the prompt's tokens
+    uncut: tuple[tuple[int, int], ...] = ()  # parts [start, end) of the prompt, ascending, inside
+    # which no step may end: rows of pictures that see each other
     namespace: Namespace = field(init=False)  # params.namespace as a record
 
     def __post_init__(self) -> None:

@@ -26,13 +26,16 @@ class AttentionFeatures:
     attention_chunk_size: int | None = None  # a query sees its own chunk of so many positions
     logits_soft_cap: float | None = None  # scores s become cap * tanh(s / cap), after the scale
     sinks: Tensor | None = None  # [Hq] float32, a score of each head that has no value
+    # the rows of a picture see each other: those after them, too, whatever the window
+    bidirectional: bool | None = None
 
     @property
     def names(self) -> frozenset[str]:
-        """The fields that ask for something."""
-        return frozenset(
+        """The fields that ask for something for text, which has no rows of pictures."""
+        names = frozenset(
             feature.name for feature in fields(self) if getattr(self, feature.name) is not None
         )
+        return names - {"bidirectional"}
 
     @property
     def span(self) -> tuple[int, int]:

@@ -34,7 +34,10 @@ class _AttentionMetadata(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_rows", "page_size")),
         *(
             (name, ctypes.c_void_p)
-            for name in ("start", "qo_indptr", "kv_indptr", "kv_indices", "seq_lens")
+            for name in (
+                *("start", "qo_indptr", "kv_indptr", "kv_indices", "seq_lens"),
+                "last_seen",
+            )
         ),
         ("is_new", ctypes.c_int64),
     )
@@ -58,6 +61,7 @@ class _Jobs(ctypes.Structure):
         ("flags", ctypes.c_void_p),
         ("first_key", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
+        ("last_seen", ctypes.c_void_p),
         ("page_ids", ctypes.c_void_p),
         ("page_size", ctypes.c_int64),
     )
@@ -69,6 +73,7 @@ class FeaturesRecord(ctypes.Structure):
     _fields_ = (
         ("window", ctypes.c_int64),
         ("chunk", ctypes.c_int64),
+        ("is_bidirectional", ctypes.c_int64),
         ("soft_cap", ctypes.c_float),
         ("sinks", ctypes.c_void_p),
     )
@@ -104,7 +109,7 @@ class CpuAttentionPlan:
     multiple of 16 tokens, 32 with AMX.
     """
 
-    __slots__ = ("__weakref__", "_page_ids", "_record", "_rows", "pointer")
+    __slots__ = ("__weakref__", "_last_seen", "_page_ids", "_record", "_rows", "pointer")
 
     def __init__(
         self,
@@ -127,9 +132,14 @@ class CpuAttentionPlan:
         )
         finalize(self, library.radixserve_delete_plan, self.pointer)
 
-    def reset(self, rows: AttentionMetadata) -> None:
+    def reset(self, rows: AttentionMetadata, last_seen: IndexArray | None = None) -> None:
         """Replan for another step's rows in place. Compiled code does so when it needs the plan: it
-        borrows the rows' arrays, and reads those of the same rows anew."""
+        borrows the rows' arrays, and reads those of the same rows anew.
+
+        last_seen: [T] the last position that each token sees in layers with `bidirectional`: not
+        before its own, after the step's last one or before that of the token before it. None: its
+        own.
+        """
         if rows is not self._rows:
             self._borrow(rows)
         num_pages = int(rows.kv_indptr[-1])
@@ -137,6 +147,8 @@ class CpuAttentionPlan:
             self._page_ids = np.empty(num_pages + num_pages // 8 + 64, np.int32)
             self._record.kv_indices = self._page_ids.ctypes.data
         rows.copy_kv_indices(self._page_ids[:num_pages])
+        self._last_seen = last_seen
+        self._record.last_seen = None if last_seen is None else _address(last_seen)
         self._record.is_new = 1
 
     def _borrow(self, rows: AttentionMetadata) -> None:
@@ -222,4 +234,5 @@ def kv_type(stored: torch.dtype, dtype: torch.dtype) -> int:
 def features_record(features: AttentionFeatures) -> FeaturesRecord:
     """Borrows the sinks."""
     window, chunk = features.span
-    return FeaturesRecord(window, chunk, features.logits_soft_cap or 0.0, address(features.sinks))
+    cap, sinks = features.logits_soft_cap or 0.0, address(features.sinks)
+    return FeaturesRecord(window, chunk, bool(features.bidirectional), cap, sinks)

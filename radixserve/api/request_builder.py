@@ -315,6 +315,7 @@ class RequestBuilder:
             turn_starts=turn_starts(ids, self._turn_marks),
             trace_headers=self._trace_headers(),
             pictures=pictures,
+            uncut=self.reader.uncut_parts(ids, pictures),
         )
         if not pictures or request.logprob_targets is None:
             return request

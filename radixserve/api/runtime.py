@@ -123,7 +123,10 @@ class Runtime(RuntimeGeneration, RuntimeCache, RuntimeHints, RuntimeWeights):
         self._finalizer: Any = weakref.finalize(self, _close, core, runner)
         pictures = None
         if table is not None:
-            pictures = PictureReader(PictureProcessor(runner.model_path), table)
+            pictures = PictureReader(
+                *(PictureProcessor(runner.model_path), table),
+                see_each_other=runner.pictures.see_each_other,
+            )
         self.no_pictures = runner.no_pictures
         self._use(facts, core, notifier, adapters, pictures)
         for name, folder in (self.config.adapters or {}).items():

@@ -107,6 +107,8 @@ class GivenRows(NamedTuple):
     # added after each of the first L layers
     rope_positions: IndexArray | None = None  # [T, D/2] of all tokens of the step: the position
     # that turns each pair of a head; None: it is that of `ForwardBatch.positions`
+    last_seen: IndexArray | None = None  # [T] of all tokens of the step: the last position that
+    # each sees in layers with `bidirectional`, ascending in a row; None: its own
 
 
 @dataclass(frozen=True, slots=True)

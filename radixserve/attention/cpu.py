@@ -43,7 +43,9 @@ class CpuBackend(AttentionBackend):
     device_types = frozenset(("cpu",))
     options = frozenset(("others", "is_exact"))
     has_compiled_step = True
-    features = frozenset(("sliding_window", "attention_chunk_size", "logits_soft_cap", "sinks"))
+    features = frozenset(
+        ("sliding_window", "attention_chunk_size", "logits_soft_cap", "sinks", "bidirectional"),
+    )
     has_window_pages = True
     kv_dtypes = frozenset((torch.bfloat16, torch.int8))
 
@@ -87,8 +89,8 @@ class CpuBackend(AttentionBackend):
             heads = (self.num_heads, self.num_kv_heads, self.head_dim)
             self._planned = plan_step(batch.host, self.page_size, heads, **self._sharing)
             self._compiled_step = CompiledStep(self._planned, self._compiled_kv)
-        else:
-            self._planned.reset(batch.host)
+        given = batch.given
+        self._planned.reset(batch.host, None if given is None else given.last_seen)
         self._batch = batch
 
     @property

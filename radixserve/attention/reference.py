@@ -49,7 +49,8 @@ class QueryBlocks:
     row: IndexArray  # [B]
     first_token: IndexArray  # [B] index into the batch's T tokens
     num_queries: IndexArray  # [B]
-    num_keys: IndexArray  # [B] of the row, up to and with the block's last token
+    position: IndexArray  # [B] of its first token
+    num_keys: IndexArray  # [B] of the row, up to and with the last one that it sees
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,9 +61,10 @@ class PaddedCall:
     tokens: Tensor  # [B * N] int64, the queries among the batch's T tokens
     slots: Tensor  # [B * K] int64; padding repeats a block's last one
     window_slots: Tensor | None  # the same of layers that have window pages
-    last_seen: IndexArray  # [B, N] position of each query
+    positions: IndexArray  # [B, N] of the queries
+    last_seen: IndexArray | None  # [B, N] of bidirectional layers, see `GivenRows`
     num_keys: int  # K
-    masks: dict[tuple[int, int], Tensor | None]  # by AttentionFeatures.span, made when needed
+    masks: dict[tuple[int, int, bool], Tensor | None]  # by span and direction, made when needed
 
 
 class ReferenceBackend(AttentionBackend):
@@ -74,7 +76,7 @@ class ReferenceBackend(AttentionBackend):
     name = "torch"
     is_slow = True
     features = frozenset(
-        ("sliding_window", "attention_chunk_size", "logits_soft_cap", "sinks"),
+        ("sliding_window", "attention_chunk_size", "logits_soft_cap", "sinks", "bidirectional"),
     )
     has_window_pages = True
     kv_dtypes = frozenset(KV_DTYPES.values())
@@ -95,6 +97,7 @@ class ReferenceBackend(AttentionBackend):
                 f"the torch backend takes float32 or bfloat16, not {self.dtype}"
             )
         self._calls: list[PaddedCall] = []
+        self._last_seen: IndexArray | None = None  # of the planned step, see `GivenRows`
 
     @classmethod
     def unsupported_reason(
@@ -111,7 +114,9 @@ class ReferenceBackend(AttentionBackend):
         return "PyTorch's operations, everywhere"
 
     def plan(self, batch: ForwardBatch) -> None:
-        blocks = cut_blocks(batch.host)
+        given = batch.given
+        self._last_seen = None if given is None else given.last_seen
+        blocks = cut_blocks(batch.host, self._last_seen)
         self._calls = [self._pad(batch, blocks, part) for part in group_blocks(blocks)]
         self._batch = batch
 
@@ -156,28 +161,31 @@ class ReferenceBackend(AttentionBackend):
             return self._index(pages * self.page_size + places % self.page_size)
 
         in_windows = None if batch.window is None else slots(batch.window.kv_indices)
-        last_seen = num_keys - len(steps) + steps  # [B, N] position of each query
+        positions = blocks.position[members][:, None] + steps  # [B, N]
+        last_seen = None if self._last_seen is None else self._last_seen[tokens]
         tensors = self._index(tokens), slots(host.kv_indices), in_windows
-        return PaddedCall(len(row), *tensors, last_seen, int(num_keys.max()), {})
+        return PaddedCall(len(row), *tensors, positions, last_seen, int(num_keys.max()), {})
 
     def _mask(self, call: PaddedCall, features: AttentionFeatures) -> Tensor | None:
         """[B, 1, 1 or G * N, K] 0 or -inf; None: every query sees every key."""
-        span = window, chunk = features.span
-        if span in call.masks:
-            return call.masks[span]
-        last, places = call.last_seen[..., None], np.arange(call.num_keys)
+        (window, chunk), both = features.span, features.bidirectional and call.last_seen is not None
+        kind = window, chunk, bool(both)
+        if kind in call.masks:
+            return call.masks[kind]
+        own, places = call.positions[..., None], np.arange(call.num_keys)
+        last = call.last_seen[..., None] if both and call.last_seen is not None else own
         hidden = places > last  # [B, N, K]
         if window:
-            hidden |= places <= last - window
+            hidden |= places <= own - window
         if chunk:
-            hidden |= places < last // chunk * chunk
+            hidden |= places < own // chunk * chunk
         mask = None
         if hidden.any():
             bias = np.where(hidden, np.float32(-np.inf), np.float32(0))
-            if call.last_seen.shape[1] > 1:
+            if call.positions.shape[1] > 1:
                 bias = np.tile(bias, (1, self.num_heads // self.num_kv_heads, 1))
             mask = torch.from_numpy(bias[:, None]).to(self.kv.device, self.dtype)
-        call.masks[span] = mask
+        call.masks[kind] = mask
         return mask
 
     def _index(self, index: IndexArray) -> Tensor:
@@ -208,17 +216,22 @@ def attend_in_full(
     return weights.to(values.dtype) @ values
 
 
-def cut_blocks(host: AttentionMetadata) -> QueryBlocks:
-    """Every new token once; those of a row in blocks of BLOCK_QUERIES and a rest."""
+def cut_blocks(host: AttentionMetadata, last_seen: IndexArray | None = None) -> QueryBlocks:
+    """Every new token once; those of a row in blocks of BLOCK_QUERIES and a rest. last_seen: of
+    `GivenRows`."""
     num_new = np.diff(host.qo_indptr)
     count = -(-num_new // BLOCK_QUERIES)  # blocks of each row
     row = np.repeat(np.arange(len(count)), count)
     done = (np.arange(len(row)) - (np.cumsum(count) - count)[row]) * BLOCK_QUERIES
     num_queries = np.minimum(num_new[row] - done, BLOCK_QUERIES)
-    num_keys = host.start[row] + done + num_queries
-    order = np.lexsort((num_keys, num_queries))
+    position = host.start[row] + done
     first_token = host.qo_indptr[row] + done
-    return QueryBlocks(*(array[order] for array in (row, first_token, num_queries, num_keys)))
+    num_keys = position + num_queries
+    if last_seen is not None:
+        num_keys = last_seen[first_token + num_queries - 1] + 1
+    order = np.lexsort((num_keys, num_queries))
+    columns = row, first_token, num_queries, position, num_keys
+    return QueryBlocks(*(array[order] for array in columns))
 
 
 def group_blocks(blocks: QueryBlocks) -> list[slice]:

@@ -51,7 +51,9 @@ class PictureProcessor:
             ) from error
         inputs = {name: np.asarray(made[name]) for name in made if name not in _OF_TEXT}
         ids = np.asarray(made["input_ids"]).ravel().tolist()
-        return Processed(ids, int(processor.image_token_id), inputs, image.size)
+        placeholder_id = getattr(processor, "image_token_ids", [processor.image_token_id])[0]
+        ids, around = _without_text(ids, processor.tokenizer)
+        return Processed(ids, int(placeholder_id), inputs, image.size, around)
 
     @cached_property
     def marker(self) -> str:
@@ -68,6 +70,16 @@ class PictureProcessor:
     @cached_property
     def _loaded(self) -> Any:
         return load_processor(self._folder)
+
+
+def _without_text(ids: list[int], tokenizer: Any) -> tuple[list[int], tuple[str, str]]:
+    """Returns a picture's tokens from its first mark to its last, and the text that the processor
+    writes before and after them: Gemma 3's has blank lines."""
+    begin, end = (getattr(tokenizer, name, None) for name in ("boi_token_id", "eoi_token_id"))
+    if begin not in ids or end not in ids:
+        return ids, ("", "")
+    first, last = ids.index(begin), len(ids) - ids[::-1].index(end)
+    return ids[first:last], (tokenizer.decode(ids[:first]), tokenizer.decode(ids[last:]))
 
 
 def load_processor(folder: Path) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from radixserve.errors import InvalidRequest
 from radixserve.images.decoding import ImageLimits, decode_image, file_key
 from radixserve.images.processor import PictureProcessor
 from radixserve.images.sources import FetchUrl, read_source
-from radixserve.images.table import PictureTable, Processed
+from radixserve.images.table import PictureTable, Processed, whole_runs
 from radixserve.picture import Picture
 
 
@@ -26,16 +26,22 @@ class PictureReader:
         fetch: FetchUrl | None = None,
         *,
         has_files: bool = True,
+        see_each_other: bool = False,
     ) -> None:
         """fetch: None: http is refused. has_files: paths of this machine, and images in memory,
-        may be given."""
+        may be given. see_each_other: rows of a picture do in this model."""
         self.table = table
+        self._see_each_other = see_each_other
         self.limits = ImageLimits()
         self._processor, self._fetch, self._has_files = processor, fetch, has_files
 
     def of_callers(self, fetch: FetchUrl | None) -> PictureReader:
         """Returns a reader for callers of other machines, with the same pictures."""
-        return PictureReader(self._processor, self.table, fetch, has_files=False)
+        return PictureReader(
+            *(self._processor, self.table, fetch),
+            has_files=False,
+            see_each_other=self._see_each_other,
+        )
 
     @property
     def marker(self) -> str:
@@ -63,6 +69,11 @@ class PictureReader:
 
     def in_tokens(self, token_ids: IntArray) -> tuple[Picture, ...]:
         return self.table.in_tokens(token_ids)
+
+    def uncut_parts(
+        self, token_ids: IntArray, pictures: Sequence[Picture]
+    ) -> tuple[tuple[int, int], ...]:
+        return whole_runs(token_ids, pictures) if self._see_each_other else ()
 
     def _process(self, given: Any) -> Processed:
         return self._processor.process(decode_image(given, self.limits))

@@ -36,6 +36,7 @@ class Processed(NamedTuple):
     placeholder_id: int  # which of them are rows
     inputs: Mapping[str, NDArray[Any]]  # of the vision tower
     size: tuple[int, int]  # width and height before
+    around: tuple[str, str] = ("", "")  # as in `Picture`
 
     def digest(self) -> bytes:
         """SHA-256 of all that decides its embeddings and its tokens."""
@@ -115,6 +116,7 @@ class PictureTable:
                     processed.placeholder_id,
                     processed.inputs,
                     processed.size,
+                    processed.around,
                 )
                 self._live[first_id] = picture
             self._keep(picture)
@@ -209,6 +211,24 @@ class PictureTable:
         """The first id of the picture that has this row, if any has; -1 for none."""
         place = bisect_right(self._starts, row) - 1
         return self._starts[place] if place >= 0 else -1
+
+
+def whole_runs(token_ids: IntArray, pictures: Sequence[Picture]) -> tuple[tuple[int, int], ...]:
+    """Returns where the `Picture.runs` of these pictures are among a prompt's tokens: bounds
+    [start, end). Raises InvalidRequest where one is not whole."""
+    sizes = {first: end - first for picture in pictures for first, end in picture.runs}
+    places, runs, end = np.flatnonzero(token_ids >= FIRST_PICTURE_ID), [], 0
+    while len(places := places[np.searchsorted(places, end) :]):
+        start = int(places[0])
+        size = sizes.get(first := int(token_ids[start]), 0)
+        end = start + size
+        if not size or not np.array_equal(token_ids[start:end], np.arange(first, first + size)):
+            raise InvalidRequest(
+                f"the prompt has a part of a picture, from token {start} on: the rows of a picture "
+                "see each other in this model, so that a prompt has all of them or none"
+            )
+        runs.append((start, end))
+    return tuple(runs)
 
 
 def _stored_rows(known: _Known) -> IntArray:

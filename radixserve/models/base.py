@@ -73,6 +73,8 @@ class ModelInfo:
     # head_dim are then the largest. Empty: all have num_kv_heads of head_dim
     window_layers: tuple[int, ...] = ()  # of those the ones that see a window or chunk of positions
     window_size: int = 0  # positions, where such a layer sees most
+    uncut_rows: int = 0  # most rows of a picture that see each other, so that one step computes
+    # them; 0: a step may end between any
     states: tuple[StateShape, ...] = ()  # of recurrent layers
     kv_dtype: torch.dtype | None = None  # of stored K and V; None: dtype
     inexact: str = ""  # on the CPU: why a token's bits may depend on other tokens of a step

@@ -53,7 +53,7 @@ class DecoderShape(DecoderSizes):
 
     @property
     def feature_names(self) -> frozenset[str]:
-        """Fields of AttentionFeatures that any layer uses."""
+        """Fields of AttentionFeatures that any layer uses for text."""
         names = frozenset[str]().union(*(features.names for features in self.features))
         return names | {"sinks"} if self.family.has_sinks else names
 
@@ -191,9 +191,14 @@ def _features(config: Any, family: Family, layer: int) -> AttentionFeatures:
     window, cap = family.window(config, layer), family.logits_soft_cap(config)
     if window is not None and window >= config.max_position_embeddings:
         window = None
-    if window is None and cap is None:
+    bidirectional = None
+    if types := getattr(config, "bidirectional_layers", ()):
+        bidirectional = config.layer_types[layer] in types or None
+    if window is None and cap is None and bidirectional is None:
         return PLAIN
-    return AttentionFeatures(sliding_window=window, logits_soft_cap=cap)
+    return AttentionFeatures(
+        sliding_window=window, logits_soft_cap=cap, bidirectional=bidirectional
+    )
 
 
 def _max_positions(config: Any, ropes: list[Mapping[str, Any]]) -> int:

@@ -183,6 +183,7 @@ def read_decoder(
         num_kv_layers=sum(stores) if not all(stores) else None,
         kv_shapes=_kv_shapes(shape, stores),
         states=_state_shapes(shape),
+        uncut_rows=getattr(source.config, "uncut_rows", 0),
         **layer_windows(
             features for features, has_kv in zip(shape.features, stores, strict=True) if has_kv
         ),

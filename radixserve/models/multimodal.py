@@ -15,12 +15,19 @@ WRAPPERS = (
     *("Lfm2Vl", "LightOnOcr", "Llama4", "Llava", "LlavaNext", "LlavaOnevision", "Mistral3"),
     *("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "SmolVLM"),
 )
-# Wrappers whose text model computes the rows of a picture as it computes text: a token sees those
-# before it. See `MRope` for positions, which are places in the sequence where there is none.
+# Wrappers whose text model computes the rows of a picture as it computes text, but for positions
+# (`MRope`) and for what a row sees (`_BIDIRECTIONAL`).
 WITH_PICTURES = (
-    *("Gemma4", "Idefics3", "InternVL", "Lfm2Vl", "Llava", "LlavaNext", "Mistral3", "Qwen2VL"),
-    *("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "SmolVLM"),
+    *("Gemma3", "Gemma4", "Idefics3", "InternVL", "Lfm2Vl", "Llava", "LlavaNext", "Mistral3"),
+    *("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "SmolVLM"),
 )
+# Text models with layers in which the rows of a picture see each other: the types of these layers.
+# Gemma 4's small models, without use_bidirectional_attention, have none.
+_BIDIRECTIONAL = {
+    "gemma3_text": ("full_attention", "sliding_attention"),
+    "gemma4_text": ("sliding_attention",),
+}
+_MOST_ROWS = 1_120  # of a picture, where the config does not say: of Gemma 4
 # Text models that scale all embeddings in their forward pass, those of pictures too.
 _SCALING = ("granite",)
 # These text models rotate queries and keys by time, height and width. For text all three are the
@@ -79,6 +86,9 @@ def text_config(config: Any) -> Any | None:
         getattr(part, "tie_word_embeddings", False) for part in (text, config)
     )
     text.dtype = config.dtype if text.dtype is None else text.dtype
+    if layers := _bidirectional_layers(text):
+        text.bidirectional_layers = layers
+        text.uncut_rows = getattr(config, "mm_tokens_per_image", None) or _MOST_ROWS
     if (quantization := getattr(config, "quantization_config", None)) is not None:
         text.quantization_config = quantization
     return text
@@ -94,14 +104,18 @@ def picture_refusal(config: Any) -> str:
     text = config.get_text_config()
     if text.model_type in _SCALING:
         return f"pictures beside a text model of the family {text.model_type} are not built"
-    if getattr(text, "use_bidirectional_attention", None):
-        return "rows of a picture that see each other (bidirectional attention) are not built"
     if getattr(text, "hidden_size_per_layer_input", 0) and text.pad_token_id != 0:
         return "pictures beside layers with inputs of their own need the pad token 0"
     mrope, layers = mrope_of(config), text.num_hidden_layers
     if mrope is not None and mrope.num_deepstack >= layers:
         return f"{mrope.num_deepstack} deepstack features need more than {layers} layers"
     return ""
+
+
+def _bidirectional_layers(text: Any) -> tuple[str, ...]:
+    if text.model_type == "gemma4_text" and text.use_bidirectional_attention != "vision":
+        return ()
+    return _BIDIRECTIONAL.get(text.model_type, ())
 
 
 def mrope_of(config: Any) -> MRope | None:

@@ -183,10 +183,15 @@ class SingleDeviceRunner(ModelRunner):
         self._source, self._load_config = parts.source, parts.config
         self.weights_id = parts.source.weights_id()
         self.no_pictures = parts.source.no_pictures or parts.model.no_pictures
+        if not self.no_pictures and info.uncut_rows:
+            self.no_pictures = _cannot_look_ahead(parts.backend_name)
         if not self.no_pictures and parts.source.path is not None:
             tower = VisionTower(parts.source.path, info.dtype, parts.device)
             most = parse_bytes(config.image_memory, "image_memory")
-            self.pictures = PictureRows(tower, info.hidden_size, most, parts.source.mrope)
+            self.pictures = PictureRows(
+                *(tower, info.hidden_size, most, parts.source.mrope),
+                see_each_other=info.uncut_rows > 0,
+            )
 
     def pack_adapter(self, modules: Mapping[str, Any]) -> Any:
         return self.model.pack_adapter(modules)
@@ -322,6 +327,17 @@ class SingleDeviceRunner(ModelRunner):
             return self.info.inexact
         is_exact = self._config.is_exact_on("cpu") or self.info.is_quantized
         return "" if is_exact else "exact=False was given"
+
+
+def _cannot_look_ahead(backend_name: str) -> str:
+    """Why a backend cannot compute rows of a picture that see each other; "" if it can."""
+    if "bidirectional" in BACKENDS[backend_name].features:
+        return ""
+    others = [name for name, one in BACKENDS.items() if "bidirectional" in one.features]
+    return (
+        "the rows of a picture see each other in this model, which the attention backend "
+        f"{backend_name} does not compute; {' and '.join(others)} do"
+    )
 
 
 _COMPARED = ("architecture", "num_layers", "hidden_size", "vocab_size", "max_positions", "dtype")

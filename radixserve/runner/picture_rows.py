@@ -25,9 +25,17 @@ class PictureRows:
     thread, the others from the engine's."""
 
     def __init__(
-        self, tower: VisionTower, hidden_size: int, max_bytes: int, mrope: MRope | None = None
+        self,
+        tower: VisionTower,
+        hidden_size: int,
+        max_bytes: int,
+        mrope: MRope | None = None,
+        *,
+        see_each_other: bool = False,
     ) -> None:
+        """see_each_other: rows of a picture that follow each other do, whichever comes first."""
         self.max_bytes = max_bytes
+        self.see_each_other = see_each_other
         self._positions = None if mrope is None else PicturePositions(mrope)
         self._num_features = 1 if mrope is None else 1 + mrope.num_deepstack
         self.num_bytes = 0
@@ -36,6 +44,7 @@ class PictureRows:
         self._count_lock = threading.Lock()
         self._known: WeakValueDictionary[int, Picture] = WeakValueDictionary()  # by first id
         self._starts = np.empty(0, np.int64)  # first ids of `_known` and some more, ascending
+        self._run_ends = np.empty(0, np.int64)  # the ends of their `Picture.runs`, ascending
         self._rows: OrderedDict[int, Tensor] = OrderedDict()  # by first id, the last used last
 
     def __len__(self) -> int:
@@ -56,7 +65,10 @@ class PictureRows:
         """Steps may have rows of this picture as long as it lives."""
         if picture.first_id not in self._known:
             self._known[picture.first_id] = picture
-            self._starts = np.array(sorted(self._known), np.int64)
+            known = sorted(self._known.items())
+            self._starts = np.array([first_id for first_id, _ in known], np.int64)
+            ends = [end for _, one in known for _, end in one.runs]
+            self._run_ends = np.array(ends, np.int64)
 
     def load(self) -> None:
         """Load the vision tower, if it is not there."""
@@ -120,7 +132,12 @@ class PictureRows:
         ]
         order = np.concatenate([places[first_ids == one] for one in _in_order(first_ids)])
         input_ids[places] = 0
-        return GivenRows(order, torch.cat(embeddings), rope_positions)
+        last_seen = None
+        if self.see_each_other:
+            last_seen = inputs.positions.copy()
+            ends = self._run_ends[np.searchsorted(self._run_ends, ids, side="right")]
+            last_seen[places] += ends - 1 - ids
+        return GivenRows(order, torch.cat(embeddings), rope_positions, last_seen)
 
     def _rows_of(self, first_id: int) -> Tensor:
         rows = self._rows.get(first_id)

@@ -102,7 +102,7 @@ def divide_pool(config: EngineConfig, info: ModelInfo, num_pages: int) -> PoolSi
 
     The memory is not split if it holds `max_running_requests` sequences of full length, or if
     layers with windows differ in their heads. There are at least as many window pages as one
-    sequence needs for a window and a chunk of its prompt.
+    sequence needs for a window and a chunk of its prompt, or a picture that is not cut.
     """
     size = config.page_size
     ratio = config.swa_full_tokens_ratio
@@ -114,7 +114,8 @@ def divide_pool(config: EngineConfig, info: ModelInfo, num_pages: int) -> PoolSi
     if longest <= info.window_size or len(window_shapes) != 1 or ratio == 1:
         return PoolSize(num_pages)
     whole = PoolSize(num_pages)
-    least = -(-(info.window_size + config.chunked_prefill_size) // size) + SPARE_WINDOW_PAGES
+    chunk = max(config.chunked_prefill_size, info.uncut_rows)
+    least = -(-(info.window_size + chunk) // size) + SPARE_WINDOW_PAGES
     if config.num_pages is not None:
         num_window_pages = max(least, math.ceil(ratio * num_pages))
     else:

@@ -222,9 +222,10 @@ class Admission:
             state.cached_on_arrival += copied
         wanted = min(batch.tokens_left(state), len(state.tokens) - sequence.cached_len)
         state.sequence = sequence
-        count = max(1, self._page_budget.num_fitting(state, wanted))
+        start = sequence.length
+        count = state.chunk_len(start, max(1, self._page_budget.num_fitting(state, wanted)))
         try:
-            sequence.extend(state.tokens.view(sequence.length, sequence.length + count))
+            sequence.extend(state.tokens.view(start, start + count))
         except OutOfPages:
             sequence.release()
             state.sequence = None

@@ -346,7 +346,9 @@ def plan_ahead(
         assert state.sequence is not None
         length = state.sequence.length
         cost = _token_cost(state, has_decodes=bool(sampled or decodes))
-        if count := min(token_budget // cost, state.tokens.size - length):
+        count = min(token_budget // cost, state.tokens.size - length)
+        if count > 0:
+            count = state.chunk_len(length, count)
             num_pages += -(-(length + count) // size) - -(-length // size)
             token_budget -= count * cost
             chunks.append((state, count))

@@ -215,6 +215,14 @@ class RequestState:
             return len(self.tokens) - 1
         return self.request.score_start + self.scores.num_scored
 
+    def chunk_len(self, start: int, room: int) -> int:
+        """How many tokens from `start` on a step computes that has room for so many, at least 1:
+        fewer, or more, where it would end inside a part that is not to be cut."""
+        for first, end in self.request.uncut:
+            if first < start + room < end:
+                return (first if first > start else end) - start
+        return room
+
     def match_tokens(self) -> IntArray:
         """[num_reusable + 1] tokens to acquire: the cache leaves the last one to be computed."""
         return self.tokens.view(0, self.num_reusable + 1)

@@ -558,6 +558,7 @@ class Scheduler:
         start = sequence.length
         while True:
             count = 1 if wanted == 1 else max(1, self._page_budget.num_fitting(state, wanted))
+            count = state.chunk_len(start, count)
             try:
                 sequence.extend(state.tokens.view(start, start + count))
                 return count

@@ -124,9 +124,17 @@ def with_marks(text: str, marker: str, pictures: Sequence[Picture]) -> str:
     return concatenated([*parts, text[before:]])
 
 
-def split_marks(text: str) -> tuple[str, list[bytes]]:
-    """Returns a rendered text without marks of pictures, and the digests of these."""
-    return _MARKS.sub("", text), [bytes.fromhex(digest) for digest in _MARKS.findall(text)]
+def split_marks(text: str, pictures: Pictures) -> tuple[str, list[Picture]]:
+    """Returns a rendered text without marks of pictures, with the text around each, and these
+    pictures."""
+    size, found, parts, before = len(pictures.marker), [], [], 0
+    for mark in _MARKS.finditer(text):
+        picture = pictures.by_digest(bytes.fromhex(mark[1]))
+        start, (lead, tail) = mark.start() - size, picture.around
+        parts += [text[before:start], lead, text[start : mark.start()], tail]
+        found.append(picture)
+        before = mark.end()
+    return "".join([*parts, text[before:]]), found
 
 
 def shown_text(

@@ -161,6 +161,14 @@ class PromptReader:
             return ()
         return self.pictures.in_tokens(token_ids)
 
+    def uncut_parts(
+        self, token_ids: IntArray, pictures: Sequence[Picture]
+    ) -> tuple[tuple[int, int], ...]:
+        """See `Pictures.uncut_parts`."""
+        if self.pictures is None or not pictures:
+            return ()
+        return self.pictures.uncut_parts(token_ids, pictures)
+
     def _messages(self, prompt: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         return check_messages(prompt, self.pictures)
 

@@ -252,8 +252,7 @@ class Tokenizer:
         """Returns the token ids of a text from `render_chat`, or of a piece of it. Special tokens
         of the template become special tokens, those in messages are text."""
         if PICTURE_MARK in text and self.pictures is not None:
-            plain, digests = split_marks(text)
-            pictures = [self.pictures.by_digest(digest) for digest in digests]
+            plain, pictures = split_marks(text, self.pictures)
             return with_rows(self.encode_rendered(plain), self.pictures.marker_id, pictures)
         if MARK not in text:
             return self._encode_own(text, is_first=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from radixserve.attention.base import PLAIN, AttentionBackend, AttentionFeatures
+from radixserve.attention.base import PLAIN, AttentionBackend, AttentionFeatures, GivenRows
 from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
 
@@ -38,6 +39,15 @@ class Case:
         self.k, self.v = torch.randn(2, total, kv_heads, dim).to(dtype)
         self.batch = build_forward_batch(self.rows, page_size, CPU)
 
+    def look_ahead(self, *pictures):
+        """The positions [start, end) of each see each other, in every row that computes them."""
+        host, own = self.batch.host, self.batch.positions.numpy()
+        ends, last_seen = np.repeat(host.seq_lens, np.diff(host.qo_indptr)), own.copy()
+        for start, end in pictures:
+            last_seen[(own >= start) & (own < end) & (ends >= end)] = end - 1
+        none = GivenRows(np.empty(0, np.int64), torch.empty(0, 1, 1), last_seen=last_seen)
+        self.batch = replace(self.batch, given=none)
+
     def expected(self, layer, scale=None, features=PLAIN):
         """ScheduledRequest by row in float64, and the pool as it must be afterwards."""
         kv, outs, first = self.kv.clone(), [], 0
@@ -56,7 +66,10 @@ class Case:
             )
             q = self.q[first : first + new].double().transpose(0, 1)
             scores = q @ k.transpose(1, 2) * scale
-            hidden = torch.arange(start + new) > torch.arange(start, start + new)[:, None]
+            last_seen = torch.arange(start, start + new)
+            if features.bidirectional and self.batch.given is not None:
+                last_seen = torch.from_numpy(self.batch.given.last_seen[first : first + new])
+            hidden = torch.arange(start + new) > last_seen[:, None]
             if cap := features.logits_soft_cap:
                 scores = torch.tanh(scores / cap) * cap
             firsts = [first_seen(features, start + i) for i in range(new)]

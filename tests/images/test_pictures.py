@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from radixserve import Runtime, SamplingParams
+from radixserve import InvalidRequest, Runtime, SamplingParams
 from tests.images.vision_checkpoints import (
     FAMILIES,
+    LOOKING_AHEAD,
     MORE_FAMILIES,
     load_vision_reference,
     make_vision_checkpoint,
@@ -26,7 +27,9 @@ PARAMS = SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True, logp
 CHATS = {
     "text": [said("What is this?")],
     "one": [said(picture(1), "What is this?")],
-    "several": [said("First", picture(1), "then", picture(2, 80, 120), "and again", picture(1))],
+    "several": [
+        said("First\n", picture(1), "\nthen", picture(2, 80, 120), picture(2, 80, 120)),
+    ],
     "turns": [
         said("Look at ", picture(3, 100, 40), " please."),
         {"role": "assistant", "content": "A wall."},
@@ -35,8 +38,9 @@ CHATS = {
 }
 
 
-# Each another kind: positions in three parts and deepstack, layers of several shapes, states.
-KINDS = ("qwen3_vl", "gemma4", "qwen3_5")
+# Each another kind: positions in three parts and deepstack; layers of several shapes, some of which
+# look ahead; states.
+KINDS = ("qwen3_vl", "gemma4_large", "qwen3_5")
 
 
 def families(names: tuple[str, ...]) -> list[Any]:
@@ -130,11 +134,20 @@ def test_preempted(case: Case, runtime: Runtime) -> None:
         assert (out.token_ids, out.logprobs) == (alone.token_ids, alone.logprobs)
 
 
-def test_branches_inside_and_after_a_picture(runtime: Runtime) -> None:
+def test_branches_inside_and_after_a_picture(case: Case, runtime: Runtime) -> None:
     ids = runtime.tokenize(CHATS["several"])
     rows = np.flatnonzero(ids >= 1 << 30)
-    for length in (rows[0], rows[0] + 1, rows[len(rows) // 2], rows[-1], rows[-1] + 1, len(ids)):
+    is_uncut = case.folder.name.startswith(LOOKING_AHEAD)
+    end = rows[0] + next(count for count in range(1, 99) if rows[count] != rows[0] + count)
+    for length in (rows[0], rows[0] + 1, end - 1, end, rows[-1], rows[-1] + 1, len(ids)):
         runtime.flush_cache()
+        if is_uncut and length in rows and ids[length] == ids[length - 1] + 1:
+            with runtime.branch(CHATS["several"]) as branch:
+                branch.generate(PARAMS)
+                branch.truncate(int(length))
+                with pytest.raises(InvalidRequest, match="a part of a picture, from token"):
+                    branch.generate(PARAMS)
+            continue
         want = runtime.generate([*ids[:length].tolist(), 65, 66], PARAMS)
         runtime.flush_cache()
         with runtime.branch(CHATS["several"]) as branch:

@@ -40,8 +40,9 @@ _TOKENS = {  # of each family's tokenizer, by their attribute names
 }
 _TOKENS["smolvlm"] = _TOKENS["idefics3"]
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")  # with positions in three parts
-MORE_FAMILIES = ("qwen3_vl_moe", "qwen3_5_moe")  # like another family but for their text model
-QWEN = (*QWEN, *MORE_FAMILIES)
+_EXPERTS = ("qwen3_vl_moe", "qwen3_5_moe")
+MORE_FAMILIES = (*_EXPERTS, "smolvlm")  # like another family but for their text model, or its class
+QWEN = (*QWEN, *_EXPERTS)
 _TOKENS |= {
     family: {
         "image_token": "<|image_pad|>",
@@ -51,6 +52,11 @@ _TOKENS |= {
     }
     for family in QWEN
 }
+_TOKENS["gemma3"] = {
+    "image_token": "<image_soft_token>",
+    "boi_token": "<start_of_image>",
+    "eoi_token": "<end_of_image>",
+}
 _TOKENS["gemma4"] = {
     "image_token": "<|image|>",
     "boi_token": "<|image>",
@@ -59,6 +65,9 @@ _TOKENS["gemma4"] = {
     "boa_token": "<|audio>",
     "eoa_token": "<audio|>",
 }
+_TOKENS["gemma4_large"] = _TOKENS["gemma4"]
+GEMMA4 = ("gemma4", "gemma4_large")
+LOOKING_AHEAD = ("gemma3", "gemma4_large")  # the rows of a picture see each other
 _TOKENS["lfm2_vl"] = {
     "image_token": "<image>",
     "image_start_token": "<|image_start|>",
@@ -66,7 +75,8 @@ _TOKENS["lfm2_vl"] = {
     "image_thumbnail_token": "<|img_thumbnail|>",
 }
 _MARKERS = {"internvl": "<IMG_CONTEXT>", "mistral3": "[IMG]"}  # of the others "<image>"
-_MARKERS["gemma4"] = "<|image|>"
+_MARKERS |= dict.fromkeys(GEMMA4, "<|image|>")
+_MARKERS["gemma3"] = "<start_of_image>"
 _MARKERS |= dict.fromkeys(QWEN, "<|image_pad|>")
 _TILES = [f"<row_{row}_col_{col}>" for row in (1, 2) for col in (1, 2)]
 FAMILIES = tuple(family for family in _TOKENS if family not in MORE_FAMILIES)
@@ -79,7 +89,7 @@ def make_vision_checkpoint(folder: Path, family: str) -> Path:
     """A seeded wrapper in float32 under its published class, with its processor's files."""
     tokenizer = _make_tokenizer(folder, family)
     marker = _MARKERS.get(family, "<image>")
-    image_id = tokenizer.convert_tokens_to_ids(marker)
+    image_id = tokenizer.convert_tokens_to_ids(_TOKENS[family].get("image_token", marker))
     _make_model(folder, family, image_id)
     write_processor_files(folder, family)
     return folder
@@ -118,7 +128,8 @@ def reference_inputs(folder: Path, messages: list[dict[str, Any]]) -> dict[str, 
     if not isinstance(processor, ProcessorMixin):
         return _by_hand(processor, text, pictures)
     made = processor(images=pictures, text=[text], return_tensors="pt", add_special_tokens=False)
-    return {name: made[name] for name in made if name != "token_type_ids"}
+    left_out = () if processor.image_token == "<start_of_image>" else ("token_type_ids",)
+    return {name: made[name] for name in made if name not in left_out}
 
 
 def _by_hand(processor: Any, text: str, pictures: list[Any]) -> dict[str, Any]:
@@ -201,7 +212,11 @@ def _make_tokenizer(folder: Path, family: str) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    vocab, merges = {c: i for i, c in enumerate(alphabet)}, []
+    if family == "gemma3":  # lines, which its processor writes around a picture, are joined
+        merges = [("\u010a", "\u010a"), ("\u010a\u010a", "\u010a")]
+        vocab |= {"".join(pair): len(vocab) + place for place, pair in enumerate(merges)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     tiles = _TILES if family in ("idefics3", "smolvlm") else []
@@ -215,7 +230,7 @@ def _make_tokenizer(folder: Path, family: str) -> Any:
         tokenizer_object=backend,
         bos_token="<|bos|>",
         eos_token="<|eos|>",
-        pad_token="<|eos|>" if family == "gemma4" else None,
+        pad_token="<|eos|>" if family in GEMMA4 else None,
         extra_special_tokens=_TOKENS[family],
     )
     marker = _MARKERS.get(family, "<image>")
@@ -288,7 +303,9 @@ def _parts(family: str) -> tuple[str, dict[str, Any]]:
         "smolvlm": ("SmolVLM", "llama"),
         "mistral3": ("Mistral3", "mistral"),
         "internvl": ("InternVL", "qwen2"),
+        "gemma3": ("Gemma3", "gemma3"),
         "gemma4": ("Gemma4", "gemma4"),
+        "gemma4_large": ("Gemma4", "gemma4_moe"),
         "lfm2_vl": ("Lfm2Vl", "lfm2"),
     }[family]
     vision: dict[str, Any] = _CLIP
@@ -304,15 +321,21 @@ def _parts(family: str) -> tuple[str, dict[str, Any]]:
     if family == "internvl":
         sizes = {"image_size": [56, 56], "patch_size": [14, 14]}
         vision, more = {**_CLIP, **sizes, "model_type": "internvl_vision"}, {"image_seq_length": 4}
-    if family == "gemma4":
+    if family == "gemma3":
+        sizes = {"image_size": 56, "patch_size": 7}
+        vision, more = {**_CLIP, **sizes, "model_type": "siglip_vision_model"}, {}
+        more["mm_tokens_per_image"] = 16
+    if family in GEMMA4:
         vision = {**_CLIP, "model_type": "gemma4_vision", "patch_size": 4, "head_dim": 8}
         vision |= {"num_key_value_heads": 2, "position_embedding_size": 128}
     if family == "lfm2_vl":
         vision = {**_CLIP, "model_type": "siglip2_vision_model", "patch_size": 7, "num_patches": 64}
         more = {"downsample_factor": 2, "projector_hidden_size": 32}
     text_config = {**make_config(text).to_dict(), "max_position_embeddings": 1024}
-    if family == "gemma4":
+    if family in GEMMA4:
         text_config["pad_token_id"] = 0
+    if family == "gemma4_large":
+        text_config["use_bidirectional_attention"] = "vision"
     return kind, {"text_config": text_config, "vision_config": vision, **more}
 
 
@@ -369,7 +392,10 @@ def write_processor_files(folder: Path, family: str) -> None:
     images = {"image_processor_type": "Lfm2VlImageProcessor", **sizes}
     kinds["lfm2_vl"] = images, {}, "Lfm2VlProcessor"
     images = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4}
-    kinds["gemma4"] = {**images, "max_soft_tokens": 70}, {}, "Gemma4Processor"
+    for name in GEMMA4:
+        kinds[name] = {**images, "max_soft_tokens": 70}, {}, "Gemma4Processor"
+    images = {"image_processor_type": "Gemma3ImageProcessor", "size": square}
+    kinds["gemma3"] = images, {"image_seq_length": 16}, "Gemma3Processor"
     for name in QWEN:
         kind = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL"}.get(name, "Qwen3VL")
         sizes = {"shortest_edge": 28 * 28 * 9, "longest_edge": 28 * 28 * 20}

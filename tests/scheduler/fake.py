@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -345,6 +345,7 @@ class Driver:
         samples: bool = False,
         seed: int = 0,
         beams: BeamParams | None = None,
+        uncut: Sequence[tuple[int, int]] = (),
         **params: float,
     ) -> None:
         sampling = SamplingParams(**params)  # type: ignore[arg-type]
@@ -363,6 +364,7 @@ class Driver:
             beams=beams,
             is_stopped=getattr(beams, "is_stopped", None),  # `StoppedBeams` have one
             also_generate=samples,
+            uncut=tuple(uncut),
         )
         self.seeds[name] = seed
         self.engine.add(request)

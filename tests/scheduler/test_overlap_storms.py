@@ -103,6 +103,7 @@ class TestStorms:
         for seed in range(3):
             seen += test_beams.storm(seed, 60, page_size, kind)
         assert seen["steps_ahead"] > 0
+        test_storm.test_no_step_ends_inside_an_uncut_part(kind)
         test_samples.test_storm(page_size, kind, page_size)
         test_prompt_scores.storm(page_size, page_size)
         test_scores.test_storm(page_size, page_size)

@@ -6,11 +6,12 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 from radixserve.config import EVICTION_POLICIES
-from radixserve.schedule import WindowLayers
+from radixserve.schedule import SchedulerOutput, WindowLayers
 from tests.scheduler.fake import Driver, counters, random_prompt
 
 SESSIONS = ["chat", "agent", "tenant"]
@@ -90,6 +91,37 @@ def add_random(driver: Driver, rng: random.Random, name: str, share_plain: float
         session=rng.choice(["", "", *SESSIONS]),
         temperature=0.0 if rng.random() < share_plain else 1.0,
     )
+
+
+def with_uncut_parts(driver: Driver, rng: random.Random) -> None:
+    """Give prompts parts inside which no step may end, and see that none does."""
+    add, note = driver.add, driver.runner.before_launch
+    # All of a part has window pages at once.
+    most = driver.chunked_prefill_size if driver.windows else 30
+
+    def add_with_parts(name: str, tokens: list[int], **options: Any) -> None:
+        parts, start = [], rng.randint(0, 9)
+        while most > 1 and (end := start + rng.randint(2, most)) <= len(tokens):
+            parts.append((start, end))
+            start = end + rng.choice([0, 0, 3])
+        add(name, tokens, uncut=parts, **options)
+
+    def look(schedule: SchedulerOutput) -> None:
+        note(schedule)
+        for row in schedule.rows:
+            for start, end in driver.requests[row.request_id].uncut:
+                assert not start < row.end < end
+
+    driver.add, driver.runner.before_launch = add_with_parts, look  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("kind", ["radix", "hash", "windows"])
+def test_no_step_ends_inside_an_uncut_part(kind: str) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(3):
+        seen += storm(seed, 80, kind, with_uncut_parts)
+    assert seen["preemptions"] > 0
+    assert seen["evicted"] > 0
 
 
 def change_sessions(driver: Driver, rng: random.Random) -> None:

@@ -45,9 +45,12 @@ TaskState<T> Attention<T, A>::make_state(const Task &task, ThreadScratch &scratc
     const int64_t num_keys = jobs.num_keys[task.job], seen = num_keys - num_queries + task.first_query + 1;
     int64_t *first_seen = features.has_span() ? scratch.first_seen.get<int64_t>(task.num_queries) : nullptr;
     const int64_t first = first_seen ? find_first_seen(task, tokens_of(task), first_seen) / job_grid() * job_grid() : 0;
+    const int64_t *seen_each = nullptr;
+    if (causal && features.is_bidirectional && jobs.last_seen)
+        seen_each = find_seen(task, tokens_of(task), scratch.seen.get<int64_t>(task.num_queries));
+    const int64_t most = seen_each ? seen_each[task.num_queries - 1] : causal ? seen + task.num_queries - 1 : num_keys;
     return {task, group, rows, depth(), width(), jobs.first_key[task.job], seen, first > begin ? first : begin,
-            min(end, causal ? seen + task.num_queries - 1 : num_keys), first_seen, causal, begins,
-            own_buffers(task, scratch)};
+            min(end, most), first_seen, seen_each, causal, begins, own_buffers(task, scratch)};
 }
 
 template <class T, class A>
@@ -175,6 +178,13 @@ int64_t Attention<T, A>::find_first_seen(const Task &task, const int64_t *tokens
         least = min(least, first_seen[i]);
     }
     return least;
+}
+
+template <class T, class A>
+const int64_t *Attention<T, A>::find_seen(const Task &task, const int64_t *tokens, int64_t *seen) const {
+    for (int64_t i = 0; i < task.num_queries; i++)
+        seen[i] = jobs.last_seen[tokens[i]] + 1 - jobs.first_key[task.job];
+    return seen;
 }
 
 template <class T, class A>

@@ -61,6 +61,8 @@ template <class T, class A> class Attention {
     void restore_row(const TaskState<T> &state, const HeadState<T> &of_head, int64_t row, const float *from) const;
     // The first key that each of a task's queries sees, and the least of them.
     int64_t find_first_seen(const Task &task, const int64_t *tokens, int64_t *first_seen) const;
+    // `TaskState::seen_each`, in `seen`.
+    const int64_t *find_seen(const Task &task, const int64_t *tokens, int64_t *seen) const;
     // Queries of one head, and the softmax state of earlier jobs.
     void load_state(const TaskState<T> &state, int64_t head_of_task);
     // The finished output of one head, or its softmax state for later jobs.

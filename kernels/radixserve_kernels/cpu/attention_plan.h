@@ -29,6 +29,8 @@ struct Jobs {
     const int64_t *flags;         // [num_jobs] CAUSAL; BEGINS: the first job of its tokens; ENDS: the last
     const int64_t *first_key;     // [num_jobs] position of its first key
     const int64_t *positions;     // [num_tokens]
+    const int64_t *last_seen;     // [num_tokens] the last position that each sees in bidirectional layers, not before its
+                                  // own and never falling in a row; null: its own
     const int32_t *page_ids;
     int64_t page_size;
 };
@@ -43,6 +45,7 @@ struct Heads {
 // attention_features.py; 0 and null ask for nothing.
 struct Features {
     int64_t window = 0, chunk = 0;  // positions that a query sees, its own the last; of its chunk
+    int64_t is_bidirectional = 0;   // queries see positions after their own, see Jobs::last_seen
     float soft_cap = 0;             // scores s become soft_cap * tanh(s / soft_cap)
     const float *sinks = nullptr;   // [num_heads] scores without a value
 

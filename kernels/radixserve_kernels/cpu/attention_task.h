@@ -25,7 +25,7 @@ inline int64_t job_grid() { return has_amx ? 32 : 16; }
 // Buffers of one thread.
 struct ThreadScratch {
     Scratch queries, keys, values, scores, weights, acc, row_max, sums, zeros, pairs, untransposed;
-    Scratch merged, merged_max, merged_sums, first_seen;
+    Scratch merged, merged_max, merged_sums, first_seen, seen;
     Scratch key_rows, value_rows, key_scales, value_scales;  // of a block, widened: see stored_kv.h
     Scratch rotated_query, query_parts, query_starts, query_scales, key_numbers;  // see attention_int8.h
 };
@@ -84,6 +84,7 @@ template <class T> struct TaskState {
     const int64_t seen;       // keys up to the first query's own
     const int64_t begin, end;   // the keys to read
     const int64_t *first_seen;  // [queries] the first key that each sees, or null: all from 0
+    const int64_t *seen_each;   // [queries] keys up to the last that each sees, ascending; null: see `causal`
     const bool causal;        // each query sees one key more than the one before it; else all see all
     const bool begins;        // there is no earlier state
     const HeadState<T> all;   // all heads, one after another
@@ -93,7 +94,10 @@ template <class T> struct TaskState {
         return {all.queries + row * depth, all.part.from_row(row, width), all.merged.from_row(row, width)};
     }
     int64_t query_of(int64_t row) const { return row < group ? 0 : row / group; }  // mostly without a division
-    int64_t seen_by(int64_t row) const { return causal ? seen + query_of(row) : end; }
+    int64_t seen_by(int64_t row) const {
+        if (__builtin_expect(seen_each != nullptr, 0)) return seen_each[query_of(row)];
+        return causal ? seen + query_of(row) : end;
+    }
     int64_t first_seen_by(int64_t row) const { return first_seen ? first_seen[query_of(row)] : 0; }
     // The end of the block of up to `keys` that begins with the key `from`.
     int64_t block_end(int64_t from, int64_t keys = KEYS) const {

@@ -17,6 +17,7 @@ struct AttentionMetadata {
     const int64_t *kv_indptr;   // [R + 1] pages of each row in kv_indices
     const int32_t *kv_indices;  // page ids
     const int64_t *seq_lens;    // [R] tokens after the step
+    const int64_t *last_seen;   // [T] as in Jobs, or null
     int64_t is_new;             // whether no plan was made of them
 };
 
@@ -130,8 +131,8 @@ class StepJobs {
                 query_indptr.data(),    query_tokens.data(),
                 first_page.data(),      num_keys.data(),
                 flags.data(),           first_key.data(),
-                positions.data(),       step.kv_indices,
-                step.page_size};
+                positions.data(),       step.last_seen,
+                step.kv_indices,        step.page_size};
     }
     StepJobs(const StepJobs &) = delete;
     Jobs jobs;
