@@ -10,6 +10,12 @@ from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+# Pillow's loops over parts of a file are bounded by these alone: 20 MiB hold millions of parts. A
+# PNG of that size in chunks of 4 KiB takes 20,000 reads; a photo has about ten scans.
+_MAX_READS = 100_000
+_MAX_SCANS = 100
+_MAX_ASPECT = 200  # processors resize a line to more rows than its file has bytes
+_START_OF_SCAN = b"\xff\xda"
 
 
 class ImageLimits(NamedTuple):
@@ -18,6 +24,18 @@ class ImageLimits(NamedTuple):
     max_bytes: int = 20 << 20  # of a file
     max_pixels: int = 50_000_000
     max_pictures: int = 100  # of a prompt
+
+
+class _CountedFile(io.BytesIO):
+    """A file's bytes, of which no more than _MAX_READS parts are read."""
+
+    num_reads = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.num_reads += 1
+        if self.num_reads > _MAX_READS:
+            raise InvalidRequest(f"a picture has more than {_MAX_READS} parts")
+        return super().read(size)
 
 
 def file_key(given: Any) -> bytes | None:
@@ -38,7 +56,8 @@ def decode_image(given: Any, limits: ImageLimits) -> Any:
     if not isinstance(given, bytes):
         raise InvalidRequest(f"a picture is a PIL image, bytes or a path, got {shown(given)}")
     try:
-        with Image.open(io.BytesIO(given), formats=FORMATS) as image:
+        with Image.open(_CountedFile(given), formats=FORMATS) as image:
+            _check_scans(image, given)
             return _converted(image, limits, ImageOps)
     except InvalidRequest:
         raise
@@ -51,8 +70,29 @@ def decode_image(given: Any, limits: ImageLimits) -> Any:
 
 def _converted(image: Any, limits: ImageLimits, ops: Any) -> Any:
     width, height = image.size
+    if image.format == "TIFF":  # its tiles may be larger than itself
+        width = max(width, image.tag_v2.get(322, 0))
+        height = max(height, image.tag_v2.get(323, 0))
     if width * height > limits.max_pixels:
         raise InvalidRequest(
             f"a picture has {width} x {height} pixels; at most {limits.max_pixels} are allowed"
         )
+    if max(width, height) > _MAX_ASPECT * min(width, height):
+        raise InvalidRequest(
+            f"a picture has {width} x {height} pixels; one side may be at most {_MAX_ASPECT} times "
+            "the other"
+        )
     return ops.exif_transpose(image).convert("RGB")
+
+
+def _check_scans(image: Any, file: bytes) -> None:
+    """Each scan of a progressive JPEG goes over all pixels again."""
+    num_strips = 0  # of a TIFF: each strip or tile may be a JPEG of its own
+    if image.format == "TIFF":
+        if image.info.get("compression") not in ("jpeg", "tiff_jpeg"):
+            return
+        num_strips = max(len(image.tag_v2.get(tag, ())) for tag in (273, 324))
+    elif image.format not in ("JPEG", "MPO"):
+        return
+    if file.count(_START_OF_SCAN) > _MAX_SCANS + 2 * num_strips:
+        raise InvalidRequest(f"a picture has more than {_MAX_SCANS} scans")

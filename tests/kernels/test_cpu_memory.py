@@ -120,8 +120,8 @@ def test_a_request_that_is_too_large() -> None:
 
 def test_a_plan_that_could_not_be_made_is_made_later() -> None:
     library, ends = cpu_library(), np.array([0, 1])
-    rows = (ctypes.c_int64 * 8)(1 << 50, 1, *[ends.ctypes.data] * 5, 1)
-    heads, jobs = (ctypes.c_int64 * 4)(4, 2, 8), (ctypes.c_int64 * 13)()
+    rows = (ctypes.c_int64 * 9)(1 << 50, 1, *[ends.ctypes.data] * 5, 0, 1)
+    heads, jobs = (ctypes.c_int64 * 4)(4, 2, 8), (ctypes.c_int64 * 14)()
     plan = library.radixserve_plan(rows, heads, 0, 0)
     for _ in range(2):
         with pytest.raises(MemoryError):
@@ -129,7 +129,7 @@ def test_a_plan_that_could_not_be_made_is_made_later() -> None:
     rows[0] = 1
     library.radixserve_jobs(plan, jobs)
     assert jobs[0] == 1
-    rows[0], rows[7] = 1 << 50, 1  # other rows
+    rows[0], rows[8] = 1 << 50, 1  # other rows
     with pytest.raises(MemoryError):
         library.radixserve_jobs(plan, jobs)
     library.radixserve_delete_plan(plan)

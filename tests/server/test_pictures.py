@@ -189,6 +189,28 @@ def png(width: int, height: int, data: bytes = b"") -> bytes:
     return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
+def scans(count: int) -> bytes:
+    """A progressive JPEG whose last scan stands so often."""
+    file = io.BytesIO()
+    Image.new("L", (2000, 2000), 128).save(file, "JPEG", progressive=True)
+    data = file.getvalue()
+    last = data[data.rfind(b"\xff\xda") : -2]
+    return data[:-2] + count * last + data[-2:]
+
+
+def large_tile(side: int) -> bytes:
+    """A TIFF of 16 x 16 pixels in one tile of so many pixels a side."""
+    data = zlib.compress(bytes(1000))
+    tags = {256: 16, 257: 16, 258: 8, 259: 8, 262: 1, 277: 1, 322: side, 323: side}
+    tags |= {324: 8 + 2 + 12 * 10 + 4, 325: len(data)}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    return struct.pack("<2sHIH", b"II", 42, 8, len(tags)) + entries + bytes(4) + data
+
+
+GIF = b"GIF89a" + struct.pack("<HHBBB", 5, 5, 0, 0, 0)
+BMP = struct.pack("<2sIHHI", b"BM", 0, 0, 0, 54 + 1024)
+BMP += struct.pack("<IiiHHIIiiII", 40, 7000, 7000, 1, 8, 1, 0, 0, 0, 256, 0)
+
 BOMBS = {
     "pixels": (png(100_000, 100_000), "pixels"),
     "deflate": (png(60_000, 60_000, zlib.compress(bytes(20_000_000), 9)), "pixels"),
@@ -201,6 +223,13 @@ BOMBS = {
         + chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(100_000_000), 9)),
         "cannot be decoded",
     ),
+    "line": (png(1, 40_000, zlib.compress(bytes(160_000))), "200 times the other"),
+    "chunks": (png(5, 5)[:33] + 1_000_000 * chunk(b"prIv", b""), "100000 parts"),
+    "empty data": (png(5, 5)[:33] + 1_000_000 * chunk(b"IDAT", b""), "100000 parts"),
+    "comments": (GIF + 2_000_000 * b"\x21\xfe\x01a\0" + b";", "100000 parts"),
+    "runs": (BMP + bytes(1024) + 5_000_000 * b"\x01\0", "100000 parts"),
+    "scans": (scans(2000), "100 scans"),
+    "tile": (large_tile(30_000), "30000 x 30000 pixels"),
 }
 
 

@@ -6,9 +6,11 @@ the ids that are cached.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -43,6 +45,8 @@ _SHORT_CHAT = 1_000_000  # characters; a shorter chat is always rendered
 # is many times what fits, since templates may leave out reasoning.
 _MAX_CHARACTERS_PER_TOKEN = 64
 _MEAN_CHARACTERS_PER_TOKEN = 4  # for the estimate in the error
+# Chats with pictures wait for hosts and decoders: in threads where they hold up no other prompt.
+_PICTURE_READERS = ThreadPoolExecutor(8, "radixserve-pictures")
 _CONTEXT = 5  # prompt tokens that are decoded with an answer, for its first word's leading space
 
 
@@ -192,7 +196,10 @@ async def read_chat(
 
     functions = [] if tools is None else tools.functions
     parts = [*messages, body.tools, body.chat_template_kwargs, functions]
-    rendered = await in_thread_if(is_large(parts) or _have_pictures(messages), read)
+    if _have_pictures(messages):
+        rendered = await asyncio.get_running_loop().run_in_executor(_PICTURE_READERS, read)
+    else:
+        rendered = await in_thread_if(is_large(parts), read)
     server.num_billing_headers += rendered.num_headers
     text = rendered.text
     known = server.conversations.find(namespace, text, rendered.answers)
