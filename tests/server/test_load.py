@@ -29,7 +29,7 @@ def test_a_client_that_leaves_is_aborted(
 ) -> None:
     aborted = runtime.cache_stats()["aborted"]
     gone = served.server.counters.clients_gone
-    with held(runtime):
+    with held(runtime, steps=400):
         sock = served.connect(PATH, {**LONG, "stream": stream, "n": 2})
         wait_until(lambda: runtime.cache_stats()["running"] == 2)
         sock.close()
@@ -42,7 +42,7 @@ def test_a_client_that_leaves_is_aborted(
 def test_a_full_queue_is_answered_429(runtime: Runtime) -> None:
     """16 requests run; the limits count what waits behind them."""
     with LocalServer(runtime, max_queued_requests=3, max_queued_tokens=200) as served:
-        with held(runtime):
+        with held(runtime, steps=400):  # its choices may come one by one
             sock = served.connect(PATH, {**LONG, "n": 16})
             wait_until(lambda: runtime.status().running == 16)
             waiting = [served.connect(PATH, {"prompt": [at], "max_tokens": 1}) for at in range(3)]
