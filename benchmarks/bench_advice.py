@@ -68,8 +68,9 @@ def compare(trace: Trace) -> str:
     sizes = np.geomspace(trace.longest, max(2 * trace.longest, paths.distinct_tokens), 9)
     rates = [(extension.point(size)["hit_rate"], offline.total(int(size))) for size in sizes]
     error = max(abs(live - exact / trace.prompt_tokens) for live, exact in rates)
+    cache = RadixCache(pool, 1)  # not of the extension
     tracemalloc.start()
-    follow(trace, AdviceExtension(RadixCache(pool, 1), 1), reusable)
+    follow(trace, AdviceExtension(cache, 1), reusable)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     nanoseconds = 1e9 * spent / trace.prompt_tokens

@@ -23,8 +23,9 @@ pool of 1 GiB or more do.
 Two more columns say what bounds it, each measured alone. "reads", with one thread: a loop that only
 reads the same rows in the same order. It prefetches in one of nine ways: not at all, 8 to 32 rows
 ahead into the first or second cache level, or, as attention does, at two distances of up to 128
-rows into the second. The way with the best median counts. "arithmetic": attention itself, with keys
-and values that are all in the first cache level, since a row has the same 8 tokens again and again.
+rows into the second. The one with the best median counts. "arithmetic": attention itself, with
+keys and values that are all in the first cache level, since a row has the same 8 tokens again and
+again.
 The last column is attention beside the slower of both: 1 where all of the other hides behind it.
 
 int8 is the dtype of K and V in a bfloat16 model. --clock cpu, on a machine with other work:
@@ -43,7 +44,7 @@ from statistics import median
 import numpy as np
 import torch
 from harness.arguments import Names, parse
-from harness.read_rows import WAYS, RowReader, Way
+from harness.read_rows import PREFETCHES, Prefetch, RowReader
 from harness.report import Cell, print_table
 
 from radixserve.arrays import IntArray
@@ -115,11 +116,11 @@ class Layers:
         near = np.arange(pages.shape[1], dtype=np.int32) % NEAR
         return self.rate(np.tile(near, (pages.shape[0], 1)))
 
-    def read_rate(self, reader: RowReader, pages: IntArray, way: Way) -> float:
+    def read_rate(self, reader: RowReader, pages: IntArray, prefetch: Prefetch) -> float:
         """GB a second where K and V are read and nothing is computed, by one thread."""
         began = CLOCK()
         for k, v in self._backend.slots:
-            reader.read(k, v, pages, way)
+            reader.read(k, v, pages, prefetch)
         return len(self._backend.slots) * self._layer_bytes / (CLOCK() - began) / 1e9
 
     def _plan(self, pages: IntArray) -> None:
@@ -162,19 +163,21 @@ def measure(
     layers = Layers(name, numbers_of(args.heads), num_rows, num_tokens)
     attention: dict[str, list[float]] = {order: [] for order in args.orders}
     of_weights: dict[str, list[float]] = {order: [] for order in args.orders}
-    of_ways = {order: {way: list[float]() for way in WAYS} for order in args.orders}
+    rates_of = {
+        order: {prefetch: list[float]() for prefetch in PREFETCHES} for order in args.orders
+    }
     of_arithmetic: dict[str, list[float]] = {order: [] for order in args.orders}
     pages = {order: slots(order, num_rows, num_tokens) for order in args.orders}
     for _, order in product(range(args.rounds), args.orders):
         attention[order].append(layers.rate(pages[order]))
         of_weights[order].append(weights.rate())
         of_arithmetic[order].append(layers.arithmetic_rate(pages[order]))
-        for way in WAYS if reader is not None else ():
-            of_ways[order][way].append(layers.read_rate(reader, pages[order], way))
+        for prefetch in PREFETCHES if reader is not None else ():
+            rates_of[order][prefetch].append(layers.read_rate(reader, pages[order], prefetch))
     rows: list[list[Cell]] = []
     for order, rates in attention.items():
         own: list[Cell] = [name, *case, order, max(rates)]
-        of_reads = max(of_ways[order].values(), key=lambda rates: median(rates) if rates else 0)
+        of_reads = max(rates_of[order].values(), key=lambda rates: median(rates) if rates else 0)
         for others in (of_weights[order], of_reads):
             own += beside(rates, others) if others else [None, None]
         arithmetic, reads = of_arithmetic[order], of_reads or of_arithmetic[order]

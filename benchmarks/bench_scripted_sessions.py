@@ -179,7 +179,7 @@ def serve(
     return computed, float(np.mean([seconds for seconds, _ in ended])), [said for _, said in ended]
 
 
-class Cell:
+class EngineRuns:
     """Runs of the engine in one room and with one kind of think times."""
 
     def __init__(self, model: str, num_tokens: int, added: Any, pauses: Any, limit: int) -> None:
@@ -218,7 +218,7 @@ class Cell:
         return round(computed), seconds
 
 
-def measure(cell: Cell, numbers: list[int], first: int, repeats: int) -> int:
+def measure(cell: EngineRuns, numbers: list[int], first: int, repeats: int) -> int:
     """Runs all rules; returns the best fixed number."""
     best = cell.best_number(numbers, first)
     for index in range(repeats):
@@ -254,7 +254,7 @@ def main() -> None:
                     pauses, num_tokens = thinks(think / 1e3, kind), round(args.scale * room * ROOM)
                     label = f"room {room:2} think {think:3} {kind:11}"
                     if args.engine:
-                        cell = Cell(model, num_tokens, added, pauses, args.limit)
+                        cell = EngineRuns(model, num_tokens, added, pauses, args.limit)
                         best = measure(cell, args.running, best, args.repeats)
                         ratios.append(_print_measured(label, cell, best))
                     else:
@@ -284,7 +284,7 @@ def _print_simulated(label: str, by_rule: dict[str, tuple[int, float]]) -> tuple
     return ratios
 
 
-def _print_measured(label: str, cell: Cell, best: int) -> tuple[float, ...]:
+def _print_measured(label: str, cell: EngineRuns, best: int) -> tuple[float, ...]:
     """Returns the ratios to the best fixed number of running requests: named, by tokens."""
     best_tokens, best_s = cell.medians(f"{best} running")
     texts, ratios = [f"{best} running {best_tokens:7,} {best_s:.3f} s"], list[float]()

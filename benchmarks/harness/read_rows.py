@@ -14,7 +14,7 @@ from radixserve.arrays import IntArray
 from radixserve_kernels.cpu_compiler import compile_once, find_compiler
 
 
-class Way(NamedTuple):
+class Prefetch(NamedTuple):
     """How rows are prefetched before they are read."""
 
     ahead: int  # rows; 0: the processor does that alone
@@ -22,10 +22,10 @@ class Way(NamedTuple):
     is_twice: bool = False  # also twice as far ahead, as attention does
 
 
-WAYS = (
-    *(Way(ahead) for ahead in (0, 8, 16)),
-    *(Way(ahead, is_far=True) for ahead in (8, 16, 32)),
-    *(Way(ahead, is_far=True, is_twice=True) for ahead in (16, 32, 64)),
+PREFETCHES = (
+    *(Prefetch(ahead) for ahead in (0, 8, 16)),
+    *(Prefetch(ahead, is_far=True) for ahead in (8, 16, 32)),
+    *(Prefetch(ahead, is_far=True, is_twice=True) for ahead in (16, 32, 64)),
 )
 _FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-w")
 
@@ -43,9 +43,9 @@ class RowReader:
         self._read.argtypes = (pointer, pointer, pointer, *[number] * 5)
         self._read.restype = ctypes.c_uint64
 
-    def read(self, k: Tensor, v: Tensor, slots: IntArray, way: Way) -> None:
+    def read(self, k: Tensor, v: Tensor, slots: IntArray, prefetch: Prefetch) -> None:
         """k, v [num_slots, heads, width]; slots [rows, tokens], read row after row."""
-        order = np.concatenate((slots.ravel(), np.zeros(2 * way.ahead, np.int32)))
+        order = np.concatenate((slots.ravel(), np.zeros(2 * prefetch.ahead, np.int32)))
         row_bytes = k[0].numel() * k.element_size()
         pointers = (k.data_ptr(), v.data_ptr(), order.ctypes.data)
-        self._read(*pointers, slots.size, row_bytes, *way)
+        self._read(*pointers, slots.size, row_bytes, *prefetch)

@@ -31,7 +31,7 @@ class AttentionFeatures:
 
     @property
     def names(self) -> frozenset[str]:
-        """The fields that ask for something for text, which has no rows of pictures."""
+        """The features that change attention over text; `bidirectional` is of pictures."""
         names = frozenset(
             feature.name for feature in fields(self) if getattr(self, feature.name) is not None
         )

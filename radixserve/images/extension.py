@@ -183,9 +183,9 @@ class PictureExtension(EngineExtension):
             return True  # even if it takes more than all of the memory
         pictures = {
             picture
-            for one in (held, *begun)
-            for picture in one.request.pictures
-            if picture.first_id in one.missing
+            for other in (held, *begun)
+            for picture in other.request.pictures
+            if picture.first_id in other.missing
         }
         return bool(self._rows.has_room(pictures, self._itemsize, pinned))
 
@@ -196,7 +196,7 @@ class PictureExtension(EngineExtension):
         return self._open.needed() | own
 
     def _encode(self, picture: Picture) -> tuple[Any, float]:
-        self._rows.load()  # nobody pays for that
+        self._rows.load()  # before the time that a tenant is charged for
         start = time.perf_counter()
         rows = self._rows.encode(picture)
         return rows, time.perf_counter() - start

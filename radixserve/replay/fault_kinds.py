@@ -8,7 +8,6 @@ from __future__ import annotations
 import calendar
 import re
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 from typing import NamedTuple
 from unicodedata import category, normalize
 
@@ -188,7 +187,7 @@ def _longest(pattern: re.Pattern[str], before: str, text: str, after: str) -> in
     """The length of the longest match that overlaps the text, or touches it; 0 for none."""
     low, high = len(before), len(before) + len(text)
     matches = pattern.finditer(before + text + after)
-    sizes = [len(one[0]) for one in matches if one.end() >= low and one.start() <= high]
+    sizes = [len(match[0]) for match in matches if match.end() >= low and match.start() <= high]
     return max(sizes, default=0)
 
 
@@ -198,12 +197,13 @@ def _dense(text: str) -> str:
 
 
 def _seen(text: str) -> str:
-    return "".join(one for one in text if category(one) != "Cf")
+    return "".join(character for character in text if category(character) != "Cf")
 
 
-def _num_equal(one: str, other: str) -> int:
+def _num_equal(text: str, other: str) -> int:
     """The length of the common prefix."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(text), len(other)))
 
 
 def _plain(text: str) -> str:

@@ -269,7 +269,7 @@ def _stored_blocks(line: Line, event: Mapping[str, Any]) -> tuple[list[Any], lis
     if not all(isinstance(one, int) and 0 <= one < 2**31 for one in ids):
         raise line.error("token ids must be integers from 0 to 2**31 - 1")
     above, keys = event.get("parent_block_hash"), event.get("extra_keys")
-    if not all(isinstance(one, int | str | bytes) for one in hashes):
+    if not all(isinstance(block_hash, int | str | bytes) for block_hash in hashes):
         raise line.error("block hashes must be integers, text or bytes")
     if not isinstance(above, int | str | bytes | None):
         raise line.error(f"parent_block_hash must be a block hash, got {shown(above)}")

@@ -41,10 +41,10 @@ class TextIndex:
             known = int(num_known[request])
             tokens = trace.request(request).kept[max(0, known - GRAM + 1) :]
             salt = np.uint64(namespace_salt(trace.namespaces[request]))
-            found = _gram_hashes(tokens) ^ salt
-            num_short = stop - start - len(found)  # at the beginning of a sequence
+            gram_hashes = _gram_hashes(tokens) ^ salt
+            num_short = stop - start - len(gram_hashes)  # at the beginning of a sequence
             hashes[start : start + num_short] = np.arange(start, start + num_short)
-            hashes[start + num_short : stop] = found
+            hashes[start + num_short : stop] = gram_hashes
         self.grams = _first_places(hashes)
 
     def own_places(self, request: int) -> slice:

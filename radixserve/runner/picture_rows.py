@@ -67,7 +67,7 @@ class PictureRows:
             self._known[picture.first_id] = picture
             known = sorted(self._known.items())
             self._starts = np.array([first_id for first_id, _ in known], np.int64)
-            ends = [end for _, one in known for _, end in one.runs]
+            ends = [end for _, known_picture in known for _, end in known_picture.runs]
             self._run_ends = np.array(ends, np.int64)
 
     def load(self) -> None:

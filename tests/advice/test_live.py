@@ -159,7 +159,7 @@ def test_what_was_used_last_is_remembered() -> None:
 
 def test_an_id_may_be_given_again() -> None:
     """Also before the first of its requests was looked at."""
-    found = []
+    results = []
     for ids in ([0, 1, 2, 3], [0, 0, 0, 0]):
         extension = AdviceExtension(RadixCache(10_000, 1), 1)
         for place, seed in enumerate((1, 2, 1, 2)):
@@ -167,9 +167,9 @@ def test_an_id_may_be_given_again() -> None:
             extension.hold(request, 0.0, lambda _: None)
             finish = ended(200 * seed, 0 if place < 2 else 200 * seed - 1)
             extension.on_finish(request, tokens_of(10 + place, 40).tolist(), finish, 0.0)
-        found.append((extension.computed, extension.point(10_000)))
-    assert found[0] == found[1]
-    assert found[0][1]["hit_rate"] == pytest.approx(0.5, abs=0.05)
+        results.append((extension.computed, extension.point(10_000)))
+    assert results[0] == results[1]
+    assert results[0][1]["hit_rate"] == pytest.approx(0.5, abs=0.05)
 
 
 def test_memory_is_bounded() -> None:

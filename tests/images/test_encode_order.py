@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +69,16 @@ def send(runtime: Runtime, chats: Mapping[str, list[Any]]) -> dict[str, float]:
     token."""
     with ThreadPoolExecutor(len(chats)) as pool:
         with held(runtime, 0):
-            asked = {}
+            outs = {}
             for number, (tenant, chat) in enumerate(chats.items(), 1):
-                asked[tenant] = pool.submit(runtime.generate, chat, of(tenant))
-                wait_until(lambda wanted=number: num_open(runtime) == wanted)  # type: ignore[misc]
-        return {name: one.result(PATIENCE_S).metrics.ttft_s for name, one in asked.items()}
+                outs[tenant] = pool.submit(runtime.generate, chat, of(tenant))
+                wait_until(partial(are_open, runtime, number))
+        return {tenant: out.result(PATIENCE_S).metrics.ttft_s for tenant, out in outs.items()}
 
 
-def num_open(runtime: Runtime) -> int:
+def are_open(runtime: Runtime, count: int) -> bool:
     stats: Any = runtime.cache_stats()
-    return int(stats["pictures"]["held_requests"]) + int(stats["running"]) + int(stats["waiting"])
+    return count == sum((stats["pictures"]["held_requests"], stats["running"], stats["waiting"]))
 
 
 def test_pictures_of_one_tenant_do_not_delay_those_of_others(
@@ -124,11 +125,11 @@ def test_little_memory(folder: Path, encoded: list[bytes]) -> None:
     chats = [[said(*map(picture, range(seed, seed + 4)))] for seed in range(600, 640, 10)]
     with Runtime(folder, num_pages=4096, image_memory=5 * 16 * ROW_BYTES) as runtime:
         with ThreadPoolExecutor(len(chats)) as pool:
-            asked = [
+            futures = [
                 pool.submit(runtime.generate, chat, of(f"t{number % 3}"))
                 for number, chat in enumerate(chats)
             ]
-            outs = [one.result(PATIENCE_S) for one in asked]
+            outs = [future.result(PATIENCE_S) for future in futures]
         assert all(out.usage.completion_tokens == 2 for out in outs)
         assert len(encoded) == 16
         runtime.check()

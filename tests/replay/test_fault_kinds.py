@@ -70,7 +70,7 @@ NAMES = [
 
 def kind(before: str, removed: str, added: str, after: str = " and so it goes on") -> str:
     parts = (before, removed, added, after)
-    tokens = [np.asarray([ord(one) for one in part], np.int32) for part in parts]
+    tokens = [np.asarray([ord(character) for character in part], np.int32) for part in parts]
     return kind_of(Gap(*tokens), decode, in_answer=False, is_history=False)
 
 
@@ -111,7 +111,9 @@ def test_the_same_text_in_another_form() -> None:
 
 def test_words_in_another_order() -> None:
     old, new = '"tier": "gold", "region": "eu"', '"region": "eu", "tier": "gold"'
-    gap = [np.asarray([ord(one) for one in part], np.int32) for part in ("", old, new, "")]
+    gap = [
+        np.asarray([ord(character) for character in part], np.int32) for part in ("", old, new, "")
+    ]
     assert is_reordered(Gap(*gap), decode)
     assert not is_reordered(Gap(gap[0], gap[1], gap[1], gap[3]), decode)
     assert not is_reordered(Gap(*gap), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import os
 import struct
 import threading
 import time
@@ -24,6 +25,7 @@ from radixserve import InvalidRequest, Runtime
 from radixserve.images.fetching import UrlFetcher, is_public
 from radixserve.images.sources import read_source
 from tests.images.vision_checkpoints import as_file, make_vision_checkpoint, picture
+from tests.pacing import PATIENCE_S
 from tests.server.local_server import LocalServer
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -390,6 +392,33 @@ def test_urls_of_allowed_hosts(
         assert warm["choices"][0]["message"] == cold["choices"][0]["message"]
     url["messages"][0]["content"][0]["image_url"] = {"url": f"{site}/b.png"}
     assert "is answered 404" in refused(seeing, CHAT, url)["message"]
+
+
+def test_slow_hosts_hold_up_no_text(
+    seeing: LocalServer, vision: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long texts are tokenised in threads, too."""
+    assert vision.pictures is not None
+    fetching, answers = threading.Semaphore(0), threading.Event()
+
+    def fetch(*_: object) -> bytes:
+        fetching.release()
+        assert answers.wait(PATIENCE_S)
+        return as_file(picture(9))
+
+    monkeypatch.setattr(seeing.server, "pictures", vision.pictures.of_callers(fetch))
+    chat = openai("")
+    chat["messages"][0]["content"][0]["image_url"] = {"url": "https://images.example/a.png"}
+    text = {"model": "demo", "messages": [{"role": "user", "content": "a " * 5000}]}
+    with ThreadPoolExecutor(40) as pool:
+        chats = [pool.submit(seeing.post, CHAT, chat) for _ in range(40)]
+        for _ in range(min(32, (os.cpu_count() or 1) + 4)):  # the threads of asyncio's pool
+            assert fetching.acquire(timeout=PATIENCE_S)
+        try:
+            assert refused(seeing, CHAT, text)["code"] == "context_length_exceeded"
+        finally:
+            answers.set()
+        assert all(future.result(PATIENCE_S)["choices"] for future in chats)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ tenant_of_task: ContextVar[str | None] = ContextVar("tenant_of_task", default=No
 
 class TenantThreads(ThreadPoolExecutor):
     """The event loop's default executor: threads for tokenising, rendering and checking large
-    requests.
+    requests. Chats with pictures have one of their own.
 
     A tenant uses at most _THREADS_PER_TENANT threads at a time; its further work waits for one of
     them. Work without a tenant is not limited.

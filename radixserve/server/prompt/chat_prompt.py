@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -24,6 +23,7 @@ from radixserve.request import TruncationSide
 from radixserve.server.answer.output_parser import ParsedAnswer
 from radixserve.server.answer.tool_choice import ChatTools, functions_of
 from radixserve.server.gate.state import AppState
+from radixserve.server.gate.tenant_threads import TenantThreads
 from radixserve.server.prompt.chat_messages import answer_key, call_message
 from radixserve.server.prompt.prompt_input import (
     in_thread_if,
@@ -46,7 +46,7 @@ _SHORT_CHAT = 1_000_000  # characters; a shorter chat is always rendered
 _MAX_CHARACTERS_PER_TOKEN = 64
 _MEAN_CHARACTERS_PER_TOKEN = 4  # for the estimate in the error
 # Chats with pictures wait for hosts and decoders: in threads where they hold up no other prompt.
-_PICTURE_READERS = ThreadPoolExecutor(8, "radixserve-pictures")
+_PICTURE_THREADS = TenantThreads()
 _CONTEXT = 5  # prompt tokens that are decoded with an answer, for its first word's leading space
 
 
@@ -197,7 +197,7 @@ async def read_chat(
     functions = [] if tools is None else tools.functions
     parts = [*messages, body.tools, body.chat_template_kwargs, functions]
     if _have_pictures(messages):
-        rendered = await asyncio.get_running_loop().run_in_executor(_PICTURE_READERS, read)
+        rendered = await asyncio.get_running_loop().run_in_executor(_PICTURE_THREADS, read)
     else:
         rendered = await in_thread_if(is_large(parts), read)
     server.num_billing_headers += rendered.num_headers
