@@ -10,10 +10,10 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -21,7 +21,7 @@ pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 
 from PIL import Image
 
-from radixserve import InvalidRequest, Runtime
+from radixserve import InvalidRequest, Runtime, SamplingParams
 from radixserve.images.fetching import UrlFetcher, is_public
 from radixserve.images.sources import read_source
 from tests.images.vision_checkpoints import as_file, make_vision_checkpoint, picture
@@ -96,19 +96,133 @@ def test_all_protocols_share_a_picture(seeing: LocalServer, vision: Runtime) -> 
     assert encoded(vision) == before + 1
 
 
-def test_a_second_turn_computes_new_tokens_only(seeing: LocalServer, vision: Runtime) -> None:
-    body = openai(data_of(2))
-    first = seeing.post(CHAT, body)
+class Turn(NamedTuple):
+    """The counts that a turn's usage has."""
+
+    prompt: int
+    cached: int
+    completion: int
+
+
+def chat_turns(served: LocalServer, data: str) -> Iterator[Turn]:
+    body = openai(data)
+    while True:
+        answer = served.post(CHAT, body)
+        usage, (choice,) = answer["usage"], answer["choices"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        yield Turn(usage["prompt_tokens"], cached, usage["completion_tokens"])
+        body["messages"] += [choice["message"], {"role": "user", "content": "Sure?"}]
+
+
+def streamed_turns(served: LocalServer, data: str) -> Iterator[Turn]:
+    body = {**openai(data), "stream_options": {"include_usage": True}}
+    while True:
+        *events, last = served.stream(CHAT, body)
+        usage = last["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        yield Turn(usage["prompt_tokens"], cached, usage["completion_tokens"])
+        text = "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+        body["messages"] += [
+            {"role": "assistant", "content": text},
+            {"role": "user", "content": "Sure?"},
+        ]
+
+
+def message_turns(served: LocalServer, data: str) -> Iterator[Turn]:
+    body = anthropic(data)
+    while True:
+        answer = served.post(MESSAGES, body)
+        usage = answer["usage"]
+        cached = usage["cache_read_input_tokens"]
+        new = usage["input_tokens"] + usage.get("cache_creation_input_tokens", 0)
+        yield Turn(cached + new, cached, usage["output_tokens"])
+        body["messages"] += [
+            {"role": "assistant", "content": answer["content"]},
+            {"role": "user", "content": "Sure?"},
+        ]
+
+
+def response_turns(served: LocalServer, data: str) -> Iterator[Turn]:
+    body = responses(data)
+    while True:
+        answer = served.post(RESPONSES, body)
+        yield turn_of_response(answer)
+        body["input"] += [*answer["output"], {"role": "user", "content": "Sure?"}]
+
+
+def response_turns_by_id(served: LocalServer, data: str) -> Iterator[Turn]:
+    body = responses(data)
+    while True:
+        answer = served.post(RESPONSES, body)
+        yield turn_of_response(answer)
+        body |= {"previous_response_id": answer["id"], "input": "Sure?"}
+
+
+def turn_of_response(answer: Any) -> Turn:
+    usage = answer["usage"]
+    cached = usage["input_tokens_details"]["cached_tokens"]
+    return Turn(usage["input_tokens"], cached, usage["output_tokens"])
+
+
+def runtime_turns(served: LocalServer, data: str) -> Iterator[Turn]:
+    params = SamplingParams(max_tokens=4, temperature=0.0)
+    parts = [{"type": "image", "base64": data}, {"type": "text", "text": "What is it?"}]
+    said: Any = {"role": "user", "content": parts}
+    with served.server.runtime.chat(params=params) as chat:
+        while True:
+            usage = chat.send(said).usage
+            yield Turn(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+            said = "Sure?"
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        *(chat_turns, streamed_turns, message_turns, response_turns, response_turns_by_id),
+        runtime_turns,
+    ],
+)
+def test_a_later_turn_computes_new_tokens_only(
+    seeing: LocalServer, vision: Runtime, turns: Callable[[LocalServer, str], Iterator[Turn]]
+) -> None:
+    """All that the turn before computed is cached; its last token was not."""
+    vision.flush_cache()
     before = encoded(vision)
-    answer = first["choices"][0]["message"]["content"]
-    body["messages"] += [
-        {"role": "assistant", "content": answer},
-        {"role": "user", "content": "Sure?"},
-    ]
-    second = seeing.post(CHAT, body)
-    assert encoded(vision) == before
-    usage = second["usage"]
-    assert usage["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["total_tokens"] - 1
+    with contextlib.closing(turns(seeing, data_of(2))) as told:
+        last = next(told)
+        assert last.cached == 0
+        assert encoded(vision) <= before + 1
+        for _ in range(2):
+            before, prefilled = encoded(vision), vision.cache_stats()["prefilled_tokens"]
+            turn = next(told)
+            assert encoded(vision) == before
+            assert turn.cached == last.prompt + last.completion - 1
+            computed = vision.cache_stats()["prefilled_tokens"] - prefilled
+            assert computed == turn.prompt - turn.cached < 30
+            last = turn
+
+
+def test_requests_that_arrive_together_encode_a_picture_once(
+    seeing: LocalServer, vision: Runtime
+) -> None:
+    """By all protocols, of which some read the same file again."""
+    vision.flush_cache()
+    before, prefilled = encoded(vision), vision.cache_stats()["prefilled_tokens"]
+    makers = [(CHAT, openai), (MESSAGES, anthropic), (RESPONSES, responses)]
+    data = data_of(12)
+    with ThreadPoolExecutor(32) as pool:
+        asked = [
+            pool.submit(seeing.post, path, make(data, f"Question {number}"))
+            for number in range(32)
+            for path, make in [makers[number % 3]]
+        ]
+        answers = [future.result(PATIENCE_S) for future in asked]
+    assert encoded(vision) == before + 1
+    rows = vision.tokenize([{"role": "user", "content": [{"type": "image", "base64": data}]}])
+    num_rows = int((rows >= 1 << 30).sum())
+    computed = vision.cache_stats()["prefilled_tokens"] - prefilled
+    num_prompt = answers[0]["usage"]["prompt_tokens"]
+    assert computed < num_prompt + 31 * (num_prompt - num_rows)
 
 
 def test_a_conversation_is_known_by_its_pictures(seeing: LocalServer) -> None:
