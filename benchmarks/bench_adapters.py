@@ -1,18 +1,23 @@
 """What LoRA adapters cost beside the model alone, which is what merging one by hand costs.
 
     python benchmarks/bench_adapters.py [--model smollm2] [--dtype bfloat16] [--rank 16]
-        [--rounds 5] [--threads 1] [--only "decode 1,mixed 32"]
+        [--runtimes 3] [--rounds 5] [--threads 1] [--only "decode 1,mixed 32"]
 
 model: smollm2 is computed in the 4 and 8 bits of its file, a shape of harness/shapes.py, such as
 small, in `dtype`, in which adapters always are.
 
-Two runtimes answer the same prompts in turns, one with adapters. The figures are medians of the
-pairs' ratios, by the seconds of all threads, and the lowest and highest ratio.
-
 prefill       one adapter computes a prompt of 512 tokens
 decode N      one adapter computes N rows
 mixed 32      eight adapters compute 32 rows
-unused ...    the same without adapters, in the runtime that has eight of them
+
+A round computes the same prompts three times, in changing order: with adapters, without any in the
+same runtime, and in a runtime that has no adapters. The second is the measure of the other two. The
+third is the control: what it differs by is noise, the placement of both runtimes in memory, or the
+cost of adapters that no row uses. Placement differs from one runtime to the next, so some pairs of
+fresh runtimes are measured.
+
+The figures are medians of the rounds' ratios, by the CPU seconds of all threads, and the lowest and
+highest median of a pair of runtimes.
 """
 
 from __future__ import annotations
@@ -86,35 +91,48 @@ def seconds(runtime: Runtime, prompts: list[list[int]], names: Sequence[str], co
 
 def cases(names: list[str]) -> dict[str, Case]:
     """By their labels."""
-    alone = [""]
     return {
         "prefill": Case(1, names[:1]),
         "decode 1": Case(NUM_TOKENS, names[:1]),
         "decode 8": Case(NUM_TOKENS, names[:1] * 8),
         "decode 32": Case(NUM_TOKENS, names[:1] * 32),
         "mixed 32": Case(NUM_TOKENS, names * 4),
-        "unused prefill": Case(1, alone),
-        "unused decode 1": Case(NUM_TOKENS, alone),
-        "unused decode 32": Case(NUM_TOKENS, alone * 32),
     }
 
 
-def ratios(rt: Runtime, plain: Runtime, case: Case, rounds: int) -> tuple[float, list[float]]:
-    """Seconds of the runtime without adapters, and the other's as multiples of them, ascending."""
-    length = PROMPT_TOKENS if case.num_tokens == 1 else 16
-    prompts = [
-        [(7 * row + 3 * place) % 1000 for place in range(length)] for row in range(len(case.names))
-    ]
-    bases, found = [], []
-    for number in range(rounds + 1):
-        taken = {}
-        for runtime in (rt, plain) if number % 2 else (plain, rt):
-            names = case.names if runtime is rt else [""] * len(prompts)
-            taken[runtime] = seconds(runtime, prompts, names, case.num_tokens)
-        if number:  # the first warms up
-            bases.append(taken[plain])
-            found.append(taken[rt] / taken[plain])
-    return median(bases), sorted(found)
+class Figures:
+    """Of one case: a list for each pair of runtimes."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []  # without adapters
+        self.ratios: dict[str, list[list[float]]] = {"adapters": [], "control": []}
+
+    def add(self, rt: Runtime, plain: Runtime, case: Case, rounds: int) -> None:
+        length = PROMPT_TOKENS if case.num_tokens == 1 else 16
+        rows = range(len(case.names))
+        prompts = [[(7 * row + 3 * place) % 1000 for place in range(length)] for row in rows]
+        none = [""] * len(prompts)
+        ways = [("adapters", rt, case.names), ("none", rt, none), ("control", plain, none)]
+        for of in self.ratios.values():
+            of.append([])
+        for number in range(rounds + 1):
+            taken = {
+                way: seconds(runtime, prompts, names, case.num_tokens)
+                for way, runtime, names in (ways if number % 2 else ways[::-1])
+            }
+            ways = ways[1:] + ways[:1]
+            if number:  # the first warms up
+                self.seconds.append(taken["none"])
+                for way, of in self.ratios.items():
+                    of[-1].append(taken[way] / taken["none"])
+
+    def row(self, label: str) -> list[str]:
+        cells = [label, f"{1e3 * median(self.seconds):.1f}"]
+        for of in self.ratios.values():
+            medians = [100 * (median(some) - 1) for some in of]
+            whole = 100 * (median(ratio for some in of for ratio in some) - 1)
+            cells += [f"{whole:+.1f} %", f"{min(medians):+.1f} to {max(medians):+.1f}"]
+        return cells
 
 
 def main() -> None:
@@ -124,13 +142,14 @@ def main() -> None:
         model="smollm2",
         dtype="bfloat16",
         rank=16,
+        runtimes=3,
         rounds=5,
         threads=1,
         only=Names("cases", cases(names)),
         json=False,
     )
     torch.set_num_threads(args.threads)
-    rows = []
+    figures = {label: Figures() for label in args.only}
     with tempfile.TemporaryDirectory() as folder:
         model = args.model
         if model in SHAPES:
@@ -143,18 +162,15 @@ def main() -> None:
         }
         settings: dict[str, Any] = {"dtype": args.dtype, "num_pages": 20_000, "max_draft_tokens": 0}
         more: dict[str, Any] = {"adapters": adapters, "adapter_memory": "8GB"}
-        with (
-            Runtime(model, **settings) as plain,
-            Runtime(model, **settings, **more) as rt,
-        ):
-            for label in args.only:
-                base, found = ratios(rt, plain, cases(names)[label], args.rounds)
-                shown = (
-                    f"{100 * (own - 1):+.1f} %" for own in (median(found), found[0], found[-1])
-                )
-                rows.append([label, f"{1e3 * base:.1f}", *shown])
-    columns = ["case", "alone, ms of CPU time", "with adapters", "lowest", "highest"]
-    print_table(args, columns, rows)
+        for _ in range(args.runtimes):
+            with (
+                Runtime(model, **settings) as plain,
+                Runtime(model, **settings, **more) as rt,
+            ):
+                for label, case in figures.items():
+                    case.add(rt, plain, cases(names)[label], args.rounds)
+    columns = ["case", "no adapter, ms", "with adapters", "of runtimes", "control", "of runtimes"]
+    print_table(args, columns, [case.row(label) for label, case in figures.items()])
 
 
 if __name__ == "__main__":

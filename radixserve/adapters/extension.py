@@ -29,10 +29,12 @@ _WAIT_S = 0.005  # for an adapter that is being read, where there is nothing els
 
 @dataclass(frozen=True, slots=True)
 class InstallAdapter(EngineMessage[None]):
-    """Let requests name an adapter that was read. `weights`: what the runner packed."""
+    """Let requests name an adapter that was read. `weights`: what the runner packed. `replaces`:
+    also where another adapter has the name, which open requests keep; it is dropped after them."""
 
     info: AdapterInfo
     weights: Any
+    replaces: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +81,16 @@ class AdapterExtension(EngineExtension):
                 f"the adapter {shown(message.info.name)} takes {message.info.num_bytes} bytes, "
                 f"adapter_memory is {residency.max_bytes}"
             )
-        adapter = self._table.add(message.info)
+        old = self._table.named.get(message.info.name)
+        adapter = self._table.add(message.info, replaces=message.replaces)
         if not self._is_plugged_in:
             self._is_plugged_in = True
             self._engine.scheduler.plug_in(residency.open_requests)
             self._engine.extend(residency, is_first=True)
         if residency.make_room(adapter):
             residency.put(adapter, message.weights)
+        if old is not None:
+            residency.retire(old)
 
     def stats(self) -> dict[str, Any]:
         residency = self._residency
@@ -214,7 +219,8 @@ class _Residency(EngineExtension):
         return future
 
     def _drop(self, adapter: Adapter) -> None:
-        if self._table.named.get(adapter.info.name) is not None:
+        named = self._table.named.get(adapter.info.name)
+        if named is not None and named.number == adapter.number:
             return  # it was loaded again meanwhile
         if adapter.number in self.resident:
             self._forget(adapter.number)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,9 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_INVOCATION = 1024  # tokens
 _MAX_NAMED = 6  # tensors named in an error message
-_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_MAX_PATTERNS, _MAX_PATTERN, _MAX_REPEATS = 4096, 256, 3  # of a field; characters; * + { in one
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
+_TENSOR = re.compile(r"base_model\.model\.(.{1,128})\.lora_([AB])\.weight")
 # Fields that make another kind of adapter, and the values with which they do not.
 _PLAIN: dict[str, tuple[object, ...]] = {
     "use_dora": (False, None),
@@ -77,9 +79,10 @@ def _read(path: Path, most: int | None = None) -> bytes:
         if most is not None and path.stat().st_size > most:
             raise InvalidRequest(f"{path} is larger than {most} bytes")
         return path.read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: of a path with NUL
+        reason = getattr(error, "strerror", error)
         raise InvalidRequest(
-            f"{path.parent} is no adapter: {path.name} cannot be read ({error.strerror})"
+            f"{path.parent} is no adapter: {path.name} cannot be read ({reason})"
         ) from None
 
 
@@ -98,9 +101,6 @@ def _read_config(path: Path, raw: bytes) -> dict[str, Any]:
         value = config.get(name)
         if not any(value == allowed and type(value) is type(allowed) for allowed in plain):
             raise ModelNotSupported(f"{path}: adapters with {name}={shown(value)} are not built")
-    for name in ("rank_pattern", "alpha_pattern"):
-        if not isinstance(config.get(name) or {}, dict):
-            raise InvalidRequest(f"{path}: {name} must be an object, got {shown(config[name])}")
     return config
 
 
@@ -122,43 +122,72 @@ def _modules(
         )
     if not pairs:
         raise InvalidRequest(f"{folder / WEIGHTS_FILE} holds no tensor")
-    return {name: _module(folder, config, name, pair) for name, pair in pairs.items()}
+    ranks, alphas = (_patterns(folder, config, name) for name in ("rank_pattern", "alpha_pattern"))
+    return {
+        name: _module(
+            f"{folder}, {name}",
+            pair,
+            _of_pattern(ranks, name, config.get("r")),
+            _of_pattern(alphas, name, config.get("lora_alpha")),
+            is_rslora=bool(config.get("use_rslora")),
+        )
+        for name, pair in pairs.items()
+    }
 
 
 def _module(
-    folder: Path, config: Mapping[str, Any], name: str, pair: Mapping[str, Tensor]
+    where: str, pair: Mapping[str, Tensor], r: object, lora_alpha: object, *, is_rslora: bool
 ) -> LoraModule:
-    where = f"{folder}, {name}"
     if len(pair) < 2:
         raise InvalidRequest(f"{where}: lora_A or lora_B is missing")
+    if not all(tensor.is_floating_point() for tensor in pair.values()):
+        raise InvalidRequest(f"{where}: lora_A and lora_B must be tensors of floats")
     a, b = (pair[letter].float() for letter in "AB")
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
         raise InvalidRequest(
             f"{where}: lora_A of {tuple(a.shape)} and lora_B of {tuple(b.shape)} make no product"
         )
-    rank = _number(where, "r", _of_pattern(config, "rank_pattern", name, config.get("r")))
-    alpha = _number(
-        where, "lora_alpha", _of_pattern(config, "alpha_pattern", name, config.get("lora_alpha"))
-    )
+    rank, alpha = _number(where, "r", r), _number(where, "lora_alpha", lora_alpha)
     if rank != a.shape[0]:
         raise InvalidRequest(f"{where}: lora_A has rank {a.shape[0]}, the config says {rank:g}")
     if rank > MAX_RANK:
         raise ModelNotSupported(f"{where}: rank {rank:g}; ranks of at most {MAX_RANK} are built")
     if not (bool(torch.isfinite(a).all()) and bool(torch.isfinite(b).all())):
         raise InvalidRequest(f"{where}: some of its numbers are not finite")
-    return LoraModule(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    return LoraModule(a, b, alpha / (math.sqrt(rank) if is_rslora else rank))
 
 
-def _of_pattern(config: Mapping[str, Any], field: str, name: str, otherwise: object) -> object:
-    """The value of the first pattern that is the end of a module's name, or matches it."""
-    patterns: dict[str, object] = config.get(field) or {}
+def _patterns(
+    folder: Path, config: Mapping[str, Any], field: str
+) -> list[tuple[re.Pattern[str], object]]:
+    """The patterns of modules' names in a field, and their values. Raises InvalidRequest, also for
+    patterns whose matching may take long: no other thread runs meanwhile."""
+    where, patterns = f"{folder / CONFIG_FILE}: {field}", config.get(field) or {}
+    if not isinstance(patterns, dict) or len(patterns) > _MAX_PATTERNS:
+        raise InvalidRequest(
+            f"{where} must be an object of at most {_MAX_PATTERNS} members, got {shown(patterns)}"
+        )
+    compiled = []
     for pattern, value in patterns.items():
+        repeats = sum(pattern.count(sign) for sign in "*+{")
+        is_long = len(pattern) > _MAX_PATTERN or repeats > _MAX_REPEATS
+        if is_long or _REPEATED_GROUP.search(pattern):
+            raise InvalidRequest(
+                f"{where}: {shown(pattern)} has over {_MAX_PATTERN} characters, over "
+                f"{_MAX_REPEATS} repetitions or a repeated group"
+            )
         try:
-            if re.match(rf"(?:.*\.)?(?:{pattern})$", name):
-                return value
-        except re.error as error:
-            raise InvalidRequest(f"{field}: {shown(pattern)} is not a pattern: {error}") from None
-    return otherwise
+            compiled.append((re.compile(rf"(?:.*\.)?(?:{pattern})$"), value))
+        except (re.error, OverflowError, RecursionError) as error:
+            raise InvalidRequest(f"{where}: {shown(pattern)} is not a pattern: {error}") from None
+    return compiled
+
+
+def _of_pattern(
+    patterns: Sequence[tuple[re.Pattern[str], object]], name: str, otherwise: object
+) -> object:
+    """The value of the first pattern that is the end of a module's name, or matches it."""
+    return next((value for pattern, value in patterns if pattern.match(name)), otherwise)
 
 
 def _number(where: str, field: str, value: object) -> float:

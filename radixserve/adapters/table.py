@@ -60,9 +60,9 @@ class AdapterTable:
         self.known: dict[str, Adapter] = {}  # all that were loaded since the start, by key
         self.numbered: dict[int, Adapter] = {}  # the same, by number
 
-    def add(self, info: AdapterInfo) -> Adapter:
-        """Let requests name it. Raises InvalidRequest for a name in use."""
-        if info.name in self.named:
+    def add(self, info: AdapterInfo, *, replaces: bool = False) -> Adapter:
+        """Let requests name it. replaces: also under a name in use, else InvalidRequest."""
+        if info.name in self.named and not replaces:
             raise InvalidRequest(f"the adapter {shown(info.name)} is loaded: unload it first")
         adapter = Adapter(info, len(self.known) + 1)
         if (known := self.known.get(adapter.key)) is not None:

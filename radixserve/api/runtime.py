@@ -265,8 +265,8 @@ class Runtime(RuntimeGeneration, RuntimeCache, RuntimeHints, RuntimeWeights):
         self, name: str, path: str | os.PathLike[str], *, load_inplace: bool = False
     ) -> AdapterInfo:
         """Load a LoRA adapter from a folder as PEFT saves it; from then on requests may name it, in
-        `SamplingParams.adapter`. Others run meanwhile. load_inplace: unload what has that name,
-        once the new one was read.
+        `SamplingParams.adapter`. Others run meanwhile. load_inplace: also where an adapter has that
+        name. New requests then get the new one, open ones keep the old one to their end.
 
         Raises InvalidRequest for a name that is loaded and a folder that is no adapter,
         ModelNotSupported naming what of it is not computed. See docs/adapters.md.
@@ -279,9 +279,7 @@ class Runtime(RuntimeGeneration, RuntimeCache, RuntimeHints, RuntimeWeights):
         loaded = load(name, folder, self._pack_adapter)
         if loaded.info.invocation and self.model.vocab_size > MAX_TOKEN_IDS:
             raise InvalidRequest(f"activated adapters need at most {MAX_TOKEN_IDS} token ids")
-        if name in self._adapters.named:
-            self.unload_adapter(name)
-        self._core.call(InstallAdapter(*loaded))
+        self._core.call(InstallAdapter(*loaded, replaces=load_inplace))
         return loaded.info
 
     def unload_adapter(self, name: str) -> None:

@@ -14,7 +14,7 @@ from radixserve.models.decoder_shape import DecoderShape
 from radixserve.models.decoder_tensors import paired_rows
 from radixserve_kernels.cpu_lora import LoraProduct
 
-_MODULE = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")  # as a checkpoint names it
+_MODULE = re.compile(r"(?:.*\.)?layers\.(\d{1,6})\.(.+)")  # as a checkpoint names it
 _MAX_NAMED = 6  # modules named in an error message
 
 

@@ -188,6 +188,24 @@ class TestLoading:
         assert tokens == last.completion.token_ids[: len(tokens)]
         assert rt.adapters == {}
 
+    def test_a_replaced_one_goes_after_its_open_requests(self, rt: Runtime, llama: Case) -> None:
+        prompt, long = prompt_of(5, 20), params("sql", max_tokens=200)
+        rt.load_adapter("sql", llama.adapters["all"])
+        wanted = rt.generate(prompt, long)
+        chunks = rt.stream(prompt, long)
+        next(chunks)
+        rt.load_adapter("sql", llama.adapters["some"], load_inplace=True)
+        new = rt.generate(prompt, params("sql"))  # does not wait for the open one
+        assert new.usage.cached_tokens == 0
+        assert new.token_ids == expected(llama, prompt, "some")[0]
+        *_, last = chunks
+        assert last.completion is not None
+        assert last.completion.logprobs == wanted.logprobs
+        rt.unload_adapter("sql")
+        assert rt.cache_stats()["adapters"]["in_memory"] == 0  # type: ignore[index]
+        assert all("\0sql" not in str(name) for name in rt.cache_tree()["namespaces"])
+        rt.check()
+
     def test_names_and_folders_are_checked(self, rt: Runtime, llama: Case, tmp_path: Path) -> None:
         rt.load_adapter("sql", llama.adapters["all"])
         with pytest.raises(InvalidRequest, match="is loaded: unload it first"):

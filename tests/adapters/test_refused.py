@@ -35,6 +35,7 @@ MODULES = [  # family, a module of its layers, the message
     ("falcon_h1", "mamba.in_proj", r"mamba\.in_proj: possible are"),
     ("falcon_h1", "self_attn.q_proj", MIXER),
     ("gemma4", "per_layer_input_gate", r"per_layer_input_gate: possible are"),
+    ("llama", "9" * 5000, "tensors that are not built"),
     ("llama", "input_layernorm", r"input_layernorm: possible are mlp\.down_proj, mlp\.gate_proj"),
 ]
 
@@ -143,6 +144,7 @@ def test_kinds(
         (64, 32, 1.0, r"lora_A and lora_B of \(\(2, 64\), \(32, 2\)\), not of"),
         (32, 64, 1.0, r"not of \(\(2, 64\), \(64, 2\)\)"),
         (64, 64, math.inf, "some of its numbers are not finite"),
+        (64, 64, 1j, "must be tensors of floats"),
     ],
 )
 def test_numbers(
@@ -150,12 +152,21 @@ def test_numbers(
     tmp_path: Path,
     inputs: int,
     outputs: int,
-    value: float,
+    value: complex,
     message: str,
 ) -> None:
     tensors = pair("model.layers.0.self_attn.q_proj", inputs, outputs)
     folder = write(tmp_path / "a", {name: value * tensor for name, tensor in tensors.items()})
     with pytest.raises((ModelNotSupported, InvalidRequest), match=message):
+        runtimes["llama"].load_adapter("a", folder)
+
+
+@pytest.mark.parametrize("pattern", ["(.*)*x", ".*.*.*.*x", "x" * 257, "(", "x{99999999999}"])
+def test_patterns(runtimes: dict[str, Runtime], tmp_path: Path, pattern: str) -> None:
+    """Matching one keeps Python's lock, and may take for ever."""
+    tensors = pair("model.layers.0.self_attn.q_proj")
+    folder = write(tmp_path / "a", tensors, alpha_pattern={pattern: 2})
+    with pytest.raises(InvalidRequest, match=r"alpha_pattern: .* (repeated group|not a pattern)"):
         runtimes["llama"].load_adapter("a", folder)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,16 @@ def test_loading_and_unloading(served: LocalServer, folder: Path) -> None:
     ):
         gone = served.client.post(path, json=body)
         assert gone.status_code == 404, gone.text
-    broken = {"lora_name": "none", "lora_path": str(folder)}
-    answer = served.client.post("/v1/load_lora_adapter", json=broken)
-    assert answer.status_code == 400
-    assert "is no adapter" in answer.text
+    config = json.loads((folder / "judge" / "adapter_config.json").read_text())
+    for fields, message in (
+        ({"use_dora": True}, "use_dora=True are not built"),
+        ({"r": 5}, "lora_A has rank 4, the config says 5"),
+    ):
+        (folder / "judge" / "adapter_config.json").write_text(json.dumps({**config, **fields}))
+        refused = served.client.post("/v1/load_lora_adapter", json=judge)
+        assert (refused.status_code, message in refused.text) == (400, True), refused.text
+    for path in (str(folder), "\0"):
+        broken = {"lora_name": "none", "lora_path": path}
+        answer = served.client.post("/v1/load_lora_adapter", json=broken)
+        assert answer.status_code == 400
+        assert "is no adapter" in answer.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,21 @@ def test_an_update_as_sglang_has_it(own: LocalServer, folders: list[Path], tmp_p
     assert ask(own) == old
 
 
+def test_answers_name_their_weights(own: LocalServer) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6, "ignore_eos": True}
+    epoch = own.client.get("/weight_version").json()["epoch"]
+    wanted = [{"start": 0, "end": 6, "epoch": epoch, "kv": "computed"}]
+    for path, body in (("/v1/completions", ASK), ("/v1/chat/completions", chat)):
+        body = {**body, "return_token_ids": True}
+        assert own.post(path, body)["choices"][0]["weight_epochs"] == wanted
+        text = own.client.post(path, json={**body, "stream": True}).text
+        chunks = [json.loads(line[6:]) for line in text.split("\n\n")[:-2]]
+        found = [chunk["choices"][0].get("weight_epochs") for chunk in chunks]
+        assert found == [None] * (len(found) - 1) + [wanted]
+    native = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 6, "ignore_eos": True}}
+    assert own.post("/generate", native)["meta_info"]["weight_epochs"] == wanted
+
+
 def test_weights_that_do_not_fit(own: LocalServer, tmp_path: Path) -> None:
     before = ask(own)
     for route, body, message in (
@@ -75,6 +91,7 @@ def test_weights_that_do_not_fit(own: LocalServer, tmp_path: Path) -> None:
         ("/update_weights_from_tensor", {}, "give path or shared_memory"),
         ("/update_weights_from_tensor", {"path": str(tmp_path / "none")}, "not a safetensors"),
         ("/update_weights_from_tensor", {"shared_memory": "../etc/passwd"}, "must be a name"),
+        ("/update_weights_from_tensor", {"shared_memory": "a\0b"}, "not a safetensors"),
         ("/update_weights_from_tensor", {"serialized_named_tensors": ["x"]}, "serialized"),
         ("/pause_generation", {"mode": "stop"}, "mode"),
     ):

@@ -34,7 +34,7 @@ from radixserve.server.wire.errors import ApiError
 from radixserve.server.wire.json_response import dump, quote
 from radixserve.server.wire.sampling import check_stream, read_beams, read_sampling, token_limit
 from radixserve.server.wire.schema import ChatReasoning, ChatRequest, NamedTool, TemplateFields
-from radixserve.server.wire.usage import Group, prediction_details
+from radixserve.server.wire.usage import Group, epochs_body, prediction_details
 from radixserve.text.content_marks import unmarked
 
 router = APIRouter(route_class=JsonRoute)
@@ -227,6 +227,7 @@ class _ChatCompletionBuilder(ChoicesBuilder):
         if self._request.return_token_ids:
             choice["token_ids"] = completion.token_ids
             choice["prompt_token_ids"] = self._turn.prompt.token_ids.tolist()
+            choice["weight_epochs"] = epochs_body(completion)
         return choice
 
     async def _batches(self) -> AsyncIterator[list[tuple[int, Chunk, Delta | None]]]:

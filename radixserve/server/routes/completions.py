@@ -33,7 +33,7 @@ from radixserve.server.wire.sampling import (
     token_limit,
 )
 from radixserve.server.wire.schema import CompletionRequest
-from radixserve.server.wire.usage import Group
+from radixserve.server.wire.usage import Group, epochs_body
 
 router = APIRouter(route_class=JsonRoute)
 _MAX_TOKENS = 16  # OpenAI's default
@@ -196,6 +196,7 @@ class CompletionBuilder(ChoicesBuilder):
         if body.return_token_ids:
             choice["token_ids"] = list(ids)
             choice["prompt_token_ids"] = prompt.tolist()
+            choice["weight_epochs"] = epochs_body(completion)
         return choice
 
     def _echoed(self, prompt: IntArray) -> str:

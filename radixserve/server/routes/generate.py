@@ -25,7 +25,7 @@ from radixserve.server.wire.errors import ApiError
 from radixserve.server.wire.json_response import event
 from radixserve.server.wire.sampling import keep_last, read_sampling
 from radixserve.server.wire.schema import GenerateRequest, NativeSampling, Sampling
-from radixserve.server.wire.usage import Group, loaded_field
+from radixserve.server.wire.usage import Group, epochs_body, loaded_field
 
 router = APIRouter(route_class=JsonRoute)
 _TOP_LEVEL = {"priority", "logprob_start_len"}  # stand beside sampling_params
@@ -171,6 +171,7 @@ class _GenerateBuilder(AnswerBuilder):
             "cached_tokens": usage.cached_tokens,
             **loaded_field(usage.loaded_tokens),
             "e2e_latency": completion.metrics.total_s,
+            "weight_epochs": epochs_body(completion),
         }
         if completion.logprobs is not None and self._request.return_logprob:
             meta |= _logprobs(completion.token_ids, completion.logprobs, completion.top_logprobs)

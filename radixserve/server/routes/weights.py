@@ -104,7 +104,7 @@ async def update_weights_from_tensor(request: Request, body: TensorRequest) -> R
         path = _SHARED_MEMORY / name
     try:
         tensors = await asyncio.to_thread(_read_tensors, path)
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:  # ValueError: of a path with NUL
         raise ApiError(400, f"{path} is not a safetensors file: {error}", param="path") from None
     return await _update(server_of(request), body, tensors, is_last=body.is_last is not False)
 

@@ -40,7 +40,13 @@ from radixserve.server.wire.json_response import (
     quote,
 )
 from radixserve.server.wire.schema import GenerationFields
-from radixserve.server.wire.usage import Group, StreamUsage, completion_usage, request_metrics
+from radixserve.server.wire.usage import (
+    Group,
+    StreamUsage,
+    completion_usage,
+    epochs_body,
+    request_metrics,
+)
 
 
 class AnswerBuilder(ABC):
@@ -194,6 +200,8 @@ class ChoicesBuilder(AnswerBuilder):
         """
         ids = f',"token_ids":{dump(chunk.token_ids)}' if self._returns_ids else ""
         done = chunk.completion
+        if done is not None and self._returns_ids:
+            ids += f',"weight_epochs":{dump(epochs_body(done))}'
         end = "null" if done is None else f'{quote(reason)},"stop_reason":{dump(done.stop_reason)}'
         return (
             f'{self._opening}{index},{member},"logprobs":{logprobs}{ids},'

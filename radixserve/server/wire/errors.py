@@ -12,7 +12,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from radixserve.checks import shown
-from radixserve.errors import BranchBusy, EngineDead, InvalidRequest, PromptTooLong, RequestFailed
+from radixserve.errors import (
+    BranchBusy,
+    EngineDead,
+    InvalidRequest,
+    ModelNotSupported,
+    PromptTooLong,
+    RequestFailed,
+)
 from radixserve.server.wire.fields import FieldRule
 
 TYPES = {
@@ -97,6 +104,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(409, str(error), code="branch_busy")
     if isinstance(error, InvalidRequest):
         return invalid(error)
+    if isinstance(error, ModelNotSupported):  # an adapter, or a model for an update
+        return ApiError(400, str(error), code="not_supported")
     if isinstance(error, RecursionError):  # only a nested body can cause it
         return ApiError(400, "the body is nested too deeply", code="invalid_json")
     if isinstance(error, RequestFailed):

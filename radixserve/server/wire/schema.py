@@ -484,7 +484,7 @@ class LoadAdapterRequest(Body):
 
     lora_name: Short | None = None
     lora_path: str | None = None
-    load_inplace: bool | None = None  # unload what has that name first
+    load_inplace: bool | None = None  # also where an adapter has that name
 
 
 class UnloadAdapterRequest(Body):

@@ -30,6 +30,11 @@ def grouped(completions: Mapping[int, Completion], size: int) -> list[list[Compl
     ]
 
 
+def epochs_body(completion: Completion) -> list[dict[str, Any]]:
+    """Which weights sampled which tokens of an answer."""
+    return [epoch._asdict() for epoch in completion.weight_epochs]
+
+
 def completion_usage(groups: Iterable[Group]) -> dict[str, Any]:
     """The usage of a request. A prompt counts once, with the usage of its first completion; the
     generated tokens of all completions count.
