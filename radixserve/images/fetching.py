@@ -11,9 +11,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterable
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import Any
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import quote, urljoin, urlsplit
 
 import httpcore
 
@@ -24,7 +24,16 @@ from radixserve.errors import InvalidRequest
 _MAX_REDIRECTS = 5
 _LOOK_UPS = threading.Semaphore(32)  # of hosts at once; one that hangs cannot be ended
 _REDIRECTS = (301, 302, 303, 307, 308)
-_NAT64, _6TO4 = b"\x00\x64\xff\x9b", b"\x20\x02"  # prefixes of IPv6 that carry an IPv4 address
+_MAX_URL_LENGTH = 8_192
+_NAT64 = ip_network("64:ff9b::/96")  # carries IPv4 addresses
+_UNICAST = ip_network("2000::/3")  # all that IPv6 has given out
+# Not of the internet, whatever a version of Python says: what belongs to protocols, relays and
+# documentation, and addresses of 6to4 and ISATAP, which lead to IPv4.
+_RESERVED = [
+    ip_network(block) for block in ("192.0.0.0/24", "192.88.99.0/24", "2002::/16", "3fff::/20")
+]
+_ISATAP = (b"\x00\x00\x5e\xfe", b"\x02\x00\x5e\xfe")  # bytes 8 to 12
+_UNQUOTED = "/?:@!$&'()*+,;=%~[]"  # of a path and a query
 
 
 class UrlFetcher:
@@ -35,7 +44,7 @@ class UrlFetcher:
     ) -> None:
         """hosts: allowed names; those of their subdomains are not. timeout_s: for a picture, its
         redirects included. allows_private: addresses of private networks, too, for tests."""
-        self._hosts = frozenset(host.lower().rstrip(".") for host in hosts)
+        self._hosts = frozenset(map(_as_ascii, hosts))
         self._timeout_s, self._allows_private = timeout_s, allows_private
 
     def __call__(self, url: str, max_bytes: int) -> bytes:
@@ -43,11 +52,11 @@ class UrlFetcher:
         deadline = time.monotonic() + self._timeout_s
         try:
             for _ in range(1 + _MAX_REDIRECTS):
-                self._check_url(url)
+                checked = self._checked(url)
                 with httpcore.ConnectionPool(
                     network_backend=_CheckedBackend(deadline, self._allows_private)
                 ) as pool:
-                    found, data = _get(pool, url, max_bytes)
+                    found, data = _get(pool, checked, max_bytes)
                 if found is None:
                     return data
                 url = urljoin(url, found)
@@ -58,11 +67,13 @@ class UrlFetcher:
             raise InvalidRequest(f"the picture {shown(url)} {kind}: {error!r}") from None
         raise InvalidRequest(f"the picture {shown(url)} has more than {_MAX_REDIRECTS} redirects")
 
-    def _check_url(self, url: str) -> None:
+    def _checked(self, url: str) -> httpcore.URL:
+        """Returns an allowed URL. Raises InvalidRequest."""
+        if len(url) > _MAX_URL_LENGTH:
+            raise InvalidRequest(f"a picture's URL has more than {_MAX_URL_LENGTH} characters")
         try:
             parts = urlsplit(url)
-            host = (parts.hostname or "").lower().rstrip(".")
-            _ = parts.port
+            host, port = _as_ascii(parts.hostname or ""), parts.port
         except ValueError as error:
             raise InvalidRequest(f"{shown(url)} is not a URL: {error}") from None
         if parts.scheme not in ("http", "https") or parts.username is not None:
@@ -71,38 +82,52 @@ class UrlFetcher:
             raise InvalidRequest(
                 f"pictures are not fetched from {shown(host)}: the operator has not allowed it"
             )
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        target = quote(target, safe=_UNQUOTED)
+        return httpcore.URL(scheme=parts.scheme, host=host, port=port, target=target)
 
 
-def _get(pool: httpcore.ConnectionPool, url: str, max_bytes: int) -> tuple[str | None, bytes]:
+def _as_ascii(host: str) -> str:
+    """A host's name as it is looked up, in one form. Raises ValueError."""
+    return host.encode("idna").decode().lower().rstrip(".")
+
+
+def _get(
+    pool: httpcore.ConnectionPool, url: httpcore.URL, max_bytes: int
+) -> tuple[str | None, bytes]:
     """Returns (where a redirect leads, b"") or (None, the body). Raises InvalidRequest."""
+    name = shown(bytes(url).decode())
     headers = {"user-agent": "radixserve", "accept": "image/*", "accept-encoding": "identity"}
     with pool.stream("GET", url, headers=list(headers.items())) as response:
-        found = {name.decode("latin-1").lower(): value for name, value in response.headers}
+        found = {key.decode("latin-1").lower(): value for key, value in response.headers}
         if response.status in _REDIRECTS and "location" in found:
             return found["location"].decode("latin-1"), b""
         if response.status != 200:
-            raise InvalidRequest(f"the picture {shown(url)} is answered {response.status}")
+            raise InvalidRequest(f"the picture {name} is answered {response.status}")
         parts, size = [], 0
         for part in response.iter_stream():
             parts.append(part)
             size += len(part)
             if size > max_bytes:
-                raise InvalidRequest(f"the picture {shown(url)} has more than {max_bytes} bytes")
+                raise InvalidRequest(f"the picture {name} has more than {max_bytes} bytes")
         return None, b"".join(parts)
 
 
 def is_public(address: str) -> bool:
     """Whether an IP address is one of the internet. Of an IPv6 address that carries an IPv4 one,
-    that is checked too."""
-    ip: IPv4Address | IPv6Address = ip_address(address.partition("%")[0])
-    carried = ip
+    that is checked."""
+    ip: IPv4Address | IPv6Address | None = ip_address(address.partition("%")[0])
     if isinstance(ip, IPv6Address):
         packed = ip.packed
-        if ip.ipv4_mapped is not None or packed[:12] == bytes(12) or packed[:4] == _NAT64:
-            carried = IPv4Address(packed[12:])
-        elif packed[:2] == _6TO4:
-            carried = IPv4Address(packed[2:6])
-    return all(one.is_global and not one.is_multicast for one in (ip, carried))
+        if ip in _NAT64:
+            ip = IPv4Address(packed[12:])
+        elif ip.ipv4_mapped is not None:
+            ip = ip.ipv4_mapped
+        elif ip not in _UNICAST or packed[8:12] in _ISATAP:
+            return False
+    if ip.is_multicast or any(ip in block for block in _RESERVED):
+        return False
+    return ip.is_global
 
 
 class _CheckedBackend(httpcore.NetworkBackend):
@@ -126,9 +151,21 @@ class _CheckedBackend(httpcore.NetworkBackend):
             raise InvalidRequest(
                 f"pictures are not fetched from {shown(host)}: its address is not of the internet"
             )
-        left = _left(self._deadline)
-        stream = self._sockets.connect_tcp(addresses[0], port, left, local_address, socket_options)
-        return _TimedStream(stream, self._deadline)
+        for number, address in enumerate(addresses, 1):
+            left = _left(self._deadline) / (len(addresses) + 1 - number)
+            try:
+                stream = self._sockets.connect_tcp(
+                    address, port, left, local_address, socket_options
+                )
+            except (
+                httpcore.NetworkError,
+                httpcore.ConnectTimeout,
+            ):  # no route to an IPv6 address, for one
+                if number == len(addresses):
+                    raise
+            else:
+                return _TimedStream(stream, self._deadline)
+        raise OSError("a host without addresses")
 
 
 class _TimedStream(httpcore.NetworkStream):
@@ -167,7 +204,7 @@ def _resolve(host: str, port: int, deadline: float) -> list[str]:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         finally:
             _LOOK_UPS.release()
-        return [str(address[4][0]) for address in found]
+        return list(dict.fromkeys(str(address[4][0]) for address in found))
 
     if not _LOOK_UPS.acquire(timeout=_left(deadline)):
         raise TimeoutError("other look-ups of hosts hang")

@@ -48,7 +48,7 @@ def read_source(
     if isinstance(given, str):
         if _DATA_URL.match(given[:256]):
             return _from_data_url(given, max_bytes)
-        if given.startswith(("http://", "https://")):
+        if given[:8].lower().startswith(("http://", "https://")):
             if fetch is None:
                 raise InvalidRequest(
                     "pictures are not fetched from URLs here: send a data URL, or let the operator "

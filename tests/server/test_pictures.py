@@ -6,6 +6,7 @@ import base64
 import contextlib
 import io
 import os
+import socket
 import struct
 import threading
 import time
@@ -19,6 +20,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 
+import httpcore
 from PIL import Image
 
 from radixserve import InvalidRequest, Runtime, SamplingParams
@@ -475,7 +477,7 @@ class _Pictures(BaseHTTPRequestHandler):
             with contextlib.suppress(OSError):
                 self.wfile.write(bytes(30 << 20))
         else:
-            found = self.path == "/a.png"
+            found = self.path.partition("?")[0] == "/a.png"
             self.send_response(200 if found else 404)
             self.end_headers()
             self.wfile.write(as_file(picture(9)) if found else b"")
@@ -553,28 +555,116 @@ def test_what_hosts_may_not_do(site: str, path: str, message: str) -> None:
     assert time.monotonic() - began < 1.0
 
 
+LOOPBACK = (  # forms of one address
+    *("localhost", "localhost.", "LOCALHOST", "127.0.0.1", "127.0.0.1.", "127.1", "2130706433"),
+    *("017700000001", "0177.0.0.1", "0x7f.1", "0x7f000001", "0", "0.0.0.0", "127.127.127.127"),
+    *("①②⑦.⓪.⓪.①", "127。0。0。1", "１２７.0.0.1", "ⓛocalhost"),
+    *("[::1]", "[::]", "[0:0::0:1]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "[::127.0.0.1]"),
+    *("[64:ff9b::7f00:1]", "[2002:7f00:1::]", "[2001:0:7f00:1::1]", "[::1%25lo]", "[fe80::1%25lo]"),
+)
+ELSEWHERE = (  # of networks that are not of the internet, or of nobody
+    *("169.254.169.254", "2852039166", "[fd00:ec2::254]", "[64:ff9b::a9fe:a9fe]", "10.1.2.3"),
+    *("100.64.0.1", "192.168.1.1", "172.16.9.9", "198.18.0.1", "224.0.0.1", "255.255.255.255"),
+    *("[ff02::1]", "[fec0::1]", "[fc00::1]", "[::ffff:0:7f00:1]", "[64:ff9b:1::808:808]"),
+    *("[2600:1f18::5efe:7f00:1]", "[3fff::1]", "[5f00::1]"),
+)
+
+
+def test_private_addresses() -> None:
+    """Also of hosts that were allowed by mistake, in each form of an address that is known."""
+    for host in (*LOOPBACK, *ELSEWHERE):
+        fetch = UrlFetcher([host.strip("[]"), host.strip("[]").replace("%25", "%")], 1.0)
+        began = time.monotonic()
+        for scheme in ("http", "hTTps"):
+            with pytest.raises(InvalidRequest) as caught:
+                fetch(f"{scheme}://{host}:9/a.png", 1_000)
+            assert "not of the internet" in str(caught.value) or "cannot be" in str(caught.value)
+            assert "refused" not in str(caught.value), host  # somebody was asked
+        assert time.monotonic() - began < 1.0, host
+
+
 @pytest.mark.parametrize(
-    "url",
+    ("url", "message"),
     [
-        "http://localhost/a.png",
-        "http://127.0.0.1/a.png",
-        "http://127.1/a.png",
-        "http://2130706433/a.png",
-        "http://[::1]/a.png",
-        "http://[::ffff:127.0.0.1]/a.png",
-        "http://169.254.169.254/latest/meta-data",
-        "http://user@localhost/a.png",
-        "ftp://localhost/a.png",
-        "http://localhost:99999/a.png",
-        "http://[::1/a.png",
+        ("http://user@images.example/a.png", "must be http"),
+        ("http://:word@images.example/a.png", "must be http"),
+        ("http://images.example\\@localhost/a.png", "must be http"),
+        ("http://localhost#@images.example/a.png", "has not allowed"),
+        ("http://localhost\\.images.example/a.png", "has not allowed"),
+        ("http://images.example.localhost/a.png", "has not allowed"),
+        ("http://a.images.example/a.png", "has not allowed"),
+        ("http:///images.example/a.png", "has not allowed"),
+        ("http:images.example", "has not allowed"),
+        ("ftp://images.example/a.png", "must be http"),
+        ("file://images.example/etc/passwd", "must be http"),
+        ("//images.example/a.png", "must be http"),
+        ("http://images.example:99999/a.png", "is not a URL"),
+        ("http://images.example:a/a.png", "is not a URL"),
+        ("http://[::1/a.png", "is not a URL"),
+        ("http://images.example℀/a.png", "is not a URL"),
+        (f"http://{'a' * 64}.example/a.png", "is not a URL"),
+        (f"http://images.example/{'a' * 9_000}", "more than 8192 characters"),
     ],
 )
-def test_private_addresses(url: str) -> None:
-    """Also of hosts that were allowed by mistake."""
-    hosts = ["localhost", "127.0.0.1", "127.1", "2130706433", "::1", "::ffff:127.0.0.1"]
-    fetch = UrlFetcher([*hosts, "169.254.169.254"], 1.0)
-    with pytest.raises(InvalidRequest, match=r"not of the internet|must be http|is not a URL"):
-        fetch(url, 1_000)
+def test_urls_that_are_refused(monkeypatch: pytest.MonkeyPatch, url: str, message: str) -> None:
+    """None is looked up."""
+    monkeypatch.setattr("socket.getaddrinfo", None)
+    with pytest.raises(InvalidRequest, match=message):
+        UrlFetcher(["images.example"], 1.0)(url, 1_000)
+
+
+def resolve_with(monkeypatch: pytest.MonkeyPatch, look_up: Callable[[str], list[str]]) -> None:
+    """Names are looked up by a function, addresses as they are."""
+    real = socket.getaddrinfo
+
+    def resolve(host: str, port: int, *args: Any, **options: Any) -> Any:
+        if host[0].isdigit():
+            return real(host, port, *args, **options)
+        return [(0, 0, 0, "", (address, port)) for address in look_up(host)]
+
+    monkeypatch.setattr("socket.getaddrinfo", resolve)
+
+
+def test_a_name_whose_address_changes(monkeypatch: pytest.MonkeyPatch, site: str) -> None:
+    """It is looked up once for each connection, which goes to the address that was checked. All of
+    its addresses are checked, and tried."""
+    answers = [["93.184.216.34"], ["127.0.0.1"], ["93.184.216.34", "127.0.0.1"]]
+    asked: list[str] = []
+
+    def look_up(_: str) -> list[str]:
+        return answers.pop(0)
+
+    def connect(_: object, address: str, *__: object) -> Any:
+        asked.append(address)
+        raise httpcore.ConnectError("no route")
+
+    resolve_with(monkeypatch, look_up)
+    fetch = UrlFetcher(["images.example"], 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(httpcore.SyncBackend, "connect_tcp", connect)
+        for message in ("no route", "not of the internet", "not of the internet"):
+            with pytest.raises(InvalidRequest, match=message):
+                fetch("http://images.example/a.png", 1_000)
+        assert asked == ["93.184.216.34"]
+    port = site.rpartition(":")[2]
+    answers.append(["127.0.0.2", "127.0.0.1"])  # nothing listens at the first one
+    fetch = UrlFetcher(["images.example"], 1.0, allows_private=True)
+    assert fetch(f"HTTP://Images.Example.:{port}/a.png", 1 << 20) == as_file(picture(9))
+
+
+def test_names_and_paths_beyond_ascii(monkeypatch: pytest.MonkeyPatch, site: str) -> None:
+    looked_up: list[str] = []
+
+    def look_up(host: str) -> list[str]:
+        looked_up.append(host)
+        return ["127.0.0.1"]
+
+    resolve_with(monkeypatch, look_up)
+    fetch = UrlFetcher(["Bücher.example"], 1.0, allows_private=True)
+    for host in ("bücher.example", "BÜCHER。example", "xn--bcher-kva.example"):
+        url = f"http://{host}:{site.rpartition(':')[2]}/to//a.png?x=ü y%20z"
+        assert fetch(url, 1 << 20) == as_file(picture(9))
+    assert {*looked_up} == {"xn--bcher-kva.example"}
 
 
 def test_resolvers_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -602,20 +692,13 @@ def test_resolvers_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_addresses() -> None:
-    public = ("8.8.8.8", "2606:4700:4700::1111", "64:ff9b::808:808", "2002:808:808::1")
+    public = ("8.8.8.8", "2606:4700:4700::1111", "64:ff9b::808:808", "::ffff:8.8.8.8")
     private = (
         *("0.0.0.0", "10.0.0.1", "100.64.0.1", "127.0.0.1", "169.254.169.254", "172.16.0.1"),
-        *(
-            "192.168.0.1",
-            "224.0.0.1",
-            "255.255.255.255",
-            "::",
-            "::1",
-            "::127.0.0.1",
-            "fe80::1%eth0",
-        ),
-        *("fc00::1", "ff02::1", "::ffff:10.0.0.1", "64:ff9b::a00:1", "2002:7f00:1::1"),
-        *("2001:db8::1", "2001::1"),
+        *("192.168.0.1", "192.0.0.8", "192.88.99.1", "224.0.0.1", "255.255.255.255", "::", "::1"),
+        *("::127.0.0.1", "::8.8.8.8", "::ffff:0:8.8.8.8", "fe80::1%eth0", "fec0::1", "fc00::1"),
+        *("ff02::1", "::ffff:10.0.0.1", "64:ff9b::a00:1", "64:ff9b:1::808:808", "2002:808:808::1"),
+        *("2001:db8::1", "2001::1", "3fff::1", "5f00::1", "4000::1", "2600::200:5efe:8.8.8.8"),
     )
     assert [address for address in public if not is_public(address)] == []
     assert [address for address in private if is_public(address)] == []
