@@ -236,6 +236,7 @@ class SingleDeviceRunner(ModelRunner):
         else:
             source = held = replace(self._source, given=read_given(weights))
         weights_id = call_in_thread("radixserve-weights", source.weights_id)  # may read all of them
+        tower = self._tower_of(source)
         with torch.no_grad():
             is_done = held.given is not None and self.model.read_again(held)
         if not is_done:
@@ -244,11 +245,18 @@ class SingleDeviceRunner(ModelRunner):
         self.weights_are_given = source.given is not None
         if source.given is None:
             self.model_path = source.path
-            if self.pictures is not None and source.path is not None:
-                tower = VisionTower(source.path, self.info.dtype, self._device)
-                self.pictures.set_tower(tower)
+        if self.pictures is not None and tower is not None:
+            self.pictures.set_tower(tower)
         self._source = replace(source, given=None)  # the caller's tensors are not kept
         return self.weights_id
+
+    def _tower_of(self, source: ModelSource) -> VisionTower | None:
+        """The tower that encodes pictures with these weights; None: there are no pictures."""
+        if self.pictures is None or source.path is None:
+            return None
+        if source.given is not None:
+            return self.pictures.tower.with_weights(source.given)
+        return VisionTower(source.path, self.info.dtype, self._device)
 
     def _replace_weights(self, source: ModelSource) -> None:
         new, backend_name = load_model(source, self._load_config, self._device)

@@ -40,7 +40,7 @@ class PictureRows:
         self._num_features = 1 if mrope is None else 1 + mrope.num_deepstack
         self.num_bytes = 0
         self.num_encoded = 0
-        self._tower, self._hidden_size = tower, hidden_size
+        self.tower, self._hidden_size = tower, hidden_size
         self._count_lock = threading.Lock()
         self._known: WeakValueDictionary[int, Picture] = WeakValueDictionary()  # by first id
         self._starts = np.empty(0, np.int64)  # first ids of `_known` and some more, ascending
@@ -51,8 +51,10 @@ class PictureRows:
         return len(self._rows)
 
     def set_tower(self, tower: VisionTower) -> None:
-        """Encode with other weights from now on."""
-        self._tower = tower
+        """Encode with this tower from now on."""
+        if tower is self.tower:
+            return
+        self.tower = tower
         self._rows.clear()
         self.num_bytes = 0
 
@@ -72,12 +74,12 @@ class PictureRows:
 
     def load(self) -> None:
         """Load the vision tower, if it is not there."""
-        self._tower.load()
+        self.tower.load()
 
     def encode(self, picture: Picture) -> Tensor:
         """Returns its embeddings, as `GivenRows` has them. Takes long. Raises
         ModelNotSupported."""
-        rows = self._tower.encode(picture.inputs)
+        rows = self.tower.encode(picture.inputs)
         check_rows(rows, (picture.num_rows, self._num_features, self._hidden_size))
         with self._count_lock:
             self.num_encoded += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from radixserve import InvalidRequest, Runtime, SamplingParams
+from radixserve import InvalidRequest, ModelNotSupported, Runtime, SamplingParams
+from radixserve.models.multimodal import text_name
 from radixserve.request import FIRST_PICTURE_ID
 from tests.checkpoints import edit_json
 from tests.images.vision_checkpoints import (
@@ -128,6 +130,44 @@ def test_adapters(folder: Path, tmp_path: Path) -> None:
         assert out.usage.cached_tokens == len(ids)
         with pytest.raises(InvalidRequest, match="after the invocation"):
             runtime.generate([1, 2, 3, *ids], params)
+        runtime.check()
+
+
+def test_weights_of_the_tower_change_with_the_others(
+    folder: Path, tmp_path: Path, expected: tuple[list[int], list[float]]
+) -> None:
+    """Pictures are encoded again, in new epochs. Text alone changes no tower."""
+    other = shutil.copytree(folder, tmp_path / "other")
+    before = load_file(folder / "model.safetensors")
+    tower = {name for name in before if text_name(name) is None}
+    after = {name: 1.5 * x if name in tower else x for name, x in before.items()}
+    save_file(after, other / "model.safetensors", {"format": "pt"})
+    model = load_vision_reference(other)
+    changed = reference_answer(model, reference_inputs(other, CHAT), COUNT)
+    assert changed[1] != pytest.approx(expected[1], abs=1e-3)
+    with Runtime(folder, num_pages=2048) as runtime:
+
+        def answers(want: tuple[list[int], list[float]], num_encoded: int, *, hits: bool) -> None:
+            out = runtime.generate(CHAT, PARAMS)
+            assert (out.token_ids, out.logprobs) == (want[0], pytest.approx(want[1], abs=1e-4))
+            assert (out.usage.cached_tokens > 0) is hits
+            assert encoded(runtime) == num_encoded
+
+        answers(expected, 2, hits=False)
+        runtime.update_weights(after)
+        answers(changed, 4, hits=False)
+        runtime.update_weights({name: x for name, x in after.items() if name not in tower})
+        answers(changed, 4, hits=False)
+        runtime.update_weights(folder)
+        answers(expected, 4, hits=True)
+        runtime.update_weights(other)
+        answers(changed, 6, hits=False)
+        some = min(name for name in tower if name.endswith("weight"))
+        cut = {name: x[:-1] if name == some else x for name, x in before.items()}
+        for wrong in (cut, {name: x for name, x in before.items() if name != some}):
+            with pytest.raises(ModelNotSupported, match="given tensors"):
+                runtime.update_weights(wrong)
+        answers(changed, 6, hits=True)
         runtime.check()
 
 
