@@ -78,6 +78,8 @@ def _read_candidates(reader: PromptReader, prompt: IntArray, candidates: object)
     for ids, candidate in zip(targets, candidates, strict=True):
         if not len(ids):
             raise InvalidRequest(f"a candidate has no tokens: {shown(candidate)}")
+        if reader.pictures_in(ids):
+            raise InvalidRequest("a candidate has rows of a picture, which no model generates")
         if len(prompt) + len(ids) > reader.max_seq_len:
             raise InvalidRequest(
                 f"a prompt of {len(prompt)} tokens and a candidate of {len(ids)} are together "

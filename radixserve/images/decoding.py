@@ -51,11 +51,11 @@ def decode_image(given: Any, limits: ImageLimits) -> Any:
         from PIL import Image, ImageOps
     except ImportError:
         raise InvalidRequest('pictures need Pillow: pip install "radixserve[images]"') from None
-    if isinstance(given, Image.Image):
-        return _converted(given, limits, ImageOps)
-    if not isinstance(given, bytes):
+    if not isinstance(given, bytes | Image.Image):
         raise InvalidRequest(f"a picture is a PIL image, bytes or a path, got {shown(given)}")
     try:
+        if isinstance(given, Image.Image):
+            return _converted(given, limits, ImageOps)
         with Image.open(_CountedFile(given), formats=FORMATS) as image:
             _check_scans(image, given)
             return _converted(image, limits, ImageOps)

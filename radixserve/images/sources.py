@@ -23,6 +23,7 @@ _FORMS = (
     'a picture is {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}, '
     '{"type": "image", "image": an image, bytes or a path}, or a part of another protocol'
 )
+_WHITE_SPACE = str.maketrans("", "", " \t\r\n")  # base64 in lines has some
 _DATA_URL = re.compile(r"data:([\w.+/-]*)((?:;[\w=.+-]+)*?)(;base64)?,", re.IGNORECASE)
 
 
@@ -86,6 +87,8 @@ def _decoded(data: object) -> bytes:
     if not isinstance(data, str | bytes):
         raise InvalidRequest(f"a picture's data must be base64, got {shown(data)}")
     try:
+        if isinstance(data, str):
+            data = data.translate(_WHITE_SPACE)
         return base64.b64decode(data, validate=True)
     except (ValueError, binascii.Error) as error:
         raise InvalidRequest(f"a picture's data is not valid base64: {error}") from None

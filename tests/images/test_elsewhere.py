@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +97,69 @@ def test_a_store_knows_pictures_by_what_they_show(
         assert runtime.load_cache(tmp_path / "kv") > 0
         assert runtime.generate(CHAT, PARAMS).usage.cached_tokens == place
         runtime.check()
+
+
+def test_scores_samples_and_grammars(folder: Path) -> None:
+    inputs = reference_inputs(folder, CHAT)
+    with torch.inference_mode():
+        logits = load_vision_reference(folder)(**inputs).logits[0]
+    targets = inputs["input_ids"][0, 1:]
+    want = logits[:-1].log_softmax(-1).gather(1, targets[:, None])[:, 0].tolist()
+    scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    sampled = SamplingParams(max_tokens=5, seed=3, n=3, logprobs=0)
+    formed = SamplingParams(
+        max_tokens=60,
+        temperature=0.0,
+        logprobs=0,
+        structured={"json": {"enum": ["a cat", "a dog", {"is": [1, 2]}]}},
+    )
+    answers = []
+    for settings in ({}, {"chunked_prefill_size": 5, "page_size": 3, "max_draft_tokens": 4}):
+        with Runtime(folder, num_pages=2048, **settings) as runtime:
+            out = runtime.generate(CHAT, scored)
+            assert out.prompt_logprobs is not None
+            assert out.prompt_logprobs[1:] == pytest.approx(want, abs=2e-4)
+            scores = runtime.score(CHAT, ["yes", "no"])
+            ids = runtime.tokenize(CHAT).tolist()
+            for score in scores:
+                whole = runtime.generate([*ids, *score.token_ids], scored).prompt_logprobs
+                assert whole is not None
+                assert whole[len(ids) :] == pytest.approx(score.logprobs, abs=1e-5)
+            row = max(ids)
+            for candidate in ([row], [66, row]):  # no number of the model's distribution
+                with pytest.raises(InvalidRequest, match="rows of a picture"):
+                    runtime.score(CHAT, [[66], candidate])
+            one = runtime.generate(CHAT, formed)
+            assert json.loads(one.text) in ("a cat", "a dog", {"is": [1, 2]})
+            outs = [one, *runtime.generate(CHAT, sampled)]
+            answers.append([(out.token_ids, out.logprobs) for out in outs])
+            runtime.check()
+    assert answers[0] == answers[1]
+
+
+def test_kv_events(folder: Path) -> None:
+    """Blocks of two pictures differ."""
+    pytest.importorskip("msgspec")
+    pytest.importorskip("zmq")
+    from tests.kv_events.consumer import Follower
+
+    with tempfile.TemporaryDirectory() as place:
+        sockets = f"ipc://{place}/pub", f"ipc://{place}/replay"
+        events: dict[str, Any] = {"kv_events": ",".join(sockets), "kv_events_block_size": 4}
+        with Runtime(folder, num_pages=2048, **events) as runtime:
+            prompts = [[said("Look: ", picture(seed))] for seed in (1, 5)]
+            for prompt in prompts:
+                runtime.generate(prompt, PARAMS)
+            follower = Follower(*sockets, 4)
+            with contextlib.closing(follower):
+                while not follower.has_news(20):  # until its subscription has arrived
+                    runtime.generate([said(picture(6))], PARAMS)
+                    runtime.flush_cache()
+                    runtime.generate(prompts, PARAMS)
+                ids = [tuple(runtime.tokenize(prompt).tolist()) for prompt in prompts]
+                want = {("", tokens[: len(tokens) // 4 * 4]) for tokens in ids}
+                while not want <= follower.index.known():
+                    follower.read()
 
 
 def test_adapters(folder: Path, tmp_path: Path) -> None:

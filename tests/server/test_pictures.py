@@ -281,6 +281,25 @@ def test_tool_results_with_pictures(seeing: LocalServer, vision: Runtime) -> Non
     assert encoded(vision) == before + 1
 
 
+def test_tokens_of_prompts_with_pictures(seeing: LocalServer) -> None:
+    """They are counted as they are computed, and go back to text without the rows of pictures. A
+    file may be in base64 of many lines, as programs write it."""
+    body = openai(data_of(14))
+    num_prompt = seeing.post(CHAT, body)["usage"]["prompt_tokens"]
+    given = {"messages": body["messages"], "return_token_strs": True}
+    made = seeing.post("/tokenize", given)
+    assert made["count"] == len(made["tokens"]) == len(made["token_strs"]) == num_prompt
+    text = seeing.post("/detokenize", {"tokens": made["tokens"]})["prompt"]
+    assert "What is it?" in text
+    for wrong in (1 << 29, 1 << 31, -1):
+        assert "must be between" in refused(seeing, "/detokenize", {"tokens": [wrong]})["message"]
+    lines = base64.encodebytes(base64.b64decode(data_of(14))).decode()
+    assert "\n" in lines.strip()
+    said = {"model": "demo", "messages": anthropic(lines)["messages"]}
+    counted = seeing.post("/v1/messages/count_tokens", said)
+    assert counted["input_tokens"] == num_prompt
+
+
 def test_streams(seeing: LocalServer) -> None:
     events = seeing.stream(CHAT, openai(data_of(7)))
     plain = seeing.post(CHAT, openai(data_of(7)))

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from radixserve.checks import shown
+from radixserve.request import FIRST_PICTURE_ID
 from radixserve.server.gate.json_body import JsonRoute
 from radixserve.server.gate.state import caller_of, check_admin, model_path_for, server_of
 from radixserve.server.prompt.chat_prompt import read_chat
@@ -138,9 +139,12 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     server.check_model(body.model)
     vocab_size = server.runtime.model.vocab_size
     tokenizer, keeps = tokenizer_of(server.runtime), not body.skip_special_tokens
+    takes_pictures = server.pictures is not None
 
     def respond() -> Response:
         for position, token_id in enumerate(body.tokens):
+            if takes_pictures and FIRST_PICTURE_ID <= token_id < 1 << 31:
+                continue  # a row of one, which has no text
             if not 0 <= token_id < vocab_size:
                 raise ApiError(
                     400,
