@@ -116,13 +116,11 @@ def _get(
 def is_public(address: str) -> bool:
     """Whether an IP address is one of the internet. Of an IPv6 address that carries an IPv4 one,
     that is checked."""
-    ip: IPv4Address | IPv6Address | None = ip_address(address.partition("%")[0])
+    ip: IPv4Address | IPv6Address = ip_address(address.partition("%")[0])
     if isinstance(ip, IPv6Address):
         packed = ip.packed
-        if ip in _NAT64:
+        if ip in _NAT64 or ip.ipv4_mapped is not None:
             ip = IPv4Address(packed[12:])
-        elif ip.ipv4_mapped is not None:
-            ip = ip.ipv4_mapped
         elif ip not in _UNICAST or packed[8:12] in _ISATAP:
             return False
     if ip.is_multicast or any(ip in block for block in _RESERVED):
