@@ -27,6 +27,7 @@ rows into the second. The one with the best median counts. "arithmetic": attenti
 keys and values that are all in the first cache level, since a row has the same 8 tokens again and
 again.
 The last column is attention beside the slower of both: 1 where all of the other hides behind it.
+The lines of a case are printed when it has been measured.
 
 int8 is the dtype of K and V in a bfloat16 model. --clock cpu, on a machine with other work:
 seconds of the process's CPU time, divided by the threads.
@@ -36,7 +37,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from itertools import product
 from statistics import median
@@ -45,7 +45,7 @@ import numpy as np
 import torch
 from harness.arguments import Names, parse
 from harness.read_rows import PREFETCHES, Prefetch, RowReader
-from harness.report import Cell, print_table
+from harness.report import Cell, GrowingTable
 
 from radixserve.arrays import IntArray
 from radixserve.attention.cpu import CpuBackend
@@ -64,6 +64,7 @@ COLUMNS = (
     *("weights, GB/s", "ratio (median)", "reads, GB/s", "ratio (median)"),
     *("arithmetic, GB/s", "of the slower (median)"),
 )
+WIDEST: tuple[Cell, ...] = ("bfloat16", 1_000, 100_000, "interleaved", *("0.00 (0.00)",) * 7)
 ORDERS = ("sequence", "runs", "scattered", "interleaved")
 DTYPES = {  # of the model, of K and V
     "float32": (torch.float32, torch.float32),
@@ -218,14 +219,13 @@ def main() -> None:
     CLOCK = time.perf_counter
     if args.clock == "cpu":
         CLOCK = lambda: time.process_time() / args.threads  # noqa: E731
-    table: list[list[Cell]] = []
+    table = GrowingTable(args, COLUMNS, WIDEST, ("torch",))
     reader = RowReader() if args.threads == 1 else None
     for name in args.dtypes:
         weights = Weights(DTYPES[name][0])
         for case in args.cases:
-            table += measure(name, numbers_of(case), args, weights, reader)
-            print(f"{name}, {case}", file=sys.stderr, flush=True)
-    print_table(args, COLUMNS, table, ("torch",))
+            table.add(measure(name, numbers_of(case), args, weights, reader))
+    table.finish()
 
 
 if __name__ == "__main__":

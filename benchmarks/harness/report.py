@@ -136,6 +136,47 @@ def print_table(
         print(format_settings(settings), Table(columns, rows).text(""), sep="\n")
 
 
+class GrowingTable:
+    """The output of `print_table`, a row at a time: a long run can be read, or ended, before it is
+    complete. With --json the rows go to stderr, and `finish` prints the document."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        columns: Sequence[str],
+        widest: Sequence[Cell],
+        packages: Sequence[str] = (),
+    ) -> None:
+        """widest: a row whose cells are as wide as any of their columns."""
+        self._columns, self._rows = columns, list[Sequence[Cell]]()
+        self._is_json, self._settings = args.json, describe_run(args, packages)
+        self._widths = [
+            max(len(column), len(format_cell(cell)))
+            for column, cell in zip(columns, widest, strict=True)
+        ]
+        self._show(format_settings(self._settings))
+        self._show(self._line(columns))
+
+    def add(self, rows: Sequence[Sequence[Cell]]) -> None:
+        self._rows += rows
+        for row in rows:
+            self._show(self._line(row))
+
+    def finish(self) -> None:
+        if self._is_json:
+            document = {"settings": self._settings, "columns": self._columns, "rows": self._rows}
+            print(json.dumps(document))
+
+    def _line(self, row: Sequence[Cell]) -> str:
+        first, *others = map(format_cell, row)
+        widths = self._widths[1:]
+        padded = [cell.rjust(width) for cell, width in zip(others, widths, strict=True)]
+        return "  ".join([first.ljust(self._widths[0]), *padded]).rstrip()
+
+    def _show(self, text: str) -> None:
+        print(text, file=sys.stderr if self._is_json else sys.stdout, flush=True)
+
+
 def print_tables(args: argparse.Namespace, tables: Sequence[Table]) -> None:
     """As `print_table`, for several tables; the JSON document lists them under "tables"."""
     settings = describe_run(args, ())
