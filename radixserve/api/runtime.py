@@ -325,11 +325,12 @@ class Runtime(RuntimeGeneration, RuntimeCache, RuntimeHints, RuntimeWeights):
         input: str | Sequence[Mapping[str, Any]],  # noqa: A002
         questions: Question | str | Sequence[Question | str],
         *,
+        adapter: str = "",
         namespace: str = "",
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Decision]:
         """Returns for each of 1 to 400 questions which of its given answers the model finds
-        likeliest.
+        likeliest, with `adapter`.
 
         `input`: text, or chat messages. A question follows it in the user's last message; a
         question that is a text is a statement, answered by yes or no. The input is computed once
@@ -337,8 +338,9 @@ class Runtime(RuntimeGeneration, RuntimeCache, RuntimeHints, RuntimeWeights):
         answers without it.
         """
         self._core.check_alive()
+        space = self._client.namespace(namespace, adapter)
         decisions: list[Decision] = _decisions(
-            self.client, input, questions, namespace, chat_template_kwargs
+            self.client, input, questions, space, chat_template_kwargs
         ).run()
         return decisions
 
@@ -347,13 +349,15 @@ class Runtime(RuntimeGeneration, RuntimeCache, RuntimeHints, RuntimeWeights):
         input: str | Sequence[Mapping[str, Any]],  # noqa: A002
         questions: Question | str | Sequence[Question | str],
         *,
+        adapter: str = "",
         namespace: str = "",
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Decision]:
         """`decide` for asyncio. Cancelling the task aborts it."""
         self._core.check_alive()
+        space = self._client.namespace(namespace, adapter)
         decisions: list[Decision] = await _decisions(
-            self.client, input, questions, namespace, chat_template_kwargs
+            self.client, input, questions, space, chat_template_kwargs
         ).arun()
         return decisions
 

@@ -65,6 +65,12 @@ def test_a_model_names_an_adapter(served: LocalServer) -> None:
     ranks = [served.post("/rerank", {**ask, "model": name}) for name in ("demo", "sql")]
     assert [one["model"] for one in ranks] == ["demo", "sql"]
     assert ranks[0]["results"] != ranks[1]["results"]
+    for name in ("demo", "sql"):
+        ask = {"input": "a", "questions": [{"type": "predicate", "instructions": "b"}]}
+        (found,) = served.post("/v1/decisions", {**ask, "model": name})["answers"]
+        adapter = "" if name == "demo" else name
+        (wanted,) = served.server.runtime.decide("a", "b", adapter=adapter)
+        assert found["probability"] == wanted.probabilities[0]
     branch = served.post("/v1/branches", {"prompt": "a", "model": "sql"})
     more = served.post(f"/v1/branches/{branch['id']}/generate", {"max_tokens": 2})
     assert more["model"] == "sql"
