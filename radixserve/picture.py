@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -56,6 +56,19 @@ class Picture:
         return self
 
 
+class PromptPictures(Protocol):
+    """Reads the pictures of one prompt, which are bounded together. Used by one thread."""
+
+    def open(self, part: Mapping[str, Any]) -> Callable[[], Picture]:
+        """Read the file of a message's part. Returns what decodes it and returns the picture. Both
+        raise InvalidRequest, also where the pictures so far are together too many or too large."""
+        ...
+
+    def note(self, picture: Picture) -> None:
+        """Count a picture that was read before. Raises InvalidRequest."""
+        ...
+
+
 class Pictures(Protocol):
     """What the text side needs of pictures. May be used from any thread."""
 
@@ -69,12 +82,8 @@ class Pictures(Protocol):
         """The marker's token."""
         ...
 
-    def read_part(self, part: Mapping[str, Any]) -> Picture:
-        """Returns the picture of a message's part. Raises InvalidRequest."""
-        ...
-
-    def check_count(self, count: int) -> None:
-        """Raise InvalidRequest if a prompt may not have so many pictures."""
+    def of_prompt(self, max_rows: int | None = None) -> PromptPictures:
+        """Returns a reader for the pictures of one prompt, whose rows are so many at most."""
         ...
 
     def by_digest(self, digest: bytes) -> Picture:

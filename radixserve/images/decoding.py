@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from radixserve.checks import shown
@@ -12,7 +14,7 @@ from radixserve.errors import InvalidRequest
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 # Pillow's loops over parts of a file are bounded by these alone: 20 MiB hold millions of parts. A
 # PNG of that size in chunks of 4 KiB takes 20,000 reads; a photo has about ten scans.
-_MAX_READS = 100_000
+_MAX_READS = 50_000
 _MAX_SCANS = 100
 _MAX_ASPECT = 200  # processors resize a line to more rows than its file has bytes
 _START_OF_SCAN = b"\xff\xda"
@@ -23,7 +25,10 @@ class ImageLimits(NamedTuple):
 
     max_bytes: int = 20 << 20  # of a file
     max_pixels: int = 50_000_000
-    max_pictures: int = 100  # of a prompt
+    # Of a prompt:
+    max_pictures: int = 100
+    max_total_bytes: int = 100 << 20
+    max_total_pixels: int = 500_000_000
 
 
 class _CountedFile(io.BytesIO):
@@ -43,22 +48,37 @@ def file_key(given: Any) -> bytes | None:
     return hashlib.sha256(given).digest() if isinstance(given, bytes) else None
 
 
-def decode_image(given: Any, limits: ImageLimits) -> Any:
-    """Returns a PIL image in RGB, turned as its EXIF data say. given: a file's bytes, or a PIL
-    image. Of several frames the first. The size is checked before any pixel is decoded. Raises
-    InvalidRequest."""
+def open_image(given: Any, limits: ImageLimits) -> Any:
+    """Returns a PIL image whose size is checked, before any pixel is decoded. given: a file's
+    bytes, or a PIL image. Raises InvalidRequest."""
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image
     except ImportError:
         raise InvalidRequest('pictures need Pillow: pip install "radixserve[images]"') from None
     if not isinstance(given, bytes | Image.Image):
         raise InvalidRequest(f"a picture is a PIL image, bytes or a path, got {shown(given)}")
-    try:
-        if isinstance(given, Image.Image):
-            return _converted(given, limits, ImageOps)
-        with Image.open(_CountedFile(given), formats=FORMATS) as image:
+    with _refusing():
+        image = given
+        if isinstance(given, bytes):
+            image = Image.open(_CountedFile(given), formats=FORMATS)
             _check_scans(image, given)
-            return _converted(image, limits, ImageOps)
+        _check_size(image, limits)
+        return image
+
+
+def decode_image(image: Any) -> Any:
+    """Returns an opened image in RGB, turned as its EXIF data say; of several frames the first.
+    Raises InvalidRequest."""
+    from PIL import ImageOps
+
+    with _refusing():
+        return ImageOps.exif_transpose(image).convert("RGB")
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
     except InvalidRequest:
         raise
     except Exception as error:  # decoders raise many kinds
@@ -68,7 +88,7 @@ def decode_image(given: Any, limits: ImageLimits) -> Any:
         ) from None
 
 
-def _converted(image: Any, limits: ImageLimits, ops: Any) -> Any:
+def _check_size(image: Any, limits: ImageLimits) -> None:
     width, height = image.size
     if image.format == "TIFF":  # its tiles may be larger than itself
         width = max(width, image.tag_v2.get(322, 0))
@@ -82,7 +102,6 @@ def _converted(image: Any, limits: ImageLimits, ops: Any) -> Any:
             f"a picture has {width} x {height} pixels; one side may be at most {_MAX_ASPECT} times "
             "the other"
         )
-    return ops.exif_transpose(image).convert("RGB")
 
 
 def _check_scans(image: Any, file: bytes) -> None:

@@ -22,6 +22,7 @@ from radixserve.daemon_call import call_in_thread
 from radixserve.errors import InvalidRequest
 
 _MAX_REDIRECTS = 5
+_TIMEOUTS_OF_PROMPT = 4  # for all of its URLs together
 _LOOK_UPS = threading.Semaphore(32)  # of hosts at once; one that hangs cannot be ended
 _REDIRECTS = (301, 302, 303, 307, 308)
 _MAX_URL_LENGTH = 8_192
@@ -47,9 +48,10 @@ class UrlFetcher:
         self._hosts = frozenset(map(_as_ascii, hosts))
         self._timeout_s, self._allows_private = timeout_s, allows_private
 
-    def __call__(self, url: str, max_bytes: int) -> bytes:
-        """Returns the bytes behind a URL. Raises InvalidRequest."""
-        deadline = time.monotonic() + self._timeout_s
+    def __call__(self, url: str, max_bytes: int, spent_s: float = 0.0) -> bytes:
+        """See `FetchUrl`."""
+        left = _TIMEOUTS_OF_PROMPT * self._timeout_s - spent_s
+        deadline = time.monotonic() + min(self._timeout_s, left)
         try:
             for _ in range(1 + _MAX_REDIRECTS):
                 checked = self._checked(url)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from radixserve.arrays import IntArray
 from radixserve.errors import InvalidRequest
-from radixserve.images.decoding import ImageLimits, decode_image, file_key
+from radixserve.images.decoding import ImageLimits, decode_image, file_key, open_image
 from radixserve.images.processor import PictureProcessor
 from radixserve.images.sources import FetchUrl, read_source
 from radixserve.images.table import PictureTable, Processed, whole_runs
@@ -51,18 +52,22 @@ class PictureReader:
     def marker_id(self) -> int:
         return self._processor.marker_id
 
-    def read_part(self, part: Mapping[str, Any]) -> Picture:
-        most = self.limits.max_bytes
-        given = read_source(part, most, self._fetch, has_files=self._has_files)
-        process = partial(self._process, given)
-        key = file_key(given)
-        return self.table.add(process()) if key is None else self.table.of_file(key, process)
+    def of_prompt(self, max_rows: int | None = None) -> PromptReader:
+        return PromptReader(self, max_rows)
 
-    def check_count(self, count: int) -> None:
-        if count > self.limits.max_pictures:
-            raise InvalidRequest(
-                f"the prompt has more than {self.limits.max_pictures} pictures, which is the most"
-            )
+    def read_part(self, part: Mapping[str, Any]) -> Picture:
+        """Returns the picture of a part alone. Raises InvalidRequest."""
+        return self.of_prompt().open(part)()
+
+    def read_file(self, part: Mapping[str, Any], spent_s: float) -> Any:
+        """Returns the bytes of a part's file, or the image that it has in memory. spent_s: see
+        `FetchUrl`. Raises InvalidRequest."""
+        most = self.limits.max_bytes
+        return read_source(part, most, self._fetch, spent_s, has_files=self._has_files)
+
+    def process(self, image: Any) -> Processed:
+        """image: opened, of PIL. Raises InvalidRequest."""
+        return self._processor.process(decode_image(image))
 
     def by_digest(self, digest: bytes) -> Picture:
         return self.table.by_digest(digest)
@@ -75,5 +80,61 @@ class PictureReader:
     ) -> tuple[tuple[int, int], ...]:
         return whole_runs(token_ids, pictures) if self._see_each_other else ()
 
-    def _process(self, given: Any) -> Processed:
-        return self._processor.process(decode_image(given, self.limits))
+
+class PromptReader:
+    """See `PromptPictures`. Files are opened, and their sizes known, before any is decoded."""
+
+    def __init__(self, reader: PictureReader, max_rows: int | None) -> None:
+        self._reader, self._max_rows = reader, max_rows
+        self._num_pictures = self._num_bytes = self._num_pixels = self._num_rows = 0
+        self._spent_s = 0.0
+
+    def open(self, part: Mapping[str, Any]) -> Callable[[], Picture]:
+        limits, table = self._reader.limits, self._reader.table
+        self._count_picture()
+        began = time.monotonic()
+        given = self._reader.read_file(part, self._spent_s)
+        self._spent_s += time.monotonic() - began
+        key = file_key(given)
+        if key is not None:
+            self._num_bytes += len(given)
+            _check("bytes", self._num_bytes, limits.max_total_bytes)
+        if key is not None and (known := table.known_file(key)) is not None:
+            self._count_pixels(known.size)
+            return partial(self._counted, known)
+        image = open_image(given, limits)
+        self._count_pixels(image.size)
+        process = partial(self._reader.process, image)
+
+        def decode() -> Picture:
+            picture = table.add(process()) if key is None else table.of_file(key, process)
+            return self._counted(picture)
+
+        return decode
+
+    def note(self, picture: Picture) -> None:
+        self._count_picture()
+        self._counted(picture)
+
+    def _count_picture(self) -> None:
+        self._num_pictures += 1
+        limit = self._reader.limits.max_pictures
+        if self._num_pictures > limit:
+            raise InvalidRequest(f"the prompt has more than {limit} pictures, which is the most")
+
+    def _count_pixels(self, size: tuple[int, int]) -> None:
+        self._num_pixels += size[0] * size[1]
+        _check("pixels", self._num_pixels, self._reader.limits.max_total_pixels)
+
+    def _counted(self, picture: Picture) -> Picture:
+        self._num_rows += picture.num_rows
+        if self._max_rows is not None:
+            _check("tokens", self._num_rows, self._max_rows)
+        return picture
+
+
+def _check(noun: str, number: int, limit: int) -> None:
+    if number > limit:
+        raise InvalidRequest(
+            f"the pictures of the prompt have together more than {limit} {noun}, which is the most"
+        )

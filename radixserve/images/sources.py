@@ -18,7 +18,6 @@ from typing import Any, Protocol
 from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
 
-PART_TYPES = ("image", "image_url", "input_image")
 _FORMS = (
     'a picture is {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}, '
     '{"type": "image", "image": an image, bytes or a path}, or a part of another protocol'
@@ -28,34 +27,36 @@ _DATA_URL = re.compile(r"data:([\w.+/-]*)((?:;[\w=.+-]+)*?)(;base64)?,", re.IGNO
 
 
 class FetchUrl(Protocol):
-    """Returns the bytes behind an http or https URL, at most `max_bytes`. Raises InvalidRequest."""
+    """Returns the bytes behind an http or https URL, at most `max_bytes`. spent_s: the seconds that
+    other URLs of its prompt have taken. Raises InvalidRequest."""
 
-    def __call__(self, url: str, max_bytes: int) -> bytes: ...
-
-
-def is_picture_part(part: object) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in PART_TYPES
+    def __call__(self, url: str, max_bytes: int, spent_s: float = 0.0) -> bytes: ...
 
 
 def read_source(
-    part: Mapping[str, Any], max_bytes: int, fetch: FetchUrl | None, *, has_files: bool
+    part: Mapping[str, Any],
+    max_bytes: int,
+    fetch: FetchUrl | None,
+    spent_s: float = 0.0,
+    *,
+    has_files: bool,
 ) -> Any:
     """Returns the bytes of a part's picture, or what the caller gave in memory.
 
-    fetch: None: http is refused. has_files: paths of this machine, and images in memory, may be
-    given. Raises InvalidRequest.
+    fetch: None: http is refused. spent_s: see `FetchUrl`. has_files: paths of this machine, and
+    images in memory, may be given. Raises InvalidRequest.
     """
     given = _given(part)
     if isinstance(given, str):
         if _DATA_URL.match(given[:256]):
             return _from_data_url(given, max_bytes)
-        if given[:8].lower().startswith(("http://", "https://")):
+        if _is_http(given):
             if fetch is None:
                 raise InvalidRequest(
                     "pictures are not fetched from URLs here: send a data URL, or let the operator "
                     "allow hosts (allowed_media_domains)"
                 )
-            return fetch(given, max_bytes)
+            return fetch(given, max_bytes, spent_s)
         if has_files:
             given = Path(given)
     if isinstance(given, Path) and has_files:
@@ -65,6 +66,17 @@ def read_source(
     if given is None or isinstance(given, str | Path) or not has_files:
         raise InvalidRequest(f"{_FORMS}; got {shown(part)}")
     return given
+
+
+def is_fetched(part: Mapping[str, Any]) -> bool:
+    """Whether a part's picture is behind an http or https URL."""
+    named = [part, *(part[name] for name in ("source", "image_url") if name in part)]
+    urls = (one.get("url") if isinstance(one, Mapping) else one for one in named)
+    return any(isinstance(url, str) and _is_http(url) for url in urls)
+
+
+def _is_http(url: str) -> bool:
+    return url[:8].lower().startswith(("http://", "https://"))
 
 
 def _given(part: Mapping[str, Any]) -> Any:

@@ -93,6 +93,11 @@ class PictureTable:
                     self._processing.pop(key, None)
         return picture
 
+    def known_file(self, key: bytes) -> Picture | None:
+        """Returns the living picture that came from a file before; None: there is none."""
+        with self._lock:
+            return self._by_file.get(key)
+
     def add(self, processed: Processed) -> Picture:
         """Returns the one picture with these pixels. Raises InvalidRequest when all ids are
         used."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
-from radixserve.picture import Picture, Pictures
+from radixserve.picture import Picture, Pictures, PromptPictures
 from radixserve.request import FIRST_PICTURE_ID
 from radixserve.text.tainted_str import concatenated, taint_of
 
@@ -41,7 +41,7 @@ def has_pictures(content: object) -> bool:
 
 
 def read_pictures(
-    content: Sequence[Mapping[str, Any]], role: str, pictures: Pictures
+    content: Sequence[Mapping[str, Any]], role: str, pictures: PromptPictures
 ) -> list[dict[str, Any]]:
     """Returns the parts of a message with a `Picture` in those that are one. Raises
     InvalidRequest."""
@@ -50,8 +50,11 @@ def read_pictures(
     for part in content:
         if is_picture_part(part):
             given = part.get("image")
-            picture = given if isinstance(given, Picture) else pictures.read_part(part)
-            parts.append({"type": "image", "image": picture})
+            if isinstance(given, Picture):
+                pictures.note(given)
+            else:
+                given = pictures.open(part)()
+            parts.append({"type": "image", "image": given})
         elif is_text_part(part):
             parts.append(dict(part))
         else:

@@ -21,7 +21,6 @@ from radixserve.text.chat_clocks import ChatClocks, clock_span
 from radixserve.text.chat_options import ChatOptions
 from radixserve.text.picture_parts import (
     has_pictures,
-    is_picture_part,
     is_text_part,
     read_pictures,
 )
@@ -248,7 +247,8 @@ def check_messages(
 ) -> list[dict[str, Any]]:
     """Returns chat messages as plain dicts, with a `Picture` in each part that is one. pictures:
     reads them; None: the model takes text only. Raises InvalidRequest."""
-    checked, count = [], 0
+    checked = []
+    reader = None if pictures is None else pictures.of_prompt()
     for message in messages:
         if not isinstance(message.get("role"), str) or "content" not in message:
             raise InvalidRequest(
@@ -259,10 +259,8 @@ def check_messages(
             raise InvalidRequest(
                 f"a role must be 1 to 64 letters, digits, _ and -, got {shown(role)}"
             )
-        if pictures is not None and has_pictures(content):
-            count += sum(map(is_picture_part, content))
-            pictures.check_count(count)
-            content = read_pictures(content, role, pictures)
+        if reader is not None and has_pictures(content):
+            content = read_pictures(content, role, reader)
         elif not _is_text(content) and not message.get("tool_calls"):
             raise InvalidRequest(
                 "a chat message's content must be text or a list of "

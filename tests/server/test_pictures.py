@@ -361,10 +361,10 @@ BOMBS = {
         "cannot be decoded",
     ),
     "line": (png(1, 40_000, zlib.compress(bytes(160_000))), "200 times the other"),
-    "chunks": (png(5, 5)[:33] + 1_000_000 * chunk(b"prIv", b""), "100000 parts"),
-    "empty data": (png(5, 5)[:33] + 1_000_000 * chunk(b"IDAT", b""), "100000 parts"),
-    "comments": (GIF + 2_000_000 * b"\x21\xfe\x01a\0" + b";", "100000 parts"),
-    "runs": (BMP + bytes(1024) + 5_000_000 * b"\x01\0", "100000 parts"),
+    "chunks": (png(5, 5)[:33] + 100_000 * chunk(b"prIv", b""), "50000 parts"),
+    "empty data": (png(5, 5)[:33] + 100_000 * chunk(b"IDAT", b""), "50000 parts"),
+    "comments": (GIF + 200_000 * b"\x21\xfe\x01a\0" + b";", "50000 parts"),
+    "runs": (BMP + bytes(1024) + 200_000 * b"\x01\0", "50000 parts"),
     "scans": (scans(2000), "100 scans"),
     "tile": (large_tile(30_000), "30000 x 30000 pixels"),
 }
@@ -404,7 +404,7 @@ def test_openais_own_examples(seeing: LocalServer) -> None:
 def test_large_files(seeing: LocalServer) -> None:
     """A picture may be longer than other texts of a body, and no text in its place or beside it."""
     large = io.BytesIO()
-    Image.effect_noise((2200, 2200), 90).save(large, "PNG")
+    Image.effect_noise((1800, 1800), 90).save(large, "PNG", compress_level=0)
     data = base64.b64encode(large.getvalue()).decode()
     assert len(data) > 4 << 20
     count = seeing.post(CHAT, openai(data))["usage"]["prompt_tokens"]
@@ -427,6 +427,40 @@ def test_many_pictures(seeing: LocalServer) -> None:
     part = openai(data_of(1))["messages"][0]["content"][0]
     body = {"model": "demo", "messages": [{"role": "user", "content": [part] * 101}], **FEW}
     assert "more than 100 pictures" in refused(seeing, CHAT, body)["message"]
+    body = {"model": "demo", "messages": [{"role": "user", "content": [part] * 60}], **FEW}
+    assert "together more than 1024 tokens" in refused(seeing, CHAT, body)["message"]
+
+
+def test_large_pictures_together(seeing: LocalServer, vision: Runtime) -> None:
+    """They are refused before any is decoded."""
+    part = openai(base64.b64encode(png(7_000, 7_000)).decode())["messages"][0]["content"][0]
+    body = {"model": "demo", "messages": [{"role": "user", "content": [part] * 11}], **FEW}
+    assert "together more than 500000000 pixels" in refused(seeing, CHAT, body)["message"]
+    assert vision.pictures is not None
+    reader = vision.pictures.of_callers(lambda *_: png(50, 50) + bytes(20_000_000)).of_prompt()
+    url = {"type": "image", "source": {"type": "url", "url": "https://images.example/a.png"}}
+    for _ in range(5):
+        reader.open(url)
+    with pytest.raises(InvalidRequest, match="together more than 104857600 bytes"):
+        reader.open(url)
+
+
+def test_slow_hosts_together(vision: Runtime) -> None:
+    """The URLs of a prompt take so long together as four alone."""
+    spent: list[float] = []
+
+    def fetch(_: str, __: int, spent_s: float = 0.0) -> bytes:
+        spent.append(spent_s)
+        time.sleep(0.01)
+        return png(50, 50)
+
+    assert vision.pictures is not None
+    reader = vision.pictures.of_callers(fetch).of_prompt()
+    for _ in range(3):
+        reader.open({"type": "image", "url": "https://images.example/a.png"})
+    assert all(seconds >= 0.01 * number for number, seconds in enumerate(spent))
+    with pytest.raises(InvalidRequest, match="takes too long"):
+        UrlFetcher(["images.example"], 2.0)("https://images.example/a.png", 1_000, 8.1)
 
 
 @pytest.mark.parametrize(
@@ -529,10 +563,10 @@ def test_urls_of_allowed_hosts(
     assert "is answered 404" in refused(seeing, CHAT, url)["message"]
 
 
-def test_slow_hosts_hold_up_no_text(
+def test_slow_hosts_hold_up_nobody_else(
     seeing: LocalServer, vision: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long texts are tokenised in threads, too."""
+    """Long texts are tokenised in threads, too, and pictures in base64 decoded."""
     assert vision.pictures is not None
     fetching, answers = threading.Semaphore(0), threading.Event()
 
@@ -551,6 +585,7 @@ def test_slow_hosts_hold_up_no_text(
             assert fetching.acquire(timeout=PATIENCE_S)
         try:
             assert refused(seeing, CHAT, text)["code"] == "context_length_exceeded"
+            assert seeing.post(MESSAGES, anthropic(data_of(9)))["usage"]["output_tokens"] == 4
         finally:
             answers.set()
         assert all(future.result(PATIENCE_S)["choices"] for future in chats)

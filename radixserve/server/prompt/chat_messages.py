@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
-from radixserve.picture import Pictures
+from radixserve.picture import Picture, PromptPictures
 from radixserve.server.answer.tool_parsers.base import read_json
 from radixserve.server.wire.errors import INVALID_IMAGE, ApiError, wrong_field
 from radixserve.text.picture_parts import check_picture_role, has_pictures, is_picture_part
@@ -25,7 +26,7 @@ _MAX_CALLS = 1_024  # of one message
 
 
 def read_messages(
-    given: object, pictures: Pictures | None = None, no_pictures: str = ""
+    given: object, pictures: PromptPictures | None = None, no_pictures: str = ""
 ) -> list[Message]:
     """Check a list of messages. Returns them with their contents as one text each, those with
     pictures as parts, and the arguments of their calls as objects.
@@ -50,6 +51,7 @@ def read_messages(
                 f"does not name a call of an earlier message: {shown(call_id)}",
             )
         checked.append(message)
+    reader.decode()
     return checked
 
 
@@ -112,9 +114,9 @@ def _checked(message: object, where: str, reader: _ContentReader) -> Message:
 class _ContentReader:
     """Reads the contents that have pictures, of the messages of one chat."""
 
-    def __init__(self, pictures: Pictures | None, no_pictures: str) -> None:
+    def __init__(self, pictures: PromptPictures | None, no_pictures: str) -> None:
         self._pictures, self._no_pictures = pictures, no_pictures
-        self._count = 0
+        self._opened: list[_Opened] = []
 
     def read_into(self, message: Message, content: object, where: str) -> bool:
         """Set a message's content. False, and nothing is done, if it has no pictures. Raises
@@ -142,13 +144,33 @@ class _ContentReader:
                 param=f"{place}.type",
                 code=INVALID_IMAGE,
             )
-        self._count += 1
-        try:
+        entry: Message = {"type": "image"}
+        with _at(place):
             check_picture_role(role)
-            self._pictures.check_count(self._count)
-            return {"type": "image", "image": self._pictures.read_part(part)}
-        except InvalidRequest as error:
-            raise ApiError(400, str(error), param=place, code=INVALID_IMAGE) from None
+            self._opened.append(_Opened(entry, place, self._pictures.open(part)))
+        return entry
+
+    def decode(self) -> None:
+        """Decode the pictures of all contents. Raises ApiError."""
+        for entry, place, decode in self._opened:
+            with _at(place):
+                entry["image"] = decode()
+
+
+class _Opened(NamedTuple):
+    """A picture that is not decoded yet."""
+
+    entry: Message  # of a message's content
+    place: str
+    decode: Callable[[], Picture]
+
+
+@contextmanager
+def _at(place: str) -> Iterator[None]:
+    try:
+        yield
+    except InvalidRequest as error:
+        raise ApiError(400, str(error), param=place, code=INVALID_IMAGE) from None
 
 
 def _text(content: object, where: str, *, may_be_empty: bool) -> str:

@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.completion import Completion
 from radixserve.errors import InvalidRequest, PromptTooLong
+from radixserve.images.sources import is_fetched
 from radixserve.request import TruncationSide
 from radixserve.server.answer.output_parser import ParsedAnswer
 from radixserve.server.answer.tool_choice import ChatTools, functions_of
@@ -45,8 +47,10 @@ _SHORT_CHAT = 1_000_000  # characters; a shorter chat is always rendered
 # is many times what fits, since templates may leave out reasoning.
 _MAX_CHARACTERS_PER_TOKEN = 64
 _MEAN_CHARACTERS_PER_TOKEN = 4  # for the estimate in the error
-# Chats with pictures wait for hosts and decoders: in threads where they hold up no other prompt.
-_PICTURE_THREADS = TenantThreads()
+# Chats with pictures wait for decoders, and some for hosts: in threads of their own, so that they
+# hold up no other prompt.
+_DECODING, _FETCHING = TenantThreads(), TenantThreads()
+_MAX_CONTEXTS = 4  # of pictures that are counted only, or cut
 _CONTEXT = 5  # prompt tokens that are decoded with an answer, for its first word's leading space
 
 
@@ -178,6 +182,8 @@ async def read_chat(
     limits = is_prompt and keep_last is None
 
     def read() -> RenderedPrompt:
+        pictures = server.pictures
+        most = server.runtime.max_seq_len * (1 if limits else _MAX_CONTEXTS)
         given = [
             message.as_message() if isinstance(message, ChatMessage) else message
             for message in messages
@@ -191,13 +197,14 @@ async def read_chat(
             has_generic_tools=server.parser_configs.tool_parser == "generic",
             keep_billing_header=keeps,
             start_of=partial(server.chat_clocks.start_of, namespace),
-            pictures=server.pictures,
+            pictures=None if pictures is None else pictures.of_prompt(most),
         )
 
     functions = [] if tools is None else tools.functions
     parts = [*messages, body.tools, body.chat_template_kwargs, functions]
-    if _have_pictures(messages):
-        rendered = await asyncio.get_running_loop().run_in_executor(_PICTURE_THREADS, read)
+    if pictures := _picture_parts(messages):
+        threads = _FETCHING if any(map(is_fetched, pictures)) else _DECODING
+        rendered = await asyncio.get_running_loop().run_in_executor(threads, read)
     else:
         rendered = await in_thread_if(is_large(parts), read)
     server.num_billing_headers += rendered.num_headers
@@ -229,14 +236,20 @@ async def read_chat(
     return ChatPrompt(namespace, rendered, ids, is_whole=is_whole)
 
 
-def _have_pictures(messages: Sequence[ChatMessage | Message]) -> bool:
-    """Whether messages have pictures, which may have to be fetched, and take time to decode."""
+def _picture_parts(messages: Sequence[ChatMessage | Message]) -> list[Mapping[str, Any]]:
+    """Returns the parts of messages that are pictures."""
     contents = (
         message.content if isinstance(message, ChatMessage) else message.get("content")
         for message in messages
     )
     parts = (part for content in contents if isinstance(content, list) for part in content)
-    return any(isinstance(part, ImagePart) or is_picture_part(part) for part in parts)
+    pictures: list[Mapping[str, Any]] = []
+    for part in parts:
+        if isinstance(part, ImagePart):
+            pictures.append({"image_url": part.image_url})
+        elif isinstance(part, Mapping) and is_picture_part(part):
+            pictures.append(part)
+    return pictures
 
 
 def check_size(server: AppState, messages: Sequence[Message]) -> None:

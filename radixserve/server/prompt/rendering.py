@@ -14,7 +14,7 @@ from typing import Any
 from radixserve.api.runtime import Runtime
 from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
-from radixserve.picture import Pictures
+from radixserve.picture import PromptPictures
 from radixserve.server.answer.tool_choice import ChatTools
 from radixserve.server.prompt.chat_messages import key_of, read_messages
 from radixserve.server.wire.errors import ApiError, invalid
@@ -62,7 +62,7 @@ def render(
     start_of: Callable[[Sequence[tuple[str, ...]]], ChatStart],
     has_generic_tools: bool = False,
     keep_billing_header: bool,
-    pictures: Pictures | None = None,
+    pictures: PromptPictures | None = None,
 ) -> RenderedPrompt:
     """Check `messages` and apply the model's chat template to them. Raises ApiError.
 
