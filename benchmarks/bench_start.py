@@ -181,11 +181,14 @@ def ask(port: int, method: str, path: str, body: object = None) -> int:
 
 
 def timed_request(port: int, pid: int, model: str, number: int) -> tuple[float, float]:
-    """Seconds and CPU seconds of a request of its own: a chat, or ids for a model without text."""
+    """Seconds and CPU seconds of a request: a chat, or ids for a model without text. Requests
+    share few tokens, so that the later ones compute as many."""
     path, fields = "/v1/completions", {"prompt": [5 + number, *range(40, 80)], "ignore_eos": True}
     if not model.startswith("random:"):
         text = f"Tell me about the number {number}."
-        path, fields = "/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}
+        about = {"role": "system", "content": f"{number} is the number of this request. Be brief."}
+        messages = [about, {"role": "user", "content": text}]
+        path, fields = "/v1/chat/completions", {"messages": messages}
     begun, cpu = time.perf_counter(), cpu_s(pid)
     status = ask(port, "POST", path, {"max_tokens": 8, "temperature": 0, **fields})
     assert status == 200, f"{path} was answered with {status}"

@@ -13,6 +13,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -231,6 +232,9 @@ class GgufFile:
         return strings, offset
 
 
+_open_files: WeakValueDictionary[tuple[str, int, int, int], GgufFile] = WeakValueDictionary()
+
+
 def find_gguf(model_path: str) -> GgufFile | None:
     """Returns the GGUF file that a path names: the path itself, or the only GGUF file of a folder
     without config.json; None for other paths. Raises InvalidRequest for a missing file, and for a
@@ -240,14 +244,28 @@ def find_gguf(model_path: str) -> GgufFile | None:
     if path.suffix == SUFFIX:
         if not path.is_file():
             raise InvalidRequest(f"there is no file {path}")
-        return GgufFile(path)
+        return open_gguf(path)
     if not path.is_dir() or (path / "config.json").is_file():
         return None
     paths = sorted(path.glob(f"*{SUFFIX}"))
     if len(paths) > 1:
         names = ", ".join(file.name for file in paths)
         raise InvalidRequest(f"{path} holds several GGUF files ({names}): name one of them")
-    return GgufFile(paths[0]) if paths else None
+    return open_gguf(paths[0]) if paths else None
+
+
+def open_gguf(path: Path) -> GgufFile:
+    """Opens a GGUF file, or returns the object of a file that is open and has not changed since:
+    reading a header with a vocabulary takes tens of milliseconds."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise InvalidRequest(f"{path} is not a complete GGUF file: {error}") from error
+    key = str(path.absolute()), status.st_ino, status.st_size, status.st_mtime_ns
+    file = _open_files.get(key)
+    if file is None:
+        file = _open_files[key] = GgufFile(path)
+    return file
 
 
 def _gguf_package() -> Any:

@@ -14,7 +14,7 @@ from radixserve.arrays import IntArray
 
 UInts = NDArray[np.uint64]
 _RATIO = 0x9E3779B97F4A7C15  # odd: powers of it do not vanish modulo 2**64
-_TABLE_SIZE = 1 << 18  # token ids whose mixed values are looked up
+_LEAST_BITS, _MOST_BITS = 16, 18  # of token ids whose mixed values are looked up
 
 
 def _mixed(values: UInts) -> UInts:
@@ -160,16 +160,17 @@ class Fingerprints:
 
 
 @cache
-def _token_table() -> UInts:
-    """[token] the mixed value of each id below _TABLE_SIZE."""
-    return _mixed(np.arange(1, _TABLE_SIZE + 1, dtype=np.uint64))
+def _token_table(bits: int) -> UInts:
+    """[token] the mixed value of each id of so many bits."""
+    return _mixed(np.arange(1, (1 << bits) + 1, dtype=np.uint64))
 
 
 def mixed_tokens(tokens: IntArray) -> UInts:
     """[n] the token ids, spread over 64 bits."""
-    table = _token_table()
-    if len(tokens) and int(tokens.max()) < _TABLE_SIZE and int(tokens.min()) >= 0:
-        return table[tokens]
+    if len(tokens) and int(tokens.min()) >= 0:
+        bits = int(tokens.max()).bit_length()
+        if bits <= _MOST_BITS:
+            return _token_table(max(bits, _LEAST_BITS))[tokens]
     return _mixed(tokens.astype(np.uint64) + np.uint64(1))
 
 

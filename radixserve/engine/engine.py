@@ -145,7 +145,7 @@ class Engine:
         self.extensions.on_idle()
 
     def warm_up(self) -> bool:
-        """See `ModelRunner.warm_up`. While there is no work."""
+        """See `ModelRunner.warm_up`."""
         return self._runner.warm_up()
 
     def step(self) -> list[RequestOutput]:

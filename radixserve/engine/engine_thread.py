@@ -42,6 +42,7 @@ _ADDED_AT_ONCE = 64  # requests between two steps of others
 _STATS_EVERY_S = 0.25  # while it steps
 _IDLE_STATS_EVERY_S = 1.0  # while it is idle and has leases, which end by time
 _WARM_UP_AFTER_S = 0.1  # of the first idleness: what a caller starts meanwhile comes first
+_COLD_STEPS = 64  # of an engine that is not idle, before it warms up between steps
 _FORKED = (
     "this process was forked from the one that runs the engine, and its thread did not come along: "
     "make the Runtime in the process that uses it, or start processes by multiprocessing's "
@@ -90,6 +91,7 @@ class EngineThread:
         self._num_unread = [0, 0]  # requests in the inbox and their tokens, under the lock
         self._is_idle = True
         self._is_warm = False  # whether the engine has nothing left to warm up
+        self._num_steps = 0  # until it is warm
         self._stepped_at = self._stats_at = time.monotonic()
         self._stats = engine.stats()  # as of `_stats_at`
         self._thread = threading.Thread(target=self._run, name="radixserve-engine", daemon=True)
@@ -222,6 +224,10 @@ class EngineThread:
         self._stepped_at = now = time.monotonic()
         if now - self._stats_at > _STATS_EVERY_S:
             self._stats, self._stats_at = self._engine.stats(), now
+        if not self._is_warm:
+            self._num_steps += 1
+            if self._num_steps > _COLD_STEPS:
+                self._is_warm = not self._engine.warm_up()
 
     def _read_inbox(self) -> bool:
         """Process all waiting messages; block while there is no work. False when closing."""

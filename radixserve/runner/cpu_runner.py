@@ -70,7 +70,7 @@ class CpuModelRunner(SingleDeviceRunner):
 
     def warm_up(self) -> bool:
         """See `ModelRunner.warm_up`."""
-        return self.pool.map_next()
+        return self.pool.enlarge_next()
 
     def _pool_size(self, backend_name: str, tp_group: TPGroup | None) -> PoolSize:
         config, states_bytes = self._config, self.num_states * self.info.state_bytes

@@ -23,8 +23,8 @@ from radixserve.models.base import KVShape, ModelInfo
 from radixserve.runner.device import lacks_memory
 from radixserve.runner.kv_layout import ByteArray, KVLayout
 from radixserve.runner.pool_sizing import PoolSize
-from radixserve.runner.system_memory import map_on_demand
-from radixserve_kernels.cpu_weights import fresh_memory
+from radixserve.runner.system_memory import make_large_page, map_on_demand, use_small_pages
+from radixserve_kernels.cpu_weights import LARGE_PAGE, fresh_memory
 from radixserve_kernels.stored_kv import dtype_name, stored_width
 from radixserve_kernels.torch_ops import as_bytes, copy_slots
 
@@ -62,12 +62,14 @@ class KVPool:
         )
         self.kv, self._layers = first
         self.others = tuple(others)
-        self._unmapped = [  # the first number of each layer's K and V
+        self._firsts = [  # the first number of each layer's K and V
             part.view(-1)[:1]
             for layers in (first, *others)
             for part in layers.kv.flatten(0, 1)
             if device.type == "cpu" and layers.kv.nbytes >= _LARGE_POOL
         ]
+        for number in self._firsts:
+            use_small_pages(*_large_page(number))
         self.windows: WindowKV | None = None
         if in_windows:
             # One shape: `divide_pool` makes no window pages otherwise.
@@ -80,14 +82,17 @@ class KVPool:
         size = (num_layers, 2, num_pages, self.page_size, *head)
         return _zeros(size, self._dtype, self._device)
 
-    def map_next(self) -> bool:
-        """Have the system map and clear a memory page that the first tokens need, of a pool in
-        large ones: a millisecond or two for each layer's K and V. Returns False once that is done.
+    def enlarge_next(self) -> bool:
+        """Replace the small memory pages at the begin of a layer's K or V by a large one, which
+        attention reads faster. A pool of large pages has small ones there at first: to clear a
+        large one for every layer takes longer than a short prompt. A millisecond or two, up to
+        five in a virtual machine. Returns False once all are large.
         """
-        if not self._unmapped:
+        if not self._firsts:
             return False
-        first = self._unmapped.pop()
-        first.copy_(first.clone())  # it may have been written already
+        first = self._firsts.pop()
+        make_large_page(*_large_page(first))
+        first.copy_(first.clone())  # maps the page if nothing was written yet
         return True
 
     @property
@@ -241,6 +246,11 @@ def _spans(slots: IntArray) -> Spans | None:
     begins = np.concatenate([np.zeros(1, np.int64), ends])
     ends = np.append(ends, len(slots))
     return list(zip(begins.tolist(), ends.tolist(), slots[begins].tolist(), strict=True))
+
+
+def _large_page(number: Tensor) -> tuple[int, int]:
+    """The address and the size of the large memory page with a number of the pool."""
+    return number.data_ptr() // LARGE_PAGE * LARGE_PAGE, LARGE_PAGE
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

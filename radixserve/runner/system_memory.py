@@ -19,7 +19,7 @@ FREE_FALLBACK = 4 << 30  # bytes assumed free where the system does not report t
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _LARGEST = 1 << 30  # bytes; int is what mallopt takes
-_NO_LARGE_PAGES = 15  # Linux's MADV_NOHUGEPAGE
+_LARGE_PAGES, _NO_LARGE_PAGES, _COLLAPSE = 14, 15, 25  # Linux's MADV_HUGEPAGE and so on
 
 
 def keep_freed_memory() -> bool:
@@ -53,6 +53,23 @@ def map_on_demand(num_bytes: int) -> NDArray[np.uint8]:
     with contextlib.suppress(OSError):  # a system without large pages
         mapped.madvise(_NO_LARGE_PAGES)
     return np.frombuffer(mapped, np.uint8, num_bytes)  # which holds `mapped`
+
+
+def use_small_pages(address: int, num_bytes: int) -> None:
+    """Have the system map this memory in small pages. It must begin and end with a large one."""
+    _advise(address, num_bytes, _NO_LARGE_PAGES)
+
+
+def make_large_page(address: int, num_bytes: int) -> None:
+    """Undo `use_small_pages`: small pages that are mapped are copied into a large one. A system
+    that cannot do it at once does it by and by."""
+    _advise(address, num_bytes, _LARGE_PAGES)
+    _advise(address, num_bytes, _COLLAPSE)
+
+
+def _advise(address: int, num_bytes: int, advice: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice)
 
 
 def free_memory() -> int:

@@ -16,6 +16,7 @@ from starlette.routing import Match, Route
 from radixserve._version import __version__
 from radixserve.errors import RadixServeError
 from radixserve.server.gate.disconnect import ClientGone
+from radixserve.server.gate.json_body import JsonRoute
 from radixserve.server.gate.middleware import RequestMiddleware, error_response
 from radixserve.server.gate.state import AppState, server_of
 from radixserve.server.routes import (
@@ -74,6 +75,14 @@ def make_app(server: AppState) -> FastAPI:
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
         )
     return app
+
+
+def build_main_validators() -> None:
+    """Build the validators of the routes that most clients use; the others' are built when their
+    first bodies come."""
+    for route in (*chat.router.routes, *completions.router.routes):
+        if isinstance(route, JsonRoute):
+            route.build_validator()
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -26,7 +26,7 @@ from radixserve.api.progress import loading_bar
 from radixserve.api.runtime import Runtime
 from radixserve.errors import EngineDead, InvalidRequest, RadixServeError
 from radixserve.sampling_defaults import describe_sampling
-from radixserve.server.app import make_app
+from radixserve.server.app import build_main_validators, make_app
 from radixserve.server.config import ServerConfig
 from radixserve.server.gate.http_protocol import ConnectionCounts, bounded_protocol
 from radixserve.server.gate.state import AppState
@@ -163,6 +163,7 @@ class Process:
 
     async def _load(self) -> None:
         runtime = await asyncio.to_thread(self._load_runtime)
+        build_main_validators()
         self._take_signals()  # replaces Ray's handler, which aborts 3 seconds after SIGTERM
         self.server.set_runtime(runtime)
         host, port = self._sock.getsockname()[:2]

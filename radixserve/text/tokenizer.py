@@ -19,7 +19,7 @@ from typing import Any
 
 from radixserve.arrays import IntArray
 from radixserve.errors import InvalidRequest
-from radixserve.gguf_file import SUFFIX, GgufFile
+from radixserve.gguf_file import SUFFIX, open_gguf
 from radixserve.picture import Picture, Pictures
 from radixserve.request import FIRST_PICTURE_ID
 from radixserve.text.byte_fallback import ByteFallback, decodes_by_appending
@@ -93,7 +93,7 @@ class Tokenizer:
         if path.suffix == SUFFIX:
             from radixserve.text.gguf_tokenizer import gguf_tokenizer
 
-            file = GgufFile(path)
+            file = open_gguf(path)
             kind = file.fields.get("tokenizer.ggml.model", "no_vocab")
             return None if kind in ("no_vocab", "none") else wrapped(gguf_tokenizer(file))
         if not any((path / name).exists() for name in _TOKENIZER_FILES):

@@ -278,6 +278,17 @@ class TestThread:
         thread.close()
         assert runner.log.count("warm") == 4
 
+    def test_it_warms_up_between_steps_if_it_is_never_idle(self) -> None:
+        runner, events = ChainRunner(), []
+        runner.num_cold = 3
+        thread = EngineThread(make_engine(runner, EngineConfig()))
+        thread.submit([self.collector("a", events, max_tokens=80)])
+        assert self.ended.wait(PATIENCE_S)
+        thread.close()
+        assert runner.log.count("warm") == 4
+        before = runner.log[: runner.log.index("warm")]
+        assert before.count("collect") == 64  # a short answer does not wait for it
+
     def test_what_ends_by_time_ends_while_it_is_idle(self) -> None:
         """The status, which no message asks for, is that of now."""
         events: list[Event] = []

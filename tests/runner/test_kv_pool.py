@@ -158,12 +158,13 @@ def test_page_prefixes_of_all_shapes_are_copied() -> None:
         assert torch.equal(old, new)
 
 
-def test_the_first_memory_pages_are_mapped_and_keep_their_content(
+def test_large_memory_pages_keep_the_content_of_small_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert not make_pool(torch.float32, 8).map_next()  # in small pages
+    assert not make_pool(torch.float32, 8).enlarge_next()  # a small pool stays in small pages
     monkeypatch.setattr("radixserve.runner.kv_pool._LARGE_POOL", 0)
     pool = make_pool(torch.float32, 8)
-    before = pool.kv.clone()
-    assert sum(iter(pool.map_next, False)) == 2 * 3
-    assert torch.equal(pool.kv, before)
+    written = torch.rand(pool.kv.shape)
+    pool.kv.copy_(written)
+    assert sum(iter(pool.enlarge_next, False)) == 2 * 3
+    assert torch.equal(pool.kv, written)

@@ -11,12 +11,14 @@ import io
 import os
 import pickle
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic.warnings import UnsupportedFieldAttributeWarning
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -191,12 +193,23 @@ class FreedMemory:
 
 class JsonRoute(APIRoute):
     """A route that takes its body from `RequestMiddleware`, which has parsed it. Large bodies are
-    validated in a thread."""
+    validated in a thread. The validator is built for the first body."""
+
+    _is_built = False
+
+    def build_validator(self) -> None:
+        """Build what validates the body, in some ten milliseconds."""
+        if self.body_field is not None and not self._is_built:
+            self._is_built = True
+            with warnings.catch_warnings():  # FastAPI gives a body's field an alias
+                warnings.simplefilter("ignore", UnsupportedFieldAttributeWarning)
+                self.body_field.validate({})
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def handle_parsed(request: Request) -> Response:
+            self.build_validator()
             field = self.body_field
             if field is not None and has_large_body(request):
                 value, errors = await asyncio.to_thread(

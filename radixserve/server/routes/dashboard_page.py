@@ -19,7 +19,6 @@ from starlette.responses import Response
 from radixserve.api.runtime import Runtime
 from radixserve.cache import SnapshotView
 from radixserve.config import CacheKind
-from radixserve.replay.teaching import NUM_PAGES, PAGE_SIZE, play
 from radixserve.request import SamplingParams, unmarked
 from radixserve.server.gate.json_body import JsonRoute
 from radixserve.server.gate.limits import SHARE, Ration
@@ -107,6 +106,8 @@ async def compare(request: Request) -> Response:
 async def allocator(body: TeachingRequest) -> Response:
     """Play a script of requests on a cache of its own with 24 pages of 4 tokens, and return the
     state after each action. Nothing of it is kept."""
+    from radixserve.replay.teaching import NUM_PAGES, PAGE_SIZE, play  # is not needed to start
+
     states = await asyncio.to_thread(play, body.script, body.cache or "radix")
     return answer({"pages": NUM_PAGES, "page_size": PAGE_SIZE, "states": states})
 
