@@ -82,8 +82,13 @@ class Pictures(Protocol):
         """The marker's token."""
         ...
 
-    def of_prompt(self, max_rows: int | None = None) -> PromptPictures:
-        """Returns a reader for the pictures of one prompt, whose rows are so many at most."""
+    def of_prompt(self, max_rows: int | None = None, tenant: str = "") -> PromptPictures:
+        """Returns a reader for the pictures of one prompt, whose rows are so many at most, sent by
+        a tenant."""
+        ...
+
+    def check_senders(self, pictures: Sequence[Picture], tenant: str) -> None:
+        """Raise InvalidRequest for a picture of other tenants, where there are several."""
         ...
 
     def by_digest(self, digest: bytes) -> Picture:

@@ -298,6 +298,8 @@ class RequestBuilder:
             with self._random_lock:
                 seed = self._random.getrandbits(63)
         pictures = self.reader.pictures_in(ids)
+        if pictures:
+            self.reader.check_senders(pictures, as_namespace(params.namespace).tenant)
         first = 1 + params.logprob_start_len
         scores_prompt = params.prompt_logprobs is not None and len(ids) > first
         if params.namespace.startswith("\0"):  # of an adapter

@@ -34,6 +34,7 @@ class PictureReader:
         self.table = table
         self._see_each_other = see_each_other
         self.limits = ImageLimits()
+        self.has_tenants = False  # who may use those pictures alone that they have sent
         self._processor, self._fetch, self._has_files = processor, fetch, has_files
 
     def of_callers(self, fetch: FetchUrl | None) -> PictureReader:
@@ -52,8 +53,8 @@ class PictureReader:
     def marker_id(self) -> int:
         return self._processor.marker_id
 
-    def of_prompt(self, max_rows: int | None = None) -> PromptReader:
-        return PromptReader(self, max_rows)
+    def of_prompt(self, max_rows: int | None = None, tenant: str = "") -> PromptReader:
+        return PromptReader(self, max_rows, tenant)
 
     def read_part(self, part: Mapping[str, Any]) -> Picture:
         """Returns the picture of a part alone. Raises InvalidRequest."""
@@ -75,6 +76,10 @@ class PictureReader:
     def in_tokens(self, token_ids: IntArray) -> tuple[Picture, ...]:
         return self.table.in_tokens(token_ids)
 
+    def check_senders(self, pictures: Sequence[Picture], tenant: str) -> None:
+        if self.has_tenants:
+            self.table.check_senders(pictures, tenant)
+
     def uncut_parts(
         self, token_ids: IntArray, pictures: Sequence[Picture]
     ) -> tuple[tuple[int, int], ...]:
@@ -84,8 +89,8 @@ class PictureReader:
 class PromptReader:
     """See `PromptPictures`. Files are opened, and their sizes known, before any is decoded."""
 
-    def __init__(self, reader: PictureReader, max_rows: int | None) -> None:
-        self._reader, self._max_rows = reader, max_rows
+    def __init__(self, reader: PictureReader, max_rows: int | None, tenant: str) -> None:
+        self._reader, self._max_rows, self._tenant = reader, max_rows, tenant
         self._num_pictures = self._num_bytes = self._num_pixels = self._num_rows = 0
         self._spent_s = 0.0
 
@@ -128,6 +133,7 @@ class PromptReader:
 
     def _counted(self, picture: Picture) -> Picture:
         self._num_rows += picture.num_rows
+        self._reader.table.note_sender(picture, self._tenant)
         if self._max_rows is not None:
             _check("tokens", self._num_rows, self._max_rows)
         return picture

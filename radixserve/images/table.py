@@ -11,9 +11,9 @@ import hashlib
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,6 +74,7 @@ class PictureTable:
         self._known: dict[int, _Known] = {}  # by first id; those of `_first_ids`
         self._starts: list[int] = []  # first ids of `_known` and `_live`, ascending, and some more
         self._by_file: WeakValueDictionary[bytes, Picture] = WeakValueDictionary()
+        self._senders: WeakKeyDictionary[Picture, set[str]] = WeakKeyDictionary()
         self._processing: dict[bytes, threading.Lock] = {}  # by the key of a file
         self.num_processed = 0
 
@@ -97,6 +98,19 @@ class PictureTable:
         """Returns the living picture that came from a file before; None: there is none."""
         with self._lock:
             return self._by_file.get(key)
+
+    def note_sender(self, picture: Picture, tenant: str) -> None:
+        """A tenant has sent this picture."""
+        with self._lock:
+            self._senders.setdefault(picture, set()).add(tenant)
+
+    def check_senders(self, pictures: Iterable[Picture], tenant: str) -> None:
+        """Raise InvalidRequest where a tenant has not sent one of the pictures: as where it is not
+        kept, since ids can be guessed."""
+        with self._lock:
+            for picture in pictures:
+                if tenant not in self._senders.get(picture, ()):
+                    raise _of_none(picture.first_id)
 
     def add(self, processed: Processed) -> Picture:
         """Returns the one picture with these pixels. Raises InvalidRequest when all ids are
@@ -144,9 +158,7 @@ class PictureTable:
             while len(rows):
                 picture = self._live.get(self._start_of(int(rows[0])))
                 if picture is None or rows[0] >= picture.first_id + picture.num_rows:
-                    raise InvalidRequest(
-                        f"token id {rows[0]} is of no picture that is kept: send the picture again"
-                    )
+                    raise _of_none(int(rows[0]))
                 found.append(picture)
                 rows = rows[np.searchsorted(rows, picture.first_id + picture.num_rows) :]
         return tuple(found)
@@ -216,6 +228,10 @@ class PictureTable:
         """The first id of the picture that has this row, if any has; -1 for none."""
         place = bisect_right(self._starts, row) - 1
         return self._starts[place] if place >= 0 else -1
+
+
+def _of_none(row: int) -> InvalidRequest:
+    return InvalidRequest(f"token id {row} is of no picture that is kept: send the picture again")
 
 
 def whole_runs(token_ids: IntArray, pictures: Sequence[Picture]) -> tuple[tuple[int, int], ...]:

@@ -160,6 +160,11 @@ class PromptReader:
             return ()
         return self.pictures.in_tokens(token_ids)
 
+    def check_senders(self, pictures: Sequence[Picture], tenant: str) -> None:
+        """See `Pictures.check_senders`."""
+        if self.pictures is not None and pictures:
+            self.pictures.check_senders(pictures, tenant)
+
     def uncut_parts(
         self, token_ids: IntArray, pictures: Sequence[Picture]
     ) -> tuple[tuple[int, int], ...]:

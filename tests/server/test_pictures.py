@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,6 +27,7 @@ from PIL import Image
 from radixserve import InvalidRequest, Runtime, SamplingParams
 from radixserve.images.fetching import UrlFetcher, is_public
 from radixserve.images.sources import read_source
+from radixserve.server.gate.tenants import Tenants
 from tests.images.vision_checkpoints import as_file, make_vision_checkpoint, picture
 from tests.pacing import PATIENCE_S
 from tests.server.local_server import LocalServer
@@ -298,6 +300,42 @@ def test_tokens_of_prompts_with_pictures(seeing: LocalServer) -> None:
     said = {"model": "demo", "messages": anthropic(lines)["messages"]}
     counted = seeing.post("/v1/messages/count_tokens", said)
     assert counted["input_tokens"] == num_prompt
+
+
+def test_ids_of_other_tenants_pictures(
+    vision: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They can be guessed. A tenant that has sent the same picture may use them."""
+    keys = {name: {"authorization": f"Bearer key-of-{name}-0123456789"} for name in ("ann", "bob")}
+    file = tmp_path / "keys"
+    file.write_text("".join(f"{name} key-of-{name}-0123456789\n" for name in keys))
+    file.chmod(0o600)
+    monkeypatch.setattr(vision.pictures, "has_tenants", False)  # afterwards, too
+    with LocalServer(vision, Tenants.load(str(file))) as served:
+        said = {"messages": openai(data_of(15))["messages"]}
+        ids = served.post("/tokenize", said, headers=keys["ann"])["tokens"]
+        requests = {
+            "/v1/completions": {"model": "demo", "prompt": ids, "max_tokens": 2},
+            "/generate": {"input_ids": ids, "sampling_params": {"max_new_tokens": 2}},
+            "/v1/score": {"prompt": ids, "candidates": ["yes"]},
+        }
+
+        def ask(name: str) -> Iterator[tuple[int, str]]:
+            for path, body in requests.items():
+                answer = served.client.post(path, json=body, headers=keys[name])
+                yield answer.status_code, answer.text
+            branch = served.post("/v1/branches", {"prompt": "Look"}, headers=keys[name])["id"]
+            for action, body in (("extend", {"tokens": ids}), ("generate", {"max_tokens": 2})):
+                path = f"/v1/branches/{branch}/{action}"
+                answer = served.client.post(path, json=body, headers=keys[name])
+            yield answer.status_code, answer.text
+
+        assert {status for status, _ in ask("ann")} == {200}
+        for status, text in ask("bob"):
+            assert status == 400
+            assert "is of no picture that is kept" in text
+        served.post(CHAT, openai(data_of(15)), headers=keys["bob"])
+        assert {status for status, _ in ask("bob")} == {200}
 
 
 def test_streams(seeing: LocalServer) -> None:

@@ -75,6 +75,7 @@ class AppState:
         self._runtime = runtime
         if runtime.pictures is not None:
             self.pictures = runtime.pictures.of_callers(_url_fetcher(self.config))
+            runtime.pictures.has_tenants = bool(self.tenants)
         self._sessions = SessionTable(
             self.config.session_lease, self.config.max_conversations, runtime.close_session
         )

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from radixserve.arrays import IntArray
+from radixserve.cache.namespace import as_namespace
 from radixserve.completion import Completion
 from radixserve.errors import InvalidRequest, PromptTooLong
 from radixserve.images.sources import is_fetched
@@ -182,7 +183,7 @@ async def read_chat(
     limits = is_prompt and keep_last is None
 
     def read() -> RenderedPrompt:
-        pictures = server.pictures
+        pictures, tenant = server.pictures, as_namespace(namespace).tenant
         most = server.runtime.max_seq_len * (1 if limits else _MAX_CONTEXTS)
         given = [
             message.as_message() if isinstance(message, ChatMessage) else message
@@ -197,7 +198,7 @@ async def read_chat(
             has_generic_tools=server.parser_configs.tool_parser == "generic",
             keep_billing_header=keeps,
             start_of=partial(server.chat_clocks.start_of, namespace),
-            pictures=None if pictures is None else pictures.of_prompt(most),
+            pictures=None if pictures is None else pictures.of_prompt(most, tenant),
         )
 
     functions = [] if tools is None else tools.functions
