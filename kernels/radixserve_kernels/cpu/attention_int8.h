@@ -165,12 +165,12 @@ inline void integer_scores(const IntegerQueries &queries, int64_t first, int64_t
     for (int64_t chunk = 0; chunk < queries.chunks; chunk++) {
         const int64_t d = chunk * QUERY_CHUNK;
         __m512i words[4][4];
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) later.fetch(i, at + d), later.fetch(i, at + d + 64);  // rows are not aligned
         load_quarters(keys, at + d, queries.dim - d, words);
         for (int64_t row = 0; row < rows; row++) {
             const int8_t *query = queries.chunk(first + row, chunk);
             __m512i sums[4] = {};
+            for (int64_t i = row; i < 16; i += rows)  // a part with each row: a burst would be dropped
+                later.fetch(i, at + d), later.fetch(i, at + d + 64);  // keys are not aligned
             add_quarters(query, words, sums);
 #pragma GCC unroll 4
             for (int g = 0; g < 4; g++) {
