@@ -523,6 +523,29 @@ def test_parts_that_are_no_pictures(
     assert error["param"] == "messages[0].content[0]"
 
 
+@pytest.mark.parametrize(
+    ("path", "part"),
+    [
+        (CHAT, {"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}),
+        (CHAT, {"type": "video_url", "video_url": {"url": "https://images.example/a.mp4"}}),
+        (RESPONSES, {"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}),
+        (MESSAGES, {"type": "video", "source": {"type": "base64", "data": "AA=="}}),
+    ],
+)
+def test_audio_and_video_are_refused_by_name(
+    seeing: LocalServer, vision: Runtime, path: str, part: dict[str, Any]
+) -> None:
+    said = [{"role": "user", "content": [part]}]
+    where = "input" if path == RESPONSES else "messages"
+    body = {"model": "demo", where: said, "max_tokens": 4}
+    if path == RESPONSES:
+        body["max_output_tokens"] = body.pop("max_tokens")
+    message = refused(seeing, path, body)["message"]
+    assert f"[0].content[0].type {part['type']!r} is not supported" in message
+    with pytest.raises(InvalidRequest, match=part["type"]):
+        vision.generate(said)
+
+
 def test_roles_without_pictures(seeing: LocalServer) -> None:
     body = openai(data_of(1))
     body["messages"].insert(0, {**body["messages"][0], "role": "system"})
