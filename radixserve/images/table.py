@@ -95,9 +95,13 @@ class PictureTable:
         return picture
 
     def known_file(self, key: bytes) -> Picture | None:
-        """Returns the living picture that came from a file before; None: there is none."""
+        """Returns the living picture that came from a file before, and notes a use of it; None:
+        there is none."""
         with self._lock:
-            return self._by_file.get(key)
+            picture = self._by_file.get(key)
+            if picture is not None:
+                self._keep(picture)
+            return picture
 
     def note_sender(self, picture: Picture, tenant: str) -> None:
         """A tenant has sent this picture."""

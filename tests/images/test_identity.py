@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gc
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,16 @@ def test_ids_are_not_given_twice_and_survive_the_pixels() -> None:
         table.in_tokens(tokens)
     assert table.add(processed(0)).first_id == first_id  # its K/V may be cached still
     assert table.in_tokens(tokens)[0].first_id == first_id
+
+
+def test_a_known_file_is_used_again() -> None:
+    table, numbers = PictureTable(60), [1, 2, 1, 3]  # bytes: of two pictures
+    for number in numbers:
+        if table.known_file(b"%d" % number) is None:
+            table.of_file(b"%d" % number, partial(processed, number))
+    gc.collect()
+    assert [table.known_file(b"%d" % number) is not None for number in (1, 2, 3)] == [1, 0, 1]
+    assert table.num_processed == 3
 
 
 def test_a_holder_keeps_a_picture() -> None:
