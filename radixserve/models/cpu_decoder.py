@@ -104,6 +104,7 @@ class CpuDecoder(LanguageModel):
             copy_weights((read.embedding, read.lm_head), _pack_ends(dtype, *ends))
             return None, None
 
+        source = replace(source, copies_given=False)  # into the old ones is a copy
         new = read_decoder(source, dtype, torch.device("cpu"), take_layer, None, take_ends)
         copy_weights(read.norm, new.norm)
         if read.layer_inputs is not None and new.layer_inputs is not None:

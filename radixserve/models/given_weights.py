@@ -26,17 +26,20 @@ class GivenWeights(TensorReader):
         device: torch.device,
         *,
         keeps_forms: bool = False,
+        copies: bool = True,
         rename: Callable[[str], str | None] = str,
     ) -> None:
-        """`rename`: a given name -> that to take it by; None: the tensor is not taken."""
+        """copies: what is taken may be kept, and the caller change its own. rename: a given name ->
+        that to take it by; None: the tensor is not taken."""
         names = {name: rename(name) for name in tensors}
         self._tensors = {own: tensors[name] for name, own in names.items() if own is not None}
+        self._copies = copies
         where = Path("given tensors")
         super().__init__(where, self._tensors, dtype, device, keeps_forms=keeps_forms)
 
     def _read(self, name: str) -> AnyWeight:
-        """A copy: the caller may change its own, and a model may keep what it reads."""
-        return self._tensors[name].detach().clone()
+        tensor = self._tensors[name].detach()
+        return tensor.clone() if self._copies else tensor
 
     def _stored_shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].shape)

@@ -100,6 +100,7 @@ class ModelSource:
     mrope: MRope | None = None  # of a model that takes pictures, where its positions have parts
     packaged: str = ""  # its name in PACKAGED
     given: Mapping[str, Tensor] | None = None  # weights to use in place of those of `path`
+    copies_given: bool = True  # when they are read: a model may keep what it reads
 
     def tensors(
         self, dtype: torch.dtype, device: torch.device, *, keeps_forms: bool = False
@@ -110,7 +111,12 @@ class ModelSource:
         """
         rename = text_name if self.is_text_part else self._stored_rename()
         if self.given is not None:
-            return GivenWeights(self.given, dtype, device, keeps_forms=keeps_forms, rename=rename)
+            return GivenWeights(
+                *(self.given, dtype, device),
+                keeps_forms=keeps_forms,
+                copies=self.copies_given,
+                rename=rename,
+            )
         if self.gguf is not None:
             return GgufWeights(self.gguf, dtype, device, keeps_forms=keeps_forms)
         if self.path is not None:
