@@ -72,7 +72,7 @@ class KeptScores(SchedulerExtension):
         request = state.request
         first = request.score_start + 1
         start = first + scores.num_scored
-        end, node = cache.match(request.token_ids, request.namespace)
+        end, node = cache.match(request.keyed_tokens(), request.namespace)
         if node is None or end <= start:
             return False
         end -= _num_other(state, start, end)

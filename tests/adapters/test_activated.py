@@ -124,6 +124,27 @@ def test_several_samples_scores_branches_and_chats(rt: Runtime, case: Case) -> N
     assert one.token_ids
 
 
+def test_kept_scores_are_its_own(rt: Runtime, case: Case) -> None:
+    from tests.checkpoints import all_logprobs
+
+    prompt = [*prompt_of(4, 30), *INVOCATION, *prompt_of(5, 3)]
+    own, base = (params(name, max_tokens=1, prompt_logprobs=1) for name in ("judge", ""))
+    with applied(case.model, case.adapter, start=30):
+        rows = all_logprobs(case.model, prompt)
+    wanted = [float(rows[at, token]) for at, token in enumerate(prompt[1:])]
+    rt.generate(prompt, base)
+    found = rt.generate(prompt, own)
+    assert found.prompt_logprobs is not None
+    assert found.prompt_logprobs[1:] == pytest.approx(wanted, abs=1e-4)
+    again = rt.generate(prompt, own)
+    assert (again.usage.computed_tokens, again.prompt_logprobs) == (1, found.prompt_logprobs)
+    (score,) = rt.score(prompt[:33], [prompt[33:]], adapter="judge")
+    assert (score.usage.computed_tokens, score.logprobs) == (1, found.prompt_logprobs[33:])
+    rt.flush_cache()
+    _, beside = rt.generate([prompt, prompt], [base, own])
+    assert beside.prompt_logprobs == found.prompt_logprobs
+
+
 def test_beam_searches(case: Case, tmp_path: Path) -> None:
     plain = make_adapter(tmp_path / "plain", case.model, 1)  # the same weights
     adapters = {"judge": str(case.adapter), "plain": str(plain)}
