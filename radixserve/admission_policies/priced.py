@@ -132,7 +132,8 @@ class PricedAdmission(AdmissionPolicy):
         self._has_adopted = False  # the cache knows what is expected of what was released before
         self._victims: Iterator[tuple[int, ReturnEstimate | None]] | None = None
         self._known: list[tuple[int, ReturnEstimate | None]] = []  # the first victims, once read
-        self._shares_steps = False  # only requests that gain by sharing steps start
+        # Only requests that gain by sharing steps start: pages were short, and some wait since then.
+        self._shares_steps = False
         self._growth: int | None = None  # tokens that running requests will add, once counted
         # As of the beginning of a pass: of `returns`, and the time on the cache's clock.
         self._growth_share = 0.0
@@ -152,6 +153,7 @@ class PricedAdmission(AdmissionPolicy):
         if not self.holds_requests:
             return
         now, returns = self._cache.time(), self.returns
+        self._shares_steps &= self._num_waiting() > 0
         returns.note_arrival(state, now)
         if not self._has_adopted and (typical := returns.typical(now)) is not None:
             self._has_adopted = True
@@ -195,8 +197,8 @@ class PricedAdmission(AdmissionPolicy):
     def is_short(self, num_needed: int) -> bool:
         """Whether they exceed the pages that are free or hold K/V that is probably not used again.
         False while no session returns. O(1): reads no more than _MAX_UNUSED victims."""
-        self._shares_steps = False
         if not self.returns.returning_tokens:
+            self._shares_steps = False
             return False
         cache, growth = self._cache, self._growth_share
         if num_needed > cache.num_available:
@@ -211,7 +213,7 @@ class PricedAdmission(AdmissionPolicy):
                     break
                 missing -= num_pages
         # Growth holds none while all that will grow have begun: these may end before.
-        self._shares_steps = missing > 0 or (self.returns.num_new > 0 and missing + to_grow > 0)
+        self._shares_steps |= missing > 0 or (self.returns.num_new > 0 and missing + to_grow > 0)
         return missing > 0
 
     def note_started(self, state: RequestState) -> None:
@@ -263,8 +265,6 @@ class PricedAdmission(AdmissionPolicy):
         tokens runs beside the others, and not after one of them."""
         tokens_s = num_tokens * self.costs.prefill_token_s
         steps_s = num_output * self.costs.shared_step_s
-        if tokens_s <= steps_s:
-            return True
         num_running = len(self._running)
         num_open = num_running + self._num_waiting()
         return num_running * (num_running + 1) * tokens_s <= num_open * steps_s

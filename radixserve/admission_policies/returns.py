@@ -18,13 +18,15 @@ MAX_CONVERSATIONS = 100_000  # remembered; the one that ended first is forgotten
 _LEAST_RETURNS = 4  # observed before anything is expected
 _PRIOR = 1.0  # observations that the population counts for in a session's own mean
 _DECAY = 0.98  # of the population's past at each observation: about 50 count
+_NUM_FIRST = 32  # requests that end before prompts without a name count as sent once
 _MIN_S = 1e-3  # shorter think times are all the same: the network's
 _LEAST_ODDS = 0.5  # of a return, below which its time is worth nothing
 _REGULAR = 0.4  # standard deviation of log think times up to which they become regular
 _IRREGULAR = 0.6  # from which on they are regular no more: between the two they stay as they are
 _LATE = 1.5  # such deviations after which a return is late
 _MAX_TURNS = 8.0  # for which a session's growth is foreseen
-_UNKNOWN_GROWTH = 2.0  # of a session that comes back, relative to its first prompt, until seen
+# Of a session that comes back, relative to its first prompt, until seen; by whether any has a name.
+_UNKNOWN_GROWTH = {True: 2.0, False: 1.0}
 _UNKNOWN_S = 60.0  # after which a session has not come back, while no think times are known
 _WAITING_S = 60.0  # for which a waiting request's prefix is evicted last
 _BLOCK = 64  # tokens of a block of `_checksums`
@@ -121,6 +123,7 @@ class ReturnTimes:
         self._mean_output, self._typical_output = 32.0, 32
         # Of ended requests: tokens, further turns of their sessions; tokens that a turn adds.
         self._mean_length, self._turns_left, self._turn_growth = _Mean(), _Mean(), _Mean()
+        self._num_ended = 0
         self.num_new = 0  # waiting requests that are the first of their session, as far as known
         # Of open sessions, see `returning_tokens`, by whether they are known to return.
         self._open_tokens = [0, 0]
@@ -168,6 +171,7 @@ class ReturnTimes:
         if not is_finished:
             self._uncount(conversation)
             return None
+        self._num_ended += 1
         conversation.num_turns += 1
         conversation.ended_at = now
         self._mean_output += 0.05 * (state.num_output - self._mean_output)
@@ -201,18 +205,18 @@ class ReturnTimes:
         cached at first. Waiting and running ones count, and others until they are late.
 
         0 unless one of them is known to return: it has returned, or it has a name and named
-        sessions mostly return.
+        sessions mostly return. Until `_NUM_FIRST` requests have ended each may be a session's.
         """
         likely, known = self._open_tokens
-        return known + likely if known else 0
+        return known + likely if known or self._num_ended < _NUM_FIRST else 0
 
     @property
     def growth_share(self) -> float:
         """Expected growth of sessions that return relative to their size. Until it is seen it is
-        assumed, so that a first wave of named sessions leaves room."""
+        assumed, so that a first wave of sessions leaves room."""
         if not self._turn_growth.value:
-            continued, known = self._return_odds[True, True]
-            return _UNKNOWN_GROWTH * continued / known
+            continued, known = self._return_odds[self._has_names, True]
+            return _UNKNOWN_GROWTH[self._has_names] * continued / known
         growth = self._turns_left.value * self._turn_growth.value
         return growth / max(self._mean_length.value, 1.0)
 

@@ -19,8 +19,8 @@ class StepCosts:
         self.unread: list[tuple[float, float, int, int]] = []
         self._updated_at = 0.0
         self.decode_step_s = 0.0  # as of the last `read`
-        self._decode_rows = 0.0  # of such a step
-        self._prefill_s = self._prefill_tokens = 0.0
+        self._decode_tokens = 0.0  # computed in such a step, those of short prefills among them
+        self._prefill_s = self._prefill_tokens = 0.0  # beyond those of a decode step
         self._recent_s = self._recent_prefill_s = 0.0  # of steps in about the last minute
 
     @property
@@ -33,7 +33,7 @@ class StepCosts:
         """Seconds of a decode step that all its rows share: each row is taken to cost as much as a
         prefilled token besides."""
         token_s = self.prefill_token_s
-        return max(0.0, self.decode_step_s - self._decode_rows * token_s)
+        return max(0.0, self.decode_step_s - self._decode_tokens * token_s)
 
     @property
     def prefill_share(self) -> float:
@@ -52,12 +52,14 @@ class StepCosts:
             if num_prefill < _MIN_PREFILL:
                 weight = 0.1 if self.decode_step_s else 1.0
                 self.decode_step_s += weight * (seconds - self.decode_step_s)
-                self._decode_rows += weight * (num_decode - self._decode_rows)
+                self._decode_tokens += weight * (num_prefill + num_decode - self._decode_tokens)
             else:
                 prefill_s = max(0.0, seconds - self.decode_step_s)
+                # Of a step with fewer rows than usual, half of the prefill at least.
+                num_more = max(num_prefill + num_decode - self._decode_tokens, 0.5 * num_prefill)
                 self._recent_prefill_s += prefill_s
                 self._prefill_s = self._prefill_s * _DECAY + prefill_s
-                self._prefill_tokens = self._prefill_tokens * _DECAY + num_prefill
+                self._prefill_tokens = self._prefill_tokens * _DECAY + num_more
         self.unread.clear()
 
     def tokens_beside_decodes(self, max_tokens: int) -> int:

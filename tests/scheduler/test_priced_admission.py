@@ -250,6 +250,7 @@ def test_the_share_of_prefill_is_that_of_the_last_minute() -> None:
 def test_sessions_that_share_most_of_their_prompts_are_not_held() -> None:
     """32 sessions with 90 % in common: a shared prefix counts once."""
     driver = PricedDriver(1_800, max_running_requests=32, chunked_prefill_size=256)
+    driver.fix_costs(prefill_share=0.9)
     common = prompt(999, 180)
     texts = [common + prompt(number, 20) for number in range(32)]  # 820 tokens, not 6,400
     for turn in range(4):
@@ -465,7 +466,9 @@ class Traffic:
     """Kinds of requests that priced admission starts as greedy admission does. Tokens are so dear
     that no request would run beside another, if sessions that return grew beyond the pool."""
 
-    def __init__(self, admission: str, num_pages: int, policy: str = "lpm") -> None:
+    def __init__(
+        self, admission: str, num_pages: int, policy: str = "lpm", num_first: int = 32
+    ) -> None:
         self.driver = driver = Driver(
             num_pages, admission=admission, policy=policy, clock=lambda: 0.0, max_overtake=4_096
         )
@@ -474,6 +477,9 @@ class Traffic:
             costs = FixedCosts(0.9, 1.0)
             costs.decode_step_s = 0.0
             driver.scheduler.policy.costs = costs  # type: ignore[attr-defined]
+        for number in range(num_first):  # until 32 have ended each could be a session's
+            self.send([1, 2 + number], 1)
+            self.run()
 
     def send(self, tokens: list[int], max_tokens: int = 4, **fields: Any) -> str:
         self.count += 1
@@ -604,7 +610,7 @@ def test_chats_that_fit_to_their_end_have_the_schedules_of_greedy_admission(num_
     hold requests while sessions wait for their first one."""
     schedules = []
     for admission in ("greedy", "priced"):
-        traffic = Traffic(admission, num_pages)
+        traffic = Traffic(admission, num_pages, num_first=0)
         traffic.chats()
         schedules.append(traffic.schedules())
         assert traffic.driver.cache.stats()["evicted_tokens"] == 0
@@ -630,7 +636,7 @@ def test_a_tree_search_has_the_schedules_of_greedy_admission() -> None:
     for num_pages in (600, 1_500):
         schedules = []
         for admission in ("greedy", "priced"):
-            traffic = Traffic(admission, num_pages)
+            traffic = Traffic(admission, num_pages, num_first=0)
             traffic.tree_search()
             traffic.tree_search()
             schedules.append(traffic.schedules())
