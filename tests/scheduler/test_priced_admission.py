@@ -247,6 +247,54 @@ def test_the_share_of_prefill_is_that_of_the_last_minute() -> None:
     assert costs.prefill_share < 0.02
 
 
+def test_costs_are_measured_where_prompts_are_short_and_steps_mixed() -> None:
+    """A step of 2 ms, and 0.5 ms for each token, prefilled or decoded."""
+    now, rng = 0.0, random.Random(1)
+    costs = StepCosts(lambda: now)
+    for _ in range(400):
+        num_prefill, num_decode = rng.choice([0, 0, 0, 11, 40, 200]), rng.randrange(1, 6)
+        begun_at = now
+        now += 0.002 + 0.0005 * (num_prefill + num_decode)
+        costs.unread.append((begun_at, now, num_prefill, num_decode))
+    assert costs.prefill_token_s == pytest.approx(0.0005, rel=0.1)
+    assert costs.shared_step_s == pytest.approx(0.002, rel=0.15)
+
+
+def unshared_steps(driver: PricedDriver) -> None:
+    """Have no request gain by running beside another."""
+    driver.fix_costs(prefill_share=0.5)
+    driver.pricing.costs.decode_step_s = 0.0
+
+
+def test_a_first_wave_without_names_is_held_until_32_requests_have_ended() -> None:
+    driver = PricedDriver(200, chunked_prefill_size=512)
+    unshared_steps(driver)
+    for number in range(40):
+        driver.add(f"r{number}", prompt(number, 50), max_tokens=2, ignore_eos=True)
+    most_running = Counter[bool]()
+    while driver.step() is not None:
+        has_learned = len(driver.finished) >= 32
+        most_running[has_learned] = max(most_running[has_learned], driver.scheduler.num_running)
+    assert most_running == {False: 1, True: 3}
+
+
+def test_held_requests_start_one_by_one_though_the_last_ones_fit() -> None:
+    """Six do not fit beside their growth, three do; what comes after them starts at once."""
+    driver = PricedDriver(300, chunked_prefill_size=512)
+    unshared_steps(driver)
+    for number in range(6):
+        driver.add(f"r{number}", prompt(number, 50), max_tokens=2, ignore_eos=True)
+    driver.step()
+    for number in range(3, 6):
+        driver.abort(f"r{number}")
+    while driver.step() is not None:
+        assert driver.scheduler.num_running <= 1
+    for number in range(6, 8):
+        driver.add(f"r{number}", prompt(number, 10), max_tokens=2, ignore_eos=True)
+    driver.step()
+    assert driver.scheduler.num_running == 2
+
+
 def test_sessions_that_share_most_of_their_prompts_are_not_held() -> None:
     """32 sessions with 90 % in common: a shared prefix counts once."""
     driver = PricedDriver(1_800, max_running_requests=32, chunked_prefill_size=256)
