@@ -132,7 +132,7 @@ class PricedAdmission(AdmissionPolicy):
         self._has_adopted = False  # the cache knows what is expected of what was released before
         self._victims: Iterator[tuple[int, ReturnEstimate | None]] | None = None
         self._known: list[tuple[int, ReturnEstimate | None]] = []  # the first victims, once read
-        # Only requests that gain by sharing steps start: pages were short, and some wait since then.
+        # Only requests that gain by sharing steps start. Once pages were short, until none waits.
         self._shares_steps = False
         self._growth: int | None = None  # tokens that running requests will add, once counted
         # As of the beginning of a pass: of `returns`, and the time on the cache's clock.
@@ -212,6 +212,7 @@ class PricedAdmission(AdmissionPolicy):
                 if expected is None or _is_awaited(expected, self._now) or missing + to_grow <= 0:
                     break
                 missing -= num_pages
+        self._shares_steps &= self.returns.is_any_known
         # Growth holds none while all that will grow have begun: these may end before.
         self._shares_steps |= missing > 0 or (self.returns.num_new > 0 and missing + to_grow > 0)
         return missing > 0

@@ -25,8 +25,9 @@ _REGULAR = 0.4  # standard deviation of log think times up to which they become 
 _IRREGULAR = 0.6  # from which on they are regular no more: between the two they stay as they are
 _LATE = 1.5  # such deviations after which a return is late
 _MAX_TURNS = 8.0  # for which a session's growth is foreseen
-# Of a session that comes back, relative to its first prompt, until seen; by whether any has a name.
-_UNKNOWN_GROWTH = {True: 2.0, False: 1.0}
+# Of a session that comes back, relative to its first prompt, until a turn's growth has been seen;
+# of sessions without names until the first request has ended.
+_UNKNOWN_GROWTH, _UNNAMED_GROWTH = 2.0, 1.0
 _UNKNOWN_S = 60.0  # after which a session has not come back, while no think times are known
 _WAITING_S = 60.0  # for which a waiting request's prefix is evicted last
 _BLOCK = 64  # tokens of a block of `_checksums`
@@ -211,12 +212,20 @@ class ReturnTimes:
         return known + likely if known or self._num_ended < _NUM_FIRST else 0
 
     @property
+    def is_any_known(self) -> bool:
+        """Whether an open session is known to return."""
+        return self._open_tokens[True] > 0
+
+    @property
     def growth_share(self) -> float:
         """Expected growth of sessions that return relative to their size. Until it is seen it is
         assumed, so that a first wave of sessions leaves room."""
         if not self._turn_growth.value:
+            if not self._has_names and self._num_ended:
+                return 0.0
+            unknown = _UNKNOWN_GROWTH if self._has_names else _UNNAMED_GROWTH
             continued, known = self._return_odds[self._has_names, True]
-            return _UNKNOWN_GROWTH[self._has_names] * continued / known
+            return unknown * continued / known
         growth = self._turns_left.value * self._turn_growth.value
         return growth / max(self._mean_length.value, 1.0)
 

@@ -283,14 +283,16 @@ def test_held_requests_start_one_by_one_though_the_last_ones_fit() -> None:
     driver = PricedDriver(300, chunked_prefill_size=512)
     unshared_steps(driver)
     for number in range(6):
-        driver.add(f"r{number}", prompt(number, 50), max_tokens=2, ignore_eos=True)
+        driver.add(
+            f"r{number}", prompt(number, 40), max_tokens=2, ignore_eos=True, session=f"{number}"
+        )
     driver.step()
     for number in range(3, 6):
         driver.abort(f"r{number}")
     while driver.step() is not None:
         assert driver.scheduler.num_running <= 1
     for number in range(6, 8):
-        driver.add(f"r{number}", prompt(number, 10), max_tokens=2, ignore_eos=True)
+        driver.add(f"r{number}", prompt(number, 5), max_tokens=2, ignore_eos=True)
     driver.step()
     assert driver.scheduler.num_running == 2
 
