@@ -26,8 +26,8 @@ _IRREGULAR = 0.6  # from which on they are regular no more: between the two they
 _LATE = 1.5  # such deviations after which a return is late
 _MAX_TURNS = 8.0  # for which a session's growth is foreseen
 # Of a session that comes back, relative to its first prompt, until a turn's growth has been seen;
-# of sessions without names until the first request has ended.
-_UNKNOWN_GROWTH, _UNNAMED_GROWTH = 2.0, 1.0
+# of sessions without names until a few requests have ended.
+_UNKNOWN_GROWTH, _UNNAMED_GROWTH, _NUM_GROWING = 2.0, 1.0, 4
 _UNKNOWN_S = 60.0  # after which a session has not come back, while no think times are known
 _WAITING_S = 60.0  # for which a waiting request's prefix is evicted last
 _BLOCK = 64  # tokens of a block of `_checksums`
@@ -221,7 +221,7 @@ class ReturnTimes:
         """Expected growth of sessions that return relative to their size. Until it is seen it is
         assumed, so that a first wave of sessions leaves room."""
         if not self._turn_growth.value:
-            if not self._has_names and self._num_ended:
+            if not self._has_names and self._num_ended >= _NUM_GROWING:
                 return 0.0
             unknown = _UNKNOWN_GROWTH if self._has_names else _UNNAMED_GROWTH
             continued, known = self._return_odds[self._has_names, True]
