@@ -76,6 +76,8 @@ def read_peft(path: str) -> PeftAdapter:
 
 def _read(path: Path, most: int | None = None) -> bytes:
     try:
+        if path.exists() and not path.is_file():  # a pipe or a device would be read for ever
+            raise OSError(0, "not a file")
         if most is not None and path.stat().st_size > most:
             raise InvalidRequest(f"{path} is larger than {most} bytes")
         return path.read_bytes()

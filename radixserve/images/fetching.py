@@ -157,10 +157,7 @@ class _CheckedBackend(httpcore.NetworkBackend):
                 stream = self._sockets.connect_tcp(
                     address, port, left, local_address, socket_options
                 )
-            except (
-                httpcore.NetworkError,
-                httpcore.ConnectTimeout,
-            ):  # no route to an IPv6 address, for one
+            except (httpcore.NetworkError, httpcore.ConnectTimeout):  # no route to IPv6, for one
                 if number == len(addresses):
                     raise
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,10 @@ def test_a_damaged_file(runtimes: dict[str, Runtime], tmp_path: Path) -> None:
     path = folder / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(InvalidRequest, match="is not a safetensors file"):
+        runtimes["llama"].load_adapter("a", folder)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(InvalidRequest, match="not a file"):
         runtimes["llama"].load_adapter("a", folder)
 
 

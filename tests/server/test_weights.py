@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,11 @@ def test_answers_name_their_weights(own: LocalServer) -> None:
 
 def test_weights_that_do_not_fit(own: LocalServer, tmp_path: Path) -> None:
     before = ask(own)
+    os.mkfifo(tmp_path / "pipe")
     for route, body, message in (
         ("/update_weights_from_disk", {"model_path": str(tmp_path / "none")}, "none"),
+        ("/update_weights_from_tensor", {"path": str(tmp_path / "pipe")}, "not a file"),
+        ("/update_weights_from_tensor", {"path": "/dev/zero"}, "not a file"),
         ("/update_weights_from_disk", {}, "model_path is missing"),
         ("/update_weights_from_tensor", {}, "give path or shared_memory"),
         ("/update_weights_from_tensor", {"path": str(tmp_path / "none")}, "not a safetensors"),

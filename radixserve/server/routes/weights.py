@@ -190,4 +190,6 @@ def _read_tensors(path: Path) -> dict[str, Any]:
     """The tensors of a safetensors file, copied: its writer may change it afterwards."""
     from safetensors.torch import load
 
+    if not path.is_file():  # a pipe or a device would be read for ever
+        raise OSError("not a file")
     return load(path.read_bytes())
