@@ -27,7 +27,7 @@ _LATE = 1.5  # such deviations after which a return is late
 _MAX_TURNS = 8.0  # for which a session's growth is foreseen
 # Of a session that comes back, relative to its first prompt, until a turn's growth has been seen;
 # of sessions without names until a few requests have ended.
-_UNKNOWN_GROWTH, _UNNAMED_GROWTH, _NUM_GROWING = 2.0, 1.0, 4
+_UNKNOWN_GROWTH, _UNNAMED_GROWTH, _NUM_GROWING = 2.0, 1.0, 12
 _UNKNOWN_S = 60.0  # after which a session has not come back, while no think times are known
 _WAITING_S = 60.0  # for which a waiting request's prefix is evicted last
 _BLOCK = 64  # tokens of a block of `_checksums`
