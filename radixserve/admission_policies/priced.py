@@ -212,6 +212,7 @@ class PricedAdmission(AdmissionPolicy):
                 if expected is None or _is_awaited(expected, self._now) or missing + to_grow <= 0:
                     break
                 missing -= num_pages
+        # While no session is known to return, what was short before holds none.
         self._shares_steps &= self.returns.is_any_known
         # Growth holds none while all that will grow have begun: these may end before.
         self._shares_steps |= missing > 0 or (self.returns.num_new > 0 and missing + to_grow > 0)
