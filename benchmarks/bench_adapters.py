@@ -100,8 +100,8 @@ def cases(names: list[str]) -> dict[str, Case]:
     }
 
 
-class Figures:
-    """Of one case: a list for each pair of runtimes."""
+class CaseTimes:
+    """The times of one case, and their ratios: a list for each pair of runtimes."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []  # without adapters
@@ -113,8 +113,8 @@ class Figures:
         prompts = [[(7 * row + 3 * place) % 1000 for place in range(length)] for row in rows]
         none = [""] * len(prompts)
         ways = [("adapters", rt, case.names), ("none", rt, none), ("control", plain, none)]
-        for of in self.ratios.values():
-            of.append([])
+        for ratios in self.ratios.values():
+            ratios.append([])
         for number in range(rounds + 1):
             taken = {
                 way: seconds(runtime, prompts, names, case.num_tokens)
@@ -123,14 +123,14 @@ class Figures:
             ways = ways[1:] + ways[:1]
             if number:  # the first warms up
                 self.seconds.append(taken["none"])
-                for way, of in self.ratios.items():
-                    of[-1].append(taken[way] / taken["none"])
+                for way, ratios in self.ratios.items():
+                    ratios[-1].append(taken[way] / taken["none"])
 
     def row(self, label: str) -> list[str]:
         cells = [label, f"{1e3 * median(self.seconds):.1f}"]
-        for of in self.ratios.values():
-            medians = [100 * (median(some) - 1) for some in of]
-            whole = 100 * (median(ratio for some in of for ratio in some) - 1)
+        for ratios in self.ratios.values():
+            medians = [100 * (median(of_pair) - 1) for of_pair in ratios]
+            whole = 100 * (median(ratio for of_pair in ratios for ratio in of_pair) - 1)
             cells += [f"{whole:+.1f} %", f"{min(medians):+.1f} to {max(medians):+.1f}"]
         return cells
 
@@ -149,7 +149,7 @@ def main() -> None:
         json=False,
     )
     torch.set_num_threads(args.threads)
-    figures = {label: Figures() for label in args.only}
+    times = {label: CaseTimes() for label in args.only}
     with tempfile.TemporaryDirectory() as folder:
         model = args.model
         if model in SHAPES:
@@ -167,10 +167,10 @@ def main() -> None:
                 Runtime(model, **settings) as plain,
                 Runtime(model, **settings, **more) as rt,
             ):
-                for label, case in figures.items():
-                    case.add(rt, plain, cases(names)[label], args.rounds)
+                for label, of_case in times.items():
+                    of_case.add(rt, plain, cases(names)[label], args.rounds)
     columns = ["case", "no adapter, ms", "with adapters", "of runtimes", "control", "of runtimes"]
-    print_table(args, columns, [case.row(label) for label, case in figures.items()])
+    print_table(args, columns, [of_case.row(label) for label, of_case in times.items()])
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ import numpy as np
 import torch
 from harness.arguments import Names, parse
 from harness.read_rows import PREFETCHES, Prefetch, RowReader
-from harness.report import Cell, GrowingTable
+from harness.report import Cell, TablePrinter
 
 from radixserve.arrays import IntArray
 from radixserve.attention.cpu import CpuBackend
@@ -219,13 +219,13 @@ def main() -> None:
     CLOCK = time.perf_counter
     if args.clock == "cpu":
         CLOCK = lambda: time.process_time() / args.threads  # noqa: E731
-    table = GrowingTable(args, COLUMNS, WIDEST, ("torch",))
+    printer = TablePrinter(args, COLUMNS, WIDEST, ("torch",))
     reader = RowReader() if args.threads == 1 else None
     for name in args.dtypes:
         weights = Weights(DTYPES[name][0])
         for case in args.cases:
-            table.add(measure(name, numbers_of(case), args, weights, reader))
-    table.finish()
+            printer.add(measure(name, numbers_of(case), args, weights, reader))
+    printer.finish()
 
 
 if __name__ == "__main__":

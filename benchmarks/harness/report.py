@@ -136,7 +136,7 @@ def print_table(
         print(format_settings(settings), Table(columns, rows).text(""), sep="\n")
 
 
-class GrowingTable:
+class TablePrinter:
     """The output of `print_table`, a row at a time: a long run can be read, or ended, before it is
     complete. With --json the rows go to stderr, and `finish` prints the document."""
 

@@ -58,10 +58,10 @@ class UrlFetcher:
                 with httpcore.ConnectionPool(
                     network_backend=_CheckedBackend(deadline, self._allows_private)
                 ) as pool:
-                    found, data = _get(pool, checked, max_bytes)
-                if found is None:
+                    location, data = _get(pool, checked, max_bytes)
+                if location is None:
                     return data
-                url = urljoin(url, found)
+                url = urljoin(url, location)
         except InvalidRequest:
             raise
         except Exception as error:  # of the network, of many kinds
@@ -101,9 +101,9 @@ def _get(
     name = shown(bytes(url).decode())
     headers = {"user-agent": "radixserve", "accept": "image/*", "accept-encoding": "identity"}
     with pool.stream("GET", url, headers=list(headers.items())) as response:
-        found = {key.decode("latin-1").lower(): value for key, value in response.headers}
-        if response.status in _REDIRECTS and "location" in found:
-            return found["location"].decode("latin-1"), b""
+        answered = {key.decode("latin-1").lower(): value for key, value in response.headers}
+        if response.status in _REDIRECTS and "location" in answered:
+            return answered["location"].decode("latin-1"), b""
         if response.status != 200:
             raise InvalidRequest(f"the picture {name} is answered {response.status}")
         parts, size = [], 0
@@ -198,10 +198,10 @@ def _resolve(host: str, port: int, deadline: float) -> list[str]:
 
     def look_up() -> list[str]:
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         finally:
             _LOOK_UPS.release()
-        return list(dict.fromkeys(str(address[4][0]) for address in found))
+        return list(dict.fromkeys(str(address[4][0]) for address in addresses))
 
     if not _LOOK_UPS.acquire(timeout=_left(deadline)):
         raise TimeoutError("other look-ups of hosts hang")

@@ -53,8 +53,8 @@ class PictureReader:
     def marker_id(self) -> int:
         return self._processor.marker_id
 
-    def of_prompt(self, max_rows: int | None = None, tenant: str = "") -> PromptReader:
-        return PromptReader(self, max_rows, tenant)
+    def of_prompt(self, max_rows: int | None = None, tenant: str = "") -> PromptPictureReader:
+        return PromptPictureReader(self, max_rows, tenant)
 
     def read_part(self, part: Mapping[str, Any]) -> Picture:
         """Returns the picture of a part alone. Raises InvalidRequest."""
@@ -86,7 +86,7 @@ class PictureReader:
         return whole_runs(token_ids, pictures) if self._see_each_other else ()
 
 
-class PromptReader:
+class PromptPictureReader:
     """See `PromptPictures`. Files are opened, and their sizes known, before any is decoded."""
 
     def __init__(self, reader: PictureReader, max_rows: int | None, tenant: str) -> None:

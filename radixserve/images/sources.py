@@ -70,8 +70,8 @@ def read_source(
 
 def is_fetched(part: Mapping[str, Any]) -> bool:
     """Whether a part's picture is behind an http or https URL."""
-    named = [part, *(part[name] for name in ("source", "image_url") if name in part)]
-    urls = (one.get("url") if isinstance(one, Mapping) else one for one in named)
+    places = (part, part.get("source"), part.get("image_url"))
+    urls = (place.get("url") if isinstance(place, Mapping) else place for place in places)
     return any(isinstance(url, str) and _is_http(url) for url in urls)
 
 

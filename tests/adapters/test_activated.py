@@ -133,16 +133,16 @@ def test_kept_scores_are_its_own(rt: Runtime, case: Case) -> None:
         rows = all_logprobs(case.model, prompt)
     wanted = [float(rows[at, token]) for at, token in enumerate(prompt[1:])]
     rt.generate(prompt, base)
-    found = rt.generate(prompt, own)
-    assert found.prompt_logprobs is not None
-    assert found.prompt_logprobs[1:] == pytest.approx(wanted, abs=1e-4)
+    judged = rt.generate(prompt, own)
+    assert judged.prompt_logprobs is not None
+    assert judged.prompt_logprobs[1:] == pytest.approx(wanted, abs=1e-4)
     again = rt.generate(prompt, own)
-    assert (again.usage.computed_tokens, again.prompt_logprobs) == (1, found.prompt_logprobs)
+    assert (again.usage.computed_tokens, again.prompt_logprobs) == (1, judged.prompt_logprobs)
     (score,) = rt.score(prompt[:33], [prompt[33:]], adapter="judge")
-    assert (score.usage.computed_tokens, score.logprobs) == (1, found.prompt_logprobs[33:])
+    assert (score.usage.computed_tokens, score.logprobs) == (1, judged.prompt_logprobs[33:])
     rt.flush_cache()
     _, beside = rt.generate([prompt, prompt], [base, own])
-    assert beside.prompt_logprobs == found.prompt_logprobs
+    assert beside.prompt_logprobs == judged.prompt_logprobs
 
 
 def test_beam_searches(case: Case, tmp_path: Path) -> None:
@@ -173,9 +173,9 @@ def test_penalties_and_drafts_see_the_tokens_themselves(case: Case) -> None:
     with Runtime(str(case.folder), **settings) as rt:
         wanted = rt.generate(prompt, params("judge", **penalties))
     with Runtime(str(case.folder), max_draft_tokens=4, **settings) as rt:
-        found = rt.generate(prompt, params("judge", **penalties))
+        judged = rt.generate(prompt, params("judge", **penalties))
         plain = [rt.generate(prompt, params(max_tokens=12)).logprobs for _ in range(2)]
-    assert found.token_ids == wanted.token_ids
+    assert judged.token_ids == wanted.token_ids
     assert plain[0] == plain[1]
     counts = np.array(wanted.logprobs)
     assert np.isfinite(counts).all()

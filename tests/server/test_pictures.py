@@ -100,7 +100,7 @@ def test_all_protocols_share_a_picture(seeing: LocalServer, vision: Runtime) -> 
     assert encoded(vision) == before + 1
 
 
-class Turn(NamedTuple):
+class TurnUsage(NamedTuple):
     """The counts that a turn's usage has."""
 
     prompt: int
@@ -108,23 +108,23 @@ class Turn(NamedTuple):
     completion: int
 
 
-def chat_turns(served: LocalServer, data: str) -> Iterator[Turn]:
+def chat_turns(served: LocalServer, data: str) -> Iterator[TurnUsage]:
     body = openai(data)
     while True:
         answer = served.post(CHAT, body)
         usage, (choice,) = answer["usage"], answer["choices"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        yield Turn(usage["prompt_tokens"], cached, usage["completion_tokens"])
+        yield TurnUsage(usage["prompt_tokens"], cached, usage["completion_tokens"])
         body["messages"] += [choice["message"], {"role": "user", "content": "Sure?"}]
 
 
-def streamed_turns(served: LocalServer, data: str) -> Iterator[Turn]:
+def streamed_turns(served: LocalServer, data: str) -> Iterator[TurnUsage]:
     body = {**openai(data), "stream_options": {"include_usage": True}}
     while True:
         *events, last = served.stream(CHAT, body)
         usage = last["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        yield Turn(usage["prompt_tokens"], cached, usage["completion_tokens"])
+        yield TurnUsage(usage["prompt_tokens"], cached, usage["completion_tokens"])
         text = "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
         body["messages"] += [
             {"role": "assistant", "content": text},
@@ -132,21 +132,21 @@ def streamed_turns(served: LocalServer, data: str) -> Iterator[Turn]:
         ]
 
 
-def message_turns(served: LocalServer, data: str) -> Iterator[Turn]:
+def message_turns(served: LocalServer, data: str) -> Iterator[TurnUsage]:
     body = anthropic(data)
     while True:
         answer = served.post(MESSAGES, body)
         usage = answer["usage"]
         cached = usage["cache_read_input_tokens"]
         new = usage["input_tokens"] + usage.get("cache_creation_input_tokens", 0)
-        yield Turn(cached + new, cached, usage["output_tokens"])
+        yield TurnUsage(cached + new, cached, usage["output_tokens"])
         body["messages"] += [
             {"role": "assistant", "content": answer["content"]},
             {"role": "user", "content": "Sure?"},
         ]
 
 
-def response_turns(served: LocalServer, data: str) -> Iterator[Turn]:
+def response_turns(served: LocalServer, data: str) -> Iterator[TurnUsage]:
     body = responses(data)
     while True:
         answer = served.post(RESPONSES, body)
@@ -154,7 +154,7 @@ def response_turns(served: LocalServer, data: str) -> Iterator[Turn]:
         body["input"] += [*answer["output"], {"role": "user", "content": "Sure?"}]
 
 
-def response_turns_by_id(served: LocalServer, data: str) -> Iterator[Turn]:
+def response_turns_by_id(served: LocalServer, data: str) -> Iterator[TurnUsage]:
     body = responses(data)
     while True:
         answer = served.post(RESPONSES, body)
@@ -162,20 +162,20 @@ def response_turns_by_id(served: LocalServer, data: str) -> Iterator[Turn]:
         body |= {"previous_response_id": answer["id"], "input": "Sure?"}
 
 
-def turn_of_response(answer: Any) -> Turn:
+def turn_of_response(answer: Any) -> TurnUsage:
     usage = answer["usage"]
     cached = usage["input_tokens_details"]["cached_tokens"]
-    return Turn(usage["input_tokens"], cached, usage["output_tokens"])
+    return TurnUsage(usage["input_tokens"], cached, usage["output_tokens"])
 
 
-def runtime_turns(served: LocalServer, data: str) -> Iterator[Turn]:
+def runtime_turns(served: LocalServer, data: str) -> Iterator[TurnUsage]:
     params = SamplingParams(max_tokens=4, temperature=0.0)
     parts = [{"type": "image", "base64": data}, {"type": "text", "text": "What is it?"}]
     said: Any = {"role": "user", "content": parts}
     with served.server.runtime.chat(params=params) as chat:
         while True:
             usage = chat.send(said).usage
-            yield Turn(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+            yield TurnUsage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
             said = "Sure?"
 
 
@@ -187,7 +187,7 @@ def runtime_turns(served: LocalServer, data: str) -> Iterator[Turn]:
     ],
 )
 def test_a_later_turn_computes_new_tokens_only(
-    seeing: LocalServer, vision: Runtime, turns: Callable[[LocalServer, str], Iterator[Turn]]
+    seeing: LocalServer, vision: Runtime, turns: Callable[[LocalServer, str], Iterator[TurnUsage]]
 ) -> None:
     """All that the turn before computed is cached; its last token was not."""
     vision.flush_cache()
@@ -591,10 +591,10 @@ class _Pictures(BaseHTTPRequestHandler):
             with contextlib.suppress(OSError):
                 self.wfile.write(bytes(30 << 20))
         else:
-            found = self.path.partition("?")[0] == "/a.png"
-            self.send_response(200 if found else 404)
+            is_picture = self.path.partition("?")[0] == "/a.png"
+            self.send_response(200 if is_picture else 404)
             self.end_headers()
-            self.wfile.write(as_file(picture(9)) if found else b"")
+            self.wfile.write(as_file(picture(9)) if is_picture else b"")
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -677,7 +677,7 @@ LOOPBACK = (  # forms of one address
     *("[::1]", "[::]", "[0:0::0:1]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "[::127.0.0.1]"),
     *("[64:ff9b::7f00:1]", "[2002:7f00:1::]", "[2001:0:7f00:1::1]", "[::1%25lo]", "[fe80::1%25lo]"),
 )
-ELSEWHERE = (  # of networks that are not of the internet, or of nobody
+ELSEWHERE = (  # of networks outside the internet, or that are not given out
     *("169.254.169.254", "2852039166", "[fd00:ec2::254]", "[64:ff9b::a9fe:a9fe]", "10.1.2.3"),
     *("100.64.0.1", "192.168.1.1", "172.16.9.9", "198.18.0.1", "224.0.0.1", "255.255.255.255"),
     *("[ff02::1]", "[fec0::1]", "[fc00::1]", "[::ffff:0:7f00:1]", "[64:ff9b:1::808:808]"),
@@ -694,7 +694,7 @@ def test_private_addresses() -> None:
             with pytest.raises(InvalidRequest) as caught:
                 fetch(f"{scheme}://{host}:9/a.png", 1_000)
             assert "not of the internet" in str(caught.value) or "cannot be" in str(caught.value)
-            assert "refused" not in str(caught.value), host  # somebody was asked
+            assert "refused" not in str(caught.value), host  # a connection was tried
         assert time.monotonic() - began < 1.0, host
 
 

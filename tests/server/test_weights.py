@@ -78,8 +78,8 @@ def test_answers_name_their_weights(own: LocalServer) -> None:
         assert own.post(path, body)["choices"][0]["weight_epochs"] == wanted
         text = own.client.post(path, json={**body, "stream": True}).text
         chunks = [json.loads(line[6:]) for line in text.split("\n\n")[:-2]]
-        found = [chunk["choices"][0].get("weight_epochs") for chunk in chunks]
-        assert found == [None] * (len(found) - 1) + [wanted]
+        epochs = [chunk["choices"][0].get("weight_epochs") for chunk in chunks]
+        assert epochs == [None] * (len(epochs) - 1) + [wanted]
     native = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 6, "ignore_eos": True}}
     assert own.post("/generate", native)["meta_info"]["weight_epochs"] == wanted
 
