@@ -59,7 +59,7 @@ class BeamScorer:
         self._is_stopped = request.is_stopped
         self._max_output = min(params.max_tokens, request.max_len - len(self._prompt))
         self._num_candidates = request.num_candidates
-        self._num_output = 0  # tokens of each running beam
+        self.num_output = 0  # tokens of each running beam
         self._totals: FloatArray = np.zeros(1, np.float32)  # [m] of the running beams
         self._last: list[_Token | None] = [None]  # [m]
         self._answers: list[_Answer] = []  # best first, at most `width`
@@ -71,7 +71,7 @@ class BeamScorer:
         samples: one per beam, in the order that the last call returned.
         """
         width = self._width
-        self._num_output += 1
+        self.num_output += 1
         candidates = [sample.candidates for sample in samples if sample.candidates is not None]
         best = best_continuations(self._totals, candidates, self._num_candidates)
         going_on: list[Continuation] = []
@@ -97,7 +97,7 @@ class BeamScorer:
         answers = list(self._answers)
         for total, last in zip(self._totals.tolist(), self._last, strict=True):
             if last is not None:
-                answers.append(_Answer(self._score(total, self._num_output), "abort", last))
+                answers.append(_Answer(self._score(total, self.num_output), "abort", last))
         answers.sort(key=lambda answer: -answer.score)  # stable
         return tuple(_as_beam(answer) for answer in answers[: self._width])
 
@@ -109,12 +109,12 @@ class BeamScorer:
             tokens = np.concatenate([self._prompt, np.array(before, np.int32)])
             if self._is_stopped(tokens, continuation.token_id):
                 return "stop"
-        return "length" if self._num_output >= self._max_output else None
+        return "length" if self.num_output >= self._max_output else None
 
     def _finish(
         self, continuation: Continuation, reason: str, samples: Sequence[SampleOutput]
     ) -> None:
-        score, answers = self._score(continuation.total, self._num_output), self._answers
+        score, answers = self._score(continuation.total, self.num_output), self._answers
         if len(answers) == self._width:
             if score <= answers[-1].score:
                 return
@@ -130,7 +130,7 @@ class BeamScorer:
         if early is True:
             return True
         favours_long = early == "never" and self._beams.length_penalty > 0
-        length = self._max_output if favours_long else self._num_output
+        length = self._max_output if favours_long else self.num_output
         return self._score(best_total, length) <= self._answers[-1].score
 
     def _score(self, total: float, num_output: int) -> float:

@@ -36,6 +36,10 @@ class BeamSearch(RequestGroup):
         self.beams = [leader]  # best first
         self.samples: dict[int, SampleOutput] = {}  # of this step, by the beam's arrival
 
+    @property
+    def num_output(self) -> int:
+        return self._scorer.num_output
+
     def take_sample(self, state: RequestState, sample: SampleOutput) -> None:
         self.leader.num_reused = min(self.leader.num_reused, state.num_reused)
         self.samples[state.arrival] = sample
@@ -132,9 +136,14 @@ class BeamSearches(SchedulerExtension):
                 self.unpark(state)
 
     def on_epoch(self) -> None:
-        """Release the pages of the parked beams; their samples are kept."""
+        """Beams that have been sampled are sampled again: a joint step compares beams by the same
+        weights."""
         for state in list(self.parked.values()):
             self.unpark(state)
+        for search in {state.group for state in self._requests.values() if state.group}:
+            for beam in search.beams:
+                if search.samples.pop(beam.arrival, None) is not None:
+                    self._parts.requeue(beam)
 
     def make_room(self, state: RequestState | None) -> bool:
         """Release the pages of the parked beam that is lowest in priority among those from which

@@ -197,7 +197,11 @@ class OutputCollector:
             prompt_ranks=prompt_ranks,
             prompt=self._prompt,
             digest=None if digest is None else digest.hexdigest(len(self._token_ids)),
-            weight_epochs=finish.weight_epochs,
+            weight_epochs=tuple(  # beams may end earlier, and stop strings
+                epoch._replace(end=min(epoch.end, len(self._token_ids)))
+                for epoch in finish.weight_epochs
+                if epoch.start < len(self._token_ids)
+            ),
         )
 
     def _of_prompt(

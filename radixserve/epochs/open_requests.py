@@ -23,6 +23,8 @@ class OpenRequests(SchedulerExtension):
         as it is where it can: not that of beams, nor beside recurrent or windowed layers."""
         parts, before = self._parts, self.epoch
         self.epoch, states = epoch, list(parts.requests.values())
+        arrivals = {state.arrival for state in states}  # beams end without `on_end`
+        self._kv = {key: kv for key, kv in self._kv.items() if key in arrivals}
         for state in states:
             sequence, keeps = state.sequence, keeps_kv and state.group is None
             keeps = keeps and sequence is not None and sequence.detach()
@@ -51,6 +53,7 @@ class OpenRequests(SchedulerExtension):
 
     def _end_range(self, state: RequestState, epoch: int) -> None:
         start = state.weight_epochs[-1].end if state.weight_epochs else 0
-        if state.num_output > start:
+        end = state.num_output if state.group is None else state.group.num_output
+        if end > start:
             kv = self._kv.get(state.arrival, "computed")
-            state.weight_epochs += (WeightEpoch(start, state.num_output, epoch, kv),)
+            state.weight_epochs += (WeightEpoch(start, end, epoch, kv),)

@@ -112,6 +112,11 @@ class RequestGroup(ABC):
     preempts each of them like any other request, but the group takes their samples.
     """
 
+    @property
+    @abstractmethod
+    def num_output(self) -> int:
+        """Tokens of its longest answer so far."""
+
     @abstractmethod
     def take_sample(self, state: RequestState, sample: SampleOutput) -> None:
         """A member was sampled."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from radixserve import Completion, InvalidRequest, ModelNotSupported, Runtime, SamplingParams
+from radixserve import (
+    BeamParams,
+    Completion,
+    InvalidRequest,
+    ModelNotSupported,
+    Runtime,
+    SamplingParams,
+)
 from radixserve.models.in_place import copy_weights
 from tests.checkpoints import NATIVE, NATIVE_PARTS, RECURRENT, SHAPED, make_checkpoint
 from tests.pacing import wait_until
@@ -278,6 +286,43 @@ def test_recompute_continues_as_if_begun_with_the_new_weights(
         assert rest.token_ids == out.token_ids[num_old:]
         assert out.logprobs is not None
         assert rest.logprobs == out.logprobs[num_old:]
+
+
+@pytest.mark.parametrize("kv", ["recompute", "stale"])
+def test_beams_go_on_with_the_new_weights(folders: list[str], kv: Any) -> None:
+    """Each token has its log-probability by the weights that its range names, whatever its search
+    waited for; beams end after any number of tokens."""
+    params = SamplingParams(max_tokens=100, logprobs=0, stop_token_ids=tuple(range(0, 288, 16)))
+    scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    with Runtime(folders[0], num_pages=600, max_running_requests=3) as rt:
+        found = rt.beam_search(PROMPT, params=params, beams=BeamParams(width=4, length_penalty=0.0))
+        assert len({len(out.token_ids) for out in found}) > 1
+        beams = BeamParams(width=4, length_penalty=1.5)
+        search = threading.Thread(
+            target=lambda: found.extend(rt.beam_search(PROMPT, params=params, beams=beams))
+        )
+        search.start()
+        for number in itertools.count(1):
+            time.sleep(0.003)
+            if not search.is_alive():
+                break
+            rt.update_weights(folders[number % 2], kv=kv)
+            rt.check()
+        assert number > 3
+        for epoch, folder in enumerate(folders[:2]):
+            rt.update_weights(folder)
+            for out in found:
+                ends = [one.end for one in out.weight_epochs]
+                assert [one.start for one in out.weight_epochs] == [0, *ends[:-1]]
+                assert ends[-1] == len(out.token_ids)
+                score = rt.generate(PROMPT + out.token_ids, scored).prompt_logprobs
+                assert score is not None
+                assert out.logprobs is not None
+                for start, end, own, how in out.weight_epochs:
+                    assert how == ("recompute" if start else "computed")
+                    if own == epoch:
+                        wanted = score[len(PROMPT) + start : len(PROMPT) + end]
+                        assert out.logprobs[start:end] == pytest.approx(wanted, abs=1e-4)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

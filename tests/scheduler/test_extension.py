@@ -57,6 +57,10 @@ class Couplet(RequestGroup):
         self.members: list[RequestState] = []
         self.tokens: list[int] = []
 
+    @property
+    def num_output(self) -> int:
+        return self.members[0].num_output
+
     def take_sample(self, state: RequestState, sample: SampleOutput) -> None:
         self.tokens.append(sample.token_id)
 
