@@ -27,7 +27,7 @@ from pathlib import Path
 
 from harness.arguments import parse
 from harness.machine import cpu_s
-from harness.processes import python_path
+from harness.processes import free_port, python_path
 from harness.report import Table, print_tables
 
 COLUMNS = ("", "wall s", "CPU s", "first answer s", "MB: torch", "started", "peak", "weights",
@@ -130,9 +130,7 @@ def whole_cpu_s(*arguments: str) -> float:
 
 def measure_server(model: str, torch_s: float) -> list[float]:
     """The figures of SERVER_COLUMNS, of one start. `torch_s`: CPU seconds of torch's import."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     command = [sys.executable, "-m", "radixserve", "serve", model, "--port", str(port)]
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w+") as log:
         begun = time.perf_counter()

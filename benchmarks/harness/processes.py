@@ -7,8 +7,10 @@ HTTP. `take_turns` runs what is compared.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import random
 import socket
 import subprocess
 import time
@@ -81,9 +83,7 @@ class ServerProcess:
     printed if it ends before it answers at the path `health`."""
 
     def __init__(self, command: Sequence[str], health: str, log: Path, **environment: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self.address = f"http://127.0.0.1:{self.port}"
         with log.open("w") as output:
             self._process = subprocess.Popen(
@@ -107,6 +107,18 @@ class ServerProcess:
         """Its exit status."""
         self._process.terminate()
         return self._process.wait(60)
+
+
+def free_port() -> int:
+    """Returns a free port below those that the system gives to connections: where nothing listens
+    yet, a connection to one of those may get the same port, and is then connected to itself."""
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    end = int(given.read_text().split()[0]) if given.exists() else 32768
+    while True:
+        port = random.randrange(min(10_000, end // 2), end)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def python_path() -> str:
