@@ -83,7 +83,7 @@ class PictureExtension(EngineExtension):
         engine.scheduler.plug_in(self._open)
         self._held: dict[str, _Held] = {}  # by request id, in order of arrival
         self._encoding: _Encoding | None = None
-        self._encode_s = 0.0
+        self._num_reused = {"kv_cache": 0, "embeddings": 0}  # pictures of requests
 
     def hold(self, request: Request, queued_at: float, release: Callable[[int], None]) -> bool:
         del queued_at
@@ -93,6 +93,7 @@ class PictureExtension(EngineExtension):
             self._rows.know(picture)
         needed = self._needed(request)
         missing = {picture.first_id for picture in needed if not self._rows.has(picture)}
+        self._count_reused(request, len(needed), missing)
         if not needed or not (missing or self._is_full()):
             return False
         others = {held.tenant for held in self._held.values()}
@@ -123,10 +124,11 @@ class PictureExtension(EngineExtension):
     def has_work(self) -> bool:
         return bool(self._held)
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, Any]:
         return {
             "encoded": self._rows.num_encoded,
-            "encode_s": self._encode_s,
+            "encode_s": self._rows.encode_s,
+            "reused": dict(self._num_reused),
             "kept": len(self._rows),
             "kept_bytes": self._rows.num_bytes,
             "held_requests": len(self._held),
@@ -138,6 +140,13 @@ class PictureExtension(EngineExtension):
             assert held.tenant.num_requests, "the tenant of a held request has left"
 
     # -- inside -------------------------------------------------------------------------------
+
+    def _count_reused(self, request: Request, num_needed: int, missing: set[int]) -> None:
+        """Count its pictures that are not encoded for it. missing: first ids of those whose
+        embeddings are not kept; another request may wait for them already."""
+        awaited = set[int]().union(*(held.missing for held in self._held.values()))
+        self._num_reused["kv_cache"] += len(request.pictures) - num_needed
+        self._num_reused["embeddings"] += num_needed - len(missing - awaited)
 
     def _needed(self, request: Request) -> list[Picture]:
         """The request's pictures whose rows are to be computed, in order of the prompt."""
@@ -214,7 +223,6 @@ class PictureExtension(EngineExtension):
             self._fail_held(picture, cause)
             return
         rows, seconds = result.result()
-        self._encode_s += seconds
         tenant.charge(self._open.as_tokens(seconds, picture.num_rows))
         self._rows.put(picture, rows, self._pinned())
         self._note_encoded(picture)

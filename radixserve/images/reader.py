@@ -98,21 +98,24 @@ class PromptPictureReader:
         limits, table = self._reader.limits, self._reader.table
         self._count_picture()
         began = time.monotonic()
-        given = self._reader.read_file(part, self._spent_s)
+        with table.refusing("source"):
+            given = self._reader.read_file(part, self._spent_s)
         self._spent_s += time.monotonic() - began
         key = file_key(given)
         if key is not None:
             self._num_bytes += len(given)
-            _check("bytes", self._num_bytes, limits.max_total_bytes)
+            self._check("bytes", self._num_bytes, limits.max_total_bytes)
         if key is not None and (known := table.known_file(key)) is not None:
             self._count_pixels(known.size)
             return partial(self._counted, known)
-        image = open_image(given, limits)
+        with table.refusing("image"):
+            image = open_image(given, limits)
         self._count_pixels(image.size)
         process = partial(self._reader.process, image)
 
         def decode() -> Picture:
-            picture = table.add(process()) if key is None else table.of_file(key, process)
+            with table.refusing("image"):
+                picture = table.add(process()) if key is None else table.of_file(key, process)
             return self._counted(picture)
 
         return decode
@@ -125,22 +128,25 @@ class PromptPictureReader:
         self._num_pictures += 1
         limit = self._reader.limits.max_pictures
         if self._num_pictures > limit:
-            raise InvalidRequest(f"the prompt has more than {limit} pictures, which is the most")
+            raise self._refusal(f"the prompt has more than {limit} pictures")
 
     def _count_pixels(self, size: tuple[int, int]) -> None:
         self._num_pixels += size[0] * size[1]
-        _check("pixels", self._num_pixels, self._reader.limits.max_total_pixels)
+        self._check("pixels", self._num_pixels, self._reader.limits.max_total_pixels)
 
     def _counted(self, picture: Picture) -> Picture:
         self._num_rows += picture.num_rows
         self._reader.table.note_sender(picture, self._tenant)
         if self._max_rows is not None:
-            _check("tokens", self._num_rows, self._max_rows)
+            self._check("tokens", self._num_rows, self._max_rows)
         return picture
 
+    def _check(self, noun: str, number: int, limit: int) -> None:
+        if number > limit:
+            raise self._refusal(
+                f"the pictures of the prompt have together more than {limit} {noun}"
+            )
 
-def _check(noun: str, number: int, limit: int) -> None:
-    if number > limit:
-        raise InvalidRequest(
-            f"the pictures of the prompt have together more than {limit} {noun}, which is the most"
-        )
+    def _refusal(self, message: str) -> InvalidRequest:
+        self._reader.table.note_refused("prompt")
+        return InvalidRequest(f"{message}, which is the most")

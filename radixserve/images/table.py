@@ -7,11 +7,12 @@ K/V in the cache, no branch and no list of tokens of a caller can ever come to m
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -77,6 +78,7 @@ class PictureTable:
         self._senders: WeakKeyDictionary[Picture, set[str]] = WeakKeyDictionary()
         self._processing: dict[bytes, threading.Lock] = {}  # by the key of a file
         self.num_processed = 0
+        self._num_refused: Counter[str] = Counter()  # by reason
 
     def of_file(self, key: bytes, process: Callable[[], Processed]) -> Picture:
         """Returns the picture of a file. key: the SHA-256 of its bytes. `process` is called where
@@ -186,6 +188,24 @@ class PictureTable:
             is_row &= ~own
             position = int(is_row.argmax()) if is_row.any() else len(stored)
         return stored
+
+    @contextlib.contextmanager
+    def refusing(self, reason: str) -> Iterator[None]:
+        """Count a picture that is refused inside, by InvalidRequest."""
+        try:
+            yield
+        except InvalidRequest:
+            self.note_refused(reason)
+            raise
+
+    def note_refused(self, reason: str) -> None:
+        with self._lock:
+            self._num_refused[reason] += 1
+
+    def num_refused(self) -> Counter[str]:
+        """Returns how many pictures were refused, by reason."""
+        with self._lock:
+            return self._num_refused.copy()
 
     def stats(self) -> dict[str, int]:
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Set
 from weakref import WeakValueDictionary
@@ -40,6 +41,7 @@ class PictureRows:
         self._num_features = 1 if mrope is None else 1 + mrope.num_deepstack
         self.num_bytes = 0
         self.num_encoded = 0
+        self.encode_s = 0.0
         self.tower, self._hidden_size = tower, hidden_size
         self._count_lock = threading.Lock()
         self._known: WeakValueDictionary[int, Picture] = WeakValueDictionary()  # by first id
@@ -79,10 +81,12 @@ class PictureRows:
     def encode(self, picture: Picture) -> Tensor:
         """Returns its embeddings, as `GivenRows` has them. Takes long. Raises
         ModelNotSupported."""
+        start = time.perf_counter()
         rows = self.tower.encode(picture.inputs)
         check_rows(rows, (picture.num_rows, self._num_features, self._hidden_size))
         with self._count_lock:
             self.num_encoded += 1
+            self.encode_s += time.perf_counter() - start
         return rows
 
     def has(self, picture: Picture) -> bool:

@@ -181,6 +181,7 @@ def test_many_requests_encode_a_picture_once(case: Case) -> None:
         chats = [[said(picture(20), f"Question {number}")] for number in range(32)]
         outs = runtime.generate(chats, PARAMS)
         assert counts(runtime)["encoded"] == 1
+        assert sum(counts(runtime)["reused"].values()) == 31
         first_row = int((runtime.tokenize(chats[0]) >= 1 << 30).argmax())
         assert sum(out.usage.cached_tokens <= first_row for out in outs) == 1
 

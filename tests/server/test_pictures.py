@@ -23,6 +23,7 @@ pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 
 import httpcore
 from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
 
 from radixserve import InvalidRequest, Runtime, SamplingParams
 from radixserve.images.fetching import UrlFetcher, is_public
@@ -98,6 +99,51 @@ def test_all_protocols_share_a_picture(seeing: LocalServer, vision: Runtime) -> 
     assert second["content"][0]["text"] == text
     assert third["output"][0]["content"][0]["text"] == text
     assert encoded(vision) == before + 1
+
+
+def picture_metrics(served: LocalServer) -> dict[str, float]:
+    """The samples of pictures by name, and by their label where they have one."""
+    families = text_string_to_metric_families(served.client.get("/metrics").text)
+    return {
+        " ".join((sample.name.removeprefix("radixserve:"), *sample.labels.values())): sample.value
+        for family in families
+        for sample in family.samples
+        if "picture" in family.name
+    }
+
+
+def test_metrics(vision: Runtime) -> None:
+    with LocalServer(vision) as seeing:
+        before = picture_metrics(seeing)
+        seeing.post(CHAT, openai(data_of(70)))
+        seeing.post(CHAT, openai(data_of(70), "And so?"))
+        vision.flush_cache()
+        seeing.post(CHAT, openai(data_of(70)))
+        part = openai(data_of(70))["messages"][0]["content"][0]
+        for content in (
+            openai("AAAA")["messages"][0]["content"],
+            openai("no base64!")["messages"][0]["content"],
+            [part] * 101,
+            [part] * 60,
+        ):
+            said = {"model": "demo", "messages": [{"role": "user", "content": content}], **FEW}
+            refused(seeing, CHAT, said)
+        vision.cache_stats()
+        after = picture_metrics(seeing)
+    grown = {name: value - before.get(name, 0) for name, value in after.items()}
+    assert grown.pop("picture_encode_seconds_total") > 0
+    assert grown.pop("picture_embedding_bytes") > 0
+    assert grown == {
+        "encoded_pictures_total": 1,
+        "reused_pictures_total kv_cache": 1,
+        "reused_pictures_total embeddings": 1,
+        "refused_pictures_total image": 1,
+        "refused_pictures_total source": 1,
+        "refused_pictures_total prompt": 2,
+        "picture_waiting_requests": 0,
+    }
+    page = (Path(__file__).parent.parent.parent / "docs" / "images.md").read_text()
+    assert all(f"`{name.split()[0].removesuffix('_total')}" in page for name in after)
 
 
 class TurnUsage(NamedTuple):

@@ -15,8 +15,8 @@ from radixserve.cache.namespace import as_namespace
 from radixserve.checks import shown
 from radixserve.epochs.messages import KVAfterUpdate
 from radixserve.errors import InvalidRequest
+from radixserve.images.reader import PictureReader
 from radixserve.images.sources import FetchUrl
-from radixserve.picture import Pictures
 from radixserve.reports import EngineStatus
 from radixserve.server.answer.parser_configs import OutputParserConfigs
 from radixserve.server.config import ServerConfig
@@ -64,7 +64,7 @@ class AppState:
         self.num_billing_headers = 0  # taken out of system prompts
         self.branches = BranchTable(config.session_lease, config.max_conversations)
         self.trace_of: Callable[[Scope], AbstractContextManager[Any]] = nullcontext
-        self.pictures: Pictures | None = None  # reads those of callers
+        self.pictures: PictureReader | None = None  # reads those of callers
         self._sessions: SessionTable | None = None
         self._runtime: Runtime | None = None
         self._token_texts: TokenTexts | None = None

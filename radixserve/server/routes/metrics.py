@@ -95,6 +95,15 @@ _STORE_GAUGES = (
     ("store_read_bytes_per_second", "read_bytes_per_s", 1.0, "as measured"),
     ("store_load_latency_seconds", "load_latency_us", 1e-6, "of a load beside its bytes"),
 )
+# Of a model that takes pictures: ours, key of its "pictures", help.
+_PICTURE_COUNTERS = (
+    ("encoded_pictures", "encoded", "pictures that the vision tower encoded"),
+    ("picture_encode_seconds", "encode_s", "in which it encoded"),
+)
+_PICTURE_GAUGES = (
+    ("picture_waiting_requests", "held_requests", "that wait until their pictures are encoded"),
+    ("picture_embedding_bytes", "kept_bytes", "of the embeddings that are kept"),
+)
 _NOTHING_EVICTED = {"evicted_window_pages": 0, "evicted_checkpoints": 0}  # without such layers
 _HISTOGRAMS = (
     ("time_to_first_token_seconds", "ttft", "from arrival to the first token"),
@@ -165,6 +174,14 @@ class _Figures(Collector):
                 yield from self._counters(name, None, text, float(store[key]))
             for name, key, scale, text in _STORE_GAUGES:
                 yield from self._gauges(name, None, text, store[key] * scale)
+        if (pictures := stats.get("pictures")) is not None:
+            for name, key, text in _PICTURE_COUNTERS:
+                yield from self._counters(name, None, text, float(pictures[key]))
+            for name, key, text in _PICTURE_GAUGES:
+                yield from self._gauges(name, None, text, float(pictures[key]))
+            text = "pictures of requests that needed no encoding, by what was found"
+            reused = Counter(pictures["reused"])
+            yield from self._by_label("reused_pictures", "source", reused, text)
         size = stats["page_size"]
         retained, lost = stats["pages_retained"] * size, stats["retained_evicted_pages"] * size
         yield from self._gauges("retained_tokens", None, "kept by hints now", float(retained))
@@ -205,6 +222,10 @@ class _Figures(Collector):
         yield from self._by_label(
             "rejections", "reason", counters.rejected, "refused requests and failed streams"
         )
+        if (pictures := server.pictures) is not None:
+            text = "pictures that were refused before their request began"
+            counts = pictures.table.num_refused()
+            yield from self._by_label("refused_pictures", "reason", counts, text)
         yield from self._by_label("responses", "status", counters.statuses, "HTTP answers")
         for name, count, text in (
             ("clients_gone", counters.clients_gone, "requests whose client left before the end"),
