@@ -18,9 +18,10 @@ FOREIGN = set(
     vLLM: CPUModelRunner EngineCoreRequest GPUModelRunner KVCacheManager OutputProcessor
     RequestOutputCollector RequestQueue StructuredOutputsParams allocate_slots enable_prefix_caching
     enable_qk_norm_rope_fusion fuse_rope_kvcache guided_ max_num_batched_tokens max_num_seqs
-    num_cached_tokens prefix_caching_hash_algo ref_cnt
+    mm_hash num_cached_tokens prefix_caching_hash_algo ref_cnt speculative_config
     SGLang: FutureMap GenerateReqInput GenerationBatchResult MHATokenToKVPool PrefillAdder ReqState
-    SWATokenToKVPoolAllocator ScheduleBatch TokenizerManager init_forward_metadata prefix_indices
+    SWATokenToKVPoolAllocator ScheduleBatch TokenizerManager init_forward_metadata pad_value
+    prefix_indices
     TensorRT-LLM: KvCacheRetentionConfig copy_on_partial_reuse enable_block_reuse
     enable_partial_reuse free_gpu_memory_fraction max_batch_size max_num_tokens tokens_per_block
     nano-vllm: BlockManager kvcache_block_size
