@@ -125,7 +125,13 @@ async def answer_batch(
     tasks = [asyncio.create_task(_answer(runtime, line)) for line in batch]
     done: list[Completion] = []
     wanted = False if out.isatty() else None
-    with BatchProgress(len(tasks), lambda: runtime.status().stats, wanted=wanted) as bar:
+
+    def stats() -> Mapping[str, Any]:
+        """What was last reported, which blocks nothing; at the end what is counted now."""
+        has_ended = all(task.done() for task in tasks)
+        return runtime.cache_stats() if has_ended else runtime.status().stats
+
+    with BatchProgress(len(tasks), stats, wanted=wanted) as bar:
         for task in tasks:
             task.add_done_callback(partial(_count, bar))
         try:
