@@ -7,9 +7,7 @@ import platform
 import sys
 
 import pytest
-from hypothesis import HealthCheck, settings
 
-from radixserve.drafts import budget
 from tests.pairwise import mark_long_runs
 
 # The models here are so small that a second thread costs more than it saves.
@@ -27,15 +25,28 @@ os.environ.pop("COLUMNS", None)  # pytest-xdist sets it; commands print as into 
 # Collections of all objects, of which ten thousand tests keep many, are a tenth of the time.
 gc.set_threshold(2000, 20, 50)
 
-# How much is drafted depends on measured times, and many tests count steps: those that need drafts
-# ask for them.
-budget.DEFAULT_DRAFTS = 0
 
-# The same examples in every run, however slow the machine is; new ones are for long runs.
-settings.register_profile(
-    "same", derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-)
-settings.load_profile("same")
+def pytest_configure(config: pytest.Config) -> None:
+    """The process that only hands tests to workers needs none of this."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    from hypothesis import HealthCheck, settings
+
+    from radixserve.drafts import budget
+
+    # How much is drafted depends on measured times, and many tests count steps: those that need
+    # drafts ask for them.
+    budget.DEFAULT_DRAFTS = 0
+
+    # The same examples in every run, however slow the machine is; new ones are for long runs.
+    settings.register_profile(
+        "same",
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    settings.load_profile("same")
 
 
 @pytest.hookimpl(tryfirst=True)

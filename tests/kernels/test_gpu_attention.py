@@ -199,22 +199,22 @@ def test_exact_bits(
     64 keys in one program or in three."""
     monkeypatch.setattr(records, "EXACT_SPLIT_KEYS", 64)
     torch.manual_seed(0)
-    features, lens = AttentionFeatures(**fields), [150, 40]
+    features, lens = AttentionFeatures(**fields), [132, 8]
     case = read = make_case(lens, 2, 16, 2, dtype)
     if stored is not None:
         case, read = stored_in(case, stored)
-    q = queries(190, 4, 16, dtype)
-    whole, whole_lse = extend(case, q, [0, 150, 190], 150, 1, True, features, is_exact=True)
-    expected = attention(read, q, [0, 150, 190], 0.25, causal=True, features=features)
+    q = queries(140, 4, 16, dtype)
+    whole, whole_lse = extend(case, q, [0, 132, 140], 132, 1, True, features, is_exact=True)
+    expected = attention(read, q, [0, 132, 140], 0.25, causal=True, features=features)
     assert_near(whole, whole_lse, expected)
-    tokens = [*range(129, 150), 189]
+    tokens = [*range(111, 132), 139]
     for num_splits in (1, 3):
         chunk, lse = extend(
             *(case, q[tokens], [0, 21, 22], 21, num_splits, True, features), is_exact=True
         )
         assert torch.equal(chunk, whole[tokens])
         assert torch.equal(lse, whole_lse[tokens])
-    for length, counts in ((1, (3,)), (17, (1,)), (64, (3,)), (65, (1, 3)), (150, (1, 3))):
+    for length, counts in ((1, (3,)), (17, (1,)), (64, (3,)), (65, (1, 3)), (132, (1, 3))):
         pages = -(-length // 2)
         row = replace(
             case,

@@ -75,6 +75,11 @@ class Reference:
         return self.alone([*PROMPTS, *CROWD], PARAMS)
 
     @cached_property
+    def first_logprobs(self) -> torch.Tensor:
+        """Of the answer to PROMPT."""
+        return self.logprobs(self.answers[0].tokens)
+
+    @cached_property
     def long_answers(self) -> list[Answer]:
         """To BRIEF."""
         return self.alone(BRIEF, LONG_ANSWERS)
@@ -109,7 +114,7 @@ class Reference:
             assert Answer(answer.token_ids, answer.digest) == expected
         if start == 0:
             own = torch.tensor(answers[0].logprobs)
-            assert torch.allclose(own, self.logprobs(self.answers[0].tokens), atol=2e-5)
+            assert torch.allclose(own, self.first_logprobs, atol=2e-5)
 
 
 @pytest.fixture(scope="module")

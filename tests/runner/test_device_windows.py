@@ -20,7 +20,7 @@ from tests.runner.test_device_runner import assert_same, run_jobs, take_fake_fla
 from tests.runner.test_model_runner import check_parity, prompts_of
 
 FAMILIES = ["mistral_window", "gemma3", "gpt_oss"]  # all layers have windows; some
-PARAMS = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=3)
+PARAMS = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, logprobs=3)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_exact_bits(
     num_steps = []
     # Padding goes to experts, too, and how many rows one has changes bits on the CPU: no padding.
     num_rows = 3 if family == "gpt_oss" else 4
-    for ratio in (1.0, 0.25):
+    for ratio in (1.0, 0.2):
         with DeviceRuntime(
             checkpoints[family],
             page_size=page_size,
@@ -83,6 +83,12 @@ def test_exact_bits(
         assert mine.top_logprobs == theirs.top_logprobs
 
 
+@pytest.fixture(scope="module")
+def expected(checkpoints: dict[str, Path]) -> list[Completion]:
+    with Runtime(str(checkpoints["gemma3"]), num_pages=1200, cache="off") as rt:
+        return run_jobs(rt)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -92,11 +98,11 @@ def test_exact_bits(
     ],
     ids=lambda fields: " ".join(f"{name}={value}" for name, value in fields.items()),
 )
-def test_same_answers(checkpoints: dict[str, Path], fields: dict[str, Any]) -> None:
+def test_same_answers(
+    checkpoints: dict[str, Path], expected: list[Completion], fields: dict[str, Any]
+) -> None:
     """Cold and warm, with samples, penalties, scores and beams; then with steps that fail."""
     folder = checkpoints["gemma3"]
-    with Runtime(str(folder), num_pages=1200, cache="off") as rt:
-        expected = run_jobs(rt)
     with DeviceRuntime(folder, swa_full_tokens_ratio=0.001, **fields) as rt:
         for _ in range(2):
             assert_same(run_jobs(rt), expected)
@@ -113,9 +119,8 @@ def test_same_answers(checkpoints: dict[str, Path], fields: dict[str, Any]) -> N
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(DeviceSampler, "launch", sometimes)
-            for _ in range(2):
-                with pytest.raises(RequestFailed, match="on fire"):
-                    run_jobs(rt)
+            with pytest.raises(RequestFailed, match="on fire"):
+                run_jobs(rt)
         assert_same(run_jobs(rt), expected)
         rt.check()
 
