@@ -108,6 +108,7 @@ def reference(
     cache: dict[Case, Reference],
     factory: pytest.TempPathFactory,
     count: int = NUM_REQUESTS,
+    longest: int = 60,  # tokens of an answer
 ) -> Reference:
     if case not in cache:
         folder = factory.mktemp(case.family)
@@ -115,7 +116,7 @@ def reference(
         model = load_reference(folder)
         prompts = mixed_prompts(case.seed, count)
         rng = random.Random(case.seed)
-        counts = [rng.choice([1, 3, 8, 20, 60]) for _ in prompts]
+        counts = [rng.choice([1, 3, 8, 20, longest]) for _ in prompts]
         answers = greedy_batch(model, prompts, max(counts))
         answers = [answer[:count] for answer, count in zip(answers, counts, strict=True)]
         texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]

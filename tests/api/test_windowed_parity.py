@@ -1,7 +1,8 @@
 """Promise 2 for layers with windows, chunks, soft caps and sinks, and values of another size.
 
 As in test_parity.py: transformers' own tokens, cold, warm and with the cache off. Windows hold 13
-to 21 positions; prompts have up to 90 tokens and answers up to 60, so that both cross them.
+to 21 positions; prompts have up to 90 tokens and answers up to 60, those of FEW requests up to 28,
+so that both cross them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from radixserve import Runtime
 from tests.api.test_parity import SETTINGS, Case, Reference, reference, run
 from tests.runner.on_device import DeviceRuntime
 
-FEW = 6  # requests of each family in the sample
+FEW = 6, 28  # requests of each family in the sample, tokens of their longest answers
 EVICTED = Case("mistral_window", 32)
 SAMPLE = [  # of native families, and others in transformers' code
     EVICTED,
@@ -51,7 +52,7 @@ def references() -> dict[Case, Reference]:
 
 @pytest.fixture(scope="module")
 def short_references() -> dict[Case, Reference]:
-    """Of FEW requests."""
+    """Of FEW."""
     return {}
 
 
@@ -102,7 +103,7 @@ def test_dropped_windows(
 ) -> None:
     """Layers with windows alone, some of them, and in transformers' code."""
     for case in (EVICTED, Case("gpt_oss", 33), Case("starcoder2_window", 41), Case("gemma3", 31)):
-        expected = reference(case, short_references, tmp_path_factory, FEW)
+        expected = reference(case, short_references, tmp_path_factory, *FEW)
         stats = run(expected, kind=kind, **settings, attention_backend=backend)
         assert stats["evicted_window_pages"] > 0
 
@@ -113,6 +114,6 @@ def test_a_few_requests(
     short_references: dict[Case, Reference],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    expected = reference(case, short_references, tmp_path_factory, FEW)
+    expected = reference(case, short_references, tmp_path_factory, *FEW)
     run(expected, **ROOMY)
     run(expected, **BARE, attention_backend="torch")
