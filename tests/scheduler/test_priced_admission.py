@@ -621,6 +621,7 @@ ONCE = (
 )
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("policy", ["lpm", "fcfs", "dfs-weight"])
 @pytest.mark.parametrize("num_pages", [100, 250, 600, 3_000])
 @pytest.mark.parametrize("kind", ONCE, ids=lambda kind: kind.__name__)
