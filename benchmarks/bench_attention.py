@@ -21,11 +21,11 @@ it takes for one token of one row is taken off. K and V lie in large memory page
 pool of 1 GiB or more do.
 
 Two more columns say what bounds it, each measured alone. "reads", with one thread: a loop that only
-reads the same rows in the same order. It prefetches in one of nine ways: not at all, 8 to 32 rows
-ahead into the first or second cache level, or, as attention does, at two distances of up to 128
-rows into the second. The one with the best median counts. "arithmetic": attention itself, with
-keys and values that are all in the first cache level, since a row has the same 8 tokens again and
-again.
+reads the same rows in the same order. It prefetches in one of twelve ways: not at all, 8 to 32 rows
+ahead into the first or second cache level, or, as attention does, at two or three distances of up
+to 192 rows into the second. The one with the best median counts. "arithmetic": attention itself,
+with keys and values that are all in the first cache level, since a row has the same 8 tokens again
+and again.
 The last column is attention beside the slower of both: 1 where all of the other hides behind it.
 The lines of a case are printed when it has been measured.
 

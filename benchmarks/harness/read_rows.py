@@ -19,13 +19,14 @@ class Prefetch(NamedTuple):
 
     ahead: int  # rows; 0: the processor does that alone
     is_far: bool = False  # into the second cache level
-    is_twice: bool = False  # also twice as far ahead, as attention does
+    times: int = 1  # also twice, and three times as far ahead, as attention does
 
 
 PREFETCHES = (
     *(Prefetch(ahead) for ahead in (0, 8, 16)),
     *(Prefetch(ahead, is_far=True) for ahead in (8, 16, 32)),
-    *(Prefetch(ahead, is_far=True, is_twice=True) for ahead in (16, 32, 64)),
+    *(Prefetch(ahead, is_far=True, times=2) for ahead in (16, 32, 64)),
+    *(Prefetch(ahead, is_far=True, times=3) for ahead in (16, 32, 64)),
 )
 _FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-w")
 
@@ -45,7 +46,7 @@ class RowReader:
 
     def read(self, k: Tensor, v: Tensor, slots: IntArray, prefetch: Prefetch) -> None:
         """k, v [num_slots, heads, width]; slots [rows, tokens], read row after row."""
-        order = np.concatenate((slots.ravel(), np.zeros(2 * prefetch.ahead, np.int32)))
+        order = np.concatenate((slots.ravel(), np.zeros(prefetch.times * prefetch.ahead, np.int32)))
         row_bytes = k[0].numel() * k.element_size()
         pointers = (k.data_ptr(), v.data_ptr(), order.ctypes.data)
         self._read(*pointers, slots.size, row_bytes, *prefetch)

@@ -137,7 +137,7 @@ inline void qk_amx(const PagedKv<bf16> &kv, const TaskState<bf16> &state, const 
 // Prefetches in its order whatever integer_scores asks for. Inlined: GCC drops calls that do nothing but prefetch.
 struct EachLine {
     RowPrefetcher &prefetcher;
-    __attribute__((always_inline)) void fetch(int64_t, int64_t) const { prefetcher.fetch<true>(1); }
+    __attribute__((always_inline)) void fetch_twice(int64_t, int64_t) const { prefetcher.fetch<true>(1); }
 };
 
 // Scores of a block of keys in 8 bits, which have `scales`.

@@ -44,26 +44,54 @@ template <class T> struct HeadRows {
     int64_t count, at, dim;
 };
 
-// Prefetches rows of the two blocks after one that is read, in step with it: with a line of a row the same line of the
-// row in its place. Into the second cache level: a processor that reads these lines from there need not wait, but with
-// as many lines under way as the first level can wait for (on EPYC) every other load waits for them. Each line is asked
-// for twice, since a processor drops a prefetch into the second level where it waits for as many lines as it can.
+// Prefetches rows of the two or three blocks after one that is read, in step with it: with a line of a row the same line
+// of the row in its place. Into the second cache level: a processor that reads these lines from there need not wait, but
+// with as many lines under way as the first level can wait for (on EPYC) every other load waits for them. Each line is
+// asked for two or three times, since a processor drops a prefetch into the second level where it waits for as many
+// lines as it can.
 class LaterRows {
   public:
     // Offsets of as many rows as the block has at most; number_bytes: of a number as it is stored.
     LaterRows(const char *from, int64_t number_bytes, const int64_t *next, const int64_t *after)
         : from(from), number_bytes(number_bytes), next(next), after(after) {}
+#if defined(__AVX512F__)
+    LaterRows(const char *from, int64_t number_bytes, const int64_t *next, const int64_t *after, const int64_t *third)
+        : from(from), number_bytes(number_bytes), next(next), after(after), third(third) {}
+    // The line of the row's number `at`.
+    void fetch(int64_t row, int64_t at) const {
+        const char *in_all = from + at * number_bytes;
+        const char *in_next = in_all + next[row], *in_after = in_all + after[row], *in_third = in_all + third[row];
+        fetch_line(in_next), fetch_line(in_after), fetch_line(in_third);
+    }
+    // Not in the third block: for rows in 8 bits, most of whose lines are asked for with two heads each.
+    void fetch_twice(int64_t row, int64_t at) const {
+        const char *in_both = from + at * number_bytes;
+        const char *in_next = in_both + next[row], *in_after = in_both + after[row];
+        fetch_line(in_after), fetch_line(in_next);
+    }
+    LaterRows from_row(int64_t row) const { return {from, number_bytes, next + row, after + row, third + row}; }
+#else
     // The line of the row's number `at`.
     void fetch(int64_t row, int64_t at) const {
         __builtin_prefetch(from + after[row] + at * number_bytes, 0, 2);
         __builtin_prefetch(from + next[row] + at * number_bytes, 0, 2);
     }
+#if defined(__AVX2__)
+    void fetch_twice(int64_t row, int64_t at) const { fetch(row, at); }
+#endif
     LaterRows from_row(int64_t row) const { return {from, number_bytes, next + row, after + row}; }
+#endif
 
   private:
     const char *from;
     int64_t number_bytes;
     const int64_t *next, *after;
+#if defined(__AVX512F__)
+    const int64_t *third = after;
+
+    // Volatile, so that it stays among the products that it is to run beside: GCC would move it.
+    static void fetch_line(const char *line) { asm volatile("prefetcht1 %0" ::"m"(*line)); }
+#endif
 };
 
 // Offsets of the keys of the block that is read and of those after it, of up to `most` keys each.
@@ -77,7 +105,11 @@ template <class T> class LaterBlocks {
     // The i-th block after the one that is read.
     const int64_t *offsets(int i) const { return blocks[(first + i) % NUM_BLOCKS].offsets; }
     int64_t count(int i) const { return blocks[(first + i) % NUM_BLOCKS].count; }
+#if defined(__AVX512F__)
+    LaterRows rows(const char *from) const { return {from, kv.number_bytes(), offsets(1), offsets(2), offsets(3)}; }
+#else
     LaterRows rows(const char *from) const { return {from, kv.number_bytes(), offsets(1), offsets(2)}; }
+#endif
     // The next block is read from now on. Returns the number of keys of the one that was.
     int64_t step() {
         const int64_t read = count(0);
@@ -87,7 +119,11 @@ template <class T> class LaterBlocks {
     }
 
   private:
+#if defined(__AVX512F__)
+    static constexpr int NUM_BLOCKS = 4;
+#else
     static constexpr int NUM_BLOCKS = 3;
+#endif
     struct Block {
         int64_t offsets[DIRECT_KEYS], count = 0;
     };
@@ -256,8 +292,9 @@ inline void pv_vectors(const bf16 *weights, int64_t stride, const HeadRows<bf16>
         __m512i some[2 * V];
 #pragma GCC unroll 2
         for (int v = 0; v < V; v++) {
-            const __m512i even = _mm512_loadu_si512(values.rows[k] + at + v * 32);
-            const __m512i odd = _mm512_loadu_si512(values.rows[k + 1] + at + v * 32);
+            __m512i even = _mm512_loadu_si512(values.rows[k] + at + v * 32);
+            __m512i odd = _mm512_loadu_si512(values.rows[k + 1] + at + v * 32);
+            asm("" : "+v"(even), "+v"(odd));  // else GCC loads each twice
             later.fetch(k, at + v * 32), later.fetch(k + 1, at + v * 32);
             some[2 * v] = _mm512_unpacklo_epi16(even, odd);
             some[2 * v + 1] = _mm512_unpackhi_epi16(even, odd);

@@ -170,7 +170,7 @@ inline void integer_scores(const IntegerQueries &queries, int64_t first, int64_t
             const int8_t *query = queries.chunk(first + row, chunk);
             __m512i sums[4] = {};
             for (int64_t i = row; i < 16; i += rows)  // a part with each row: a burst would be dropped
-                later.fetch(i, at + d), later.fetch(i, at + d + 64);  // keys are not aligned
+                later.fetch_twice(i, at + d), later.fetch_twice(i, at + d + 64);  // keys are not aligned
             add_quarters(query, words, sums);
 #pragma GCC unroll 4
             for (int g = 0; g < 4; g++) {
@@ -210,7 +210,7 @@ inline void widened_scores(const float *queries, int64_t depth, const char *cons
                            const float *scales, float *scores, int64_t stride, const LaterRows &later) {
     vec sums[H][2] = {};
     for (int64_t d = 0; d < dim; d += 16) {
-        for (int j = 0; j < PANEL && d % 64 == 0; j++) later.fetch(j, at + d);
+        for (int j = 0; j < PANEL && d % 64 == 0; j++) later.fetch_twice(j, at + d);
 #pragma GCC unroll 2
         for (int n = 0; n < 2; n++) {
             const uint32_t *from[LANES];
@@ -310,7 +310,7 @@ inline void integer_values(const Operand<float> *weights, int64_t stride, const 
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) sums[h][v] = load(out + h * width + v * LANES);
     for (int64_t k = 0; k < count; k++) {
-        later.fetch(k, at), later.fetch(k, at + 64);
+        later.fetch_twice(k, at), later.fetch_twice(k, at + 64);
 #if defined(RADIXSERVE_LANE_SCORES)
         vec weight[H];
 #pragma GCC unroll 4
@@ -399,8 +399,8 @@ inline void integer_values(const bf16 *weights, int64_t stride, const char *cons
     for (int64_t k = 0; k < count; k += 2) {
         uvec some[V];
         widen_pairs<V>(values[k] + at, values[k + 1] + at, some);
-        later.fetch(k, at), later.fetch(k + 1, at);
-        later.fetch(k, at + 64), later.fetch(k + 1, at + 64);
+        later.fetch_twice(k, at), later.fetch_twice(k + 1, at);
+        later.fetch_twice(k, at + 64), later.fetch_twice(k + 1, at + 64);
 #pragma GCC unroll 4
         for (int h = 0; h < H; h++) {
             int32_t both;
@@ -456,7 +456,8 @@ void attend_int8(const PagedKv<T> &kv, const TaskState<T> &state, const Task *ne
     const Int16Queries queries(state, dim, scratch);
 #endif
     const char *keys[KEYS], *values[KEYS];
-    LaterBlocks<T> blocks(kv, state, direct_keys(size), next);
+    // Blocks half as large again as of other types: measured.
+    LaterBlocks<T> blocks(kv, state, direct_keys(HAS_INTEGER_SCORES ? size * 2 / 3 : size), next);
     for (int64_t from = state.begin; from < state.end; from += blocks.step()) {
         const int64_t *offsets = blocks.offsets(0), count = blocks.count(0);
         state.begin_block(from);
