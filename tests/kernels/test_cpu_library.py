@@ -345,7 +345,7 @@ def test_amx_can_be_left_out(compiled: Path) -> None:
     code = "from radixserve_kernels.cpu_library import cpu_library as library\n"
     code += "print(library().radixserve_bf16())"
     done = run_python(code, RADIXSERVE_AMX="0", RADIXSERVE_CACHE=str(compiled))
-    assert done.stdout.strip() in ("0", "1"), done.stderr
+    assert done.stdout.strip() in ("0", "1", "3"), done.stderr  # 2: AMX
 
 
 @needs_compiler
