@@ -129,9 +129,11 @@ class ReferenceBackend(AttentionBackend):
             queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G * N, D]
             index = call.window_slots if layer in self.window_layers else call.slots
             assert index is not None
+            # Not slots[index]: on a CPU, PyTorch 2.9 has no such operation for FP8.
+            stored = (slots.index_select(0, index) for slots in self.slots[layer])
             keys, values = (
-                from_stored(slots[index], self.dtype).unflatten(0, (call.size, -1)).transpose(1, 2)
-                for slots in self.slots[layer]
+                from_stored(some, self.dtype).unflatten(0, (call.size, -1)).transpose(1, 2)
+                for some in stored
             )  # each [B, Hkv, K, D]
             mask = self._mask(call, features)
             if features.logits_soft_cap is None and features.sinks is None:

@@ -306,7 +306,8 @@ def attend(
                 lse[first:end] = NO_KEYS
             continue
         keys, values = (
-            x[pages].flatten(0, 1)[:num_keys].double().transpose(0, 1) for x in (k, v)
+            x.index_select(0, pages).flatten(0, 1)[:num_keys].double().transpose(0, 1)
+            for x in (k, v)
         )  # [Hkv, n, D]
         query = q[first:end].double().transpose(0, 1)  # [Hq, N, D]
         folded = query.reshape(len(keys), -1, query.shape[-1])  # [Hkv, G * N, D]

@@ -254,7 +254,7 @@ def extend(
     for row, (start, end) in enumerate(itertools.pairwise(qo_indptr.tolist())):
         slots = row_slots(row, keys)
         k, v = (
-            from_stored(rows[slots], torch.float32, scales_last=True)
+            from_stored(rows.index_select(0, slots), torch.float32, scales_last=True)
             for rows in (keys.k_slots, keys.v_slots)
         )  # [n, Hkv, D]
         num_new, num_keys = end - start, len(slots)
