@@ -13,8 +13,8 @@ runs on a processor with the instructions of that level. Emulation says nothing 
 
 The long run goes part by part, each at all levels. Files whose tests load no kernel (ONCE) run at
 one level, and fail if one is loaded. Tests that have passed are noted in `--machine`, by level and
-by the kernels' sources: `--resume` leaves them out. With several jobs the output of each part goes
-to a file in `--machine`.
+by the kernels' sources as that level's compiler reads them: `--resume` leaves them out. With
+several jobs the output of each part goes to a file in `--machine`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import itertools
 import os
 import shlex
 import shutil
@@ -74,6 +75,7 @@ LONG = [
     ["tests/api/test_parity.py", "-k", "test_every_family"],
     ["tests/exact"],
 ]
+DTYPE_FLAGS = (("-DRADIXSERVE_NUMBER=float",), ("-DRADIXSERVE_NUMBER=bf16", "-DRADIXSERVE_IS_BF16"))
 NO_TESTS = 5  # pytest's status where none is left
 SHORT = [["tests/kernels/test_quantized.py", "-k", "sums_are_exact"]]
 
@@ -175,7 +177,7 @@ def run_part(machine: Path, level: str, part: list[str], options: argparse.Names
         "RADIXSERVE_CPU_LEVEL": level,
         "PATH": f"{machine / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "RADIXSERVE_CPU_READING": "near,near",  # measured, it would take minutes
-        "RADIXSERVE_PASSED": str(machine / f"passed-{level}-{sources_digest()}.txt"),
+        "RADIXSERVE_PASSED": str(machine / f"passed-{level}-{sources_digest(level)}.txt"),
         "RADIXSERVE_RESUME": str(int(options.resume)),
         "RADIXSERVE_NO_KERNELS": str(int(part is ONCE)),
         "G_SLICE": "always-malloc",  # of the emulator: see SHORT_LIMIT_S
@@ -221,12 +223,15 @@ def output_of(
 
 
 @functools.cache
-def sources_digest() -> str:
-    """A name for the kernels' sources."""
+def sources_digest(level: str) -> str:
+    """A name for the kernels' sources, without what is for other processors."""
     digest = hashlib.sha256()
     folder = ROOT / "kernels/radixserve_kernels"
-    for source in sorted([*folder.glob("*.py"), *folder.glob("cpu/*")]):
+    for source in sorted(folder.glob("*.py")):
         digest.update(source.name.encode() + source.read_bytes())
+    for dtype, source in itertools.product(DTYPE_FLAGS, sorted(folder.glob("cpu/*.cpp"))):
+        command = [COMPILER, "-E", "-P", "-std=c++17", *dtype, *ARM_LEVELS[level][1], str(source)]
+        digest.update(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     return digest.hexdigest()[:12]
 
 
@@ -261,7 +266,7 @@ def count(levels: list[str]) -> int:
 def compile_products(level: str, folder: Path) -> Path:
     sources = ROOT / "kernels/radixserve_kernels/cpu"
     flags = ["-O3", "-std=c++17", "-static", "-pthread", "-fno-math-errno", "-fno-strict-aliasing"]
-    flags += ["-w", "-DRADIXSERVE_NUMBER=bf16", "-DRADIXSERVE_IS_BF16", f"-I{sources}"]
+    flags += ["-w", *DTYPE_FLAGS[1], f"-I{sources}"]
     program = folder / level
     command = [COMPILER, *flags, *ARM_LEVELS[level][1]]
     source = Path(__file__).with_name("products.cpp")
