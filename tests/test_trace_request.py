@@ -47,9 +47,9 @@ def traces() -> Traces:
         capture_output=True,
         text=True,
     ).stdout
-    found = re.findall(FIGURES, printed, re.DOTALL)
-    assert len(found) == 3, printed
-    return Traces(*(list(map(int, figures)) for figures in found))
+    of_runs = re.findall(FIGURES, printed, re.DOTALL)
+    assert len(of_runs) == 3, printed
+    return Traces(*(list(map(int, figures)) for figures in of_runs))
 
 
 def test_a_request_costs_no_more_calls_than_it_did(traces: Traces) -> None:

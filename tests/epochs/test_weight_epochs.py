@@ -295,11 +295,13 @@ def test_beams_go_on_with_the_new_weights(folders: list[str], kv: Any) -> None:
     params = SamplingParams(max_tokens=100, logprobs=0, stop_token_ids=tuple(range(0, 288, 16)))
     scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
     with Runtime(folders[0], num_pages=600, max_running_requests=3) as rt:
-        found = rt.beam_search(PROMPT, params=params, beams=BeamParams(width=4, length_penalty=0.0))
-        assert len({len(out.token_ids) for out in found}) > 1
+        answers = rt.beam_search(
+            PROMPT, params=params, beams=BeamParams(width=4, length_penalty=0.0)
+        )
+        assert len({len(out.token_ids) for out in answers}) > 1
         beams = BeamParams(width=4, length_penalty=1.5)
         search = threading.Thread(
-            target=lambda: found.extend(rt.beam_search(PROMPT, params=params, beams=beams))
+            target=lambda: answers.extend(rt.beam_search(PROMPT, params=params, beams=beams))
         )
         search.start()
         for number in itertools.count(1):
@@ -311,7 +313,7 @@ def test_beams_go_on_with_the_new_weights(folders: list[str], kv: Any) -> None:
         assert number > 3
         for epoch, folder in enumerate(folders[:2]):
             rt.update_weights(folder)
-            for out in found:
+            for out in answers:
                 ends = [one.end for one in out.weight_epochs]
                 assert [one.start for one in out.weight_epochs] == [0, *ends[:-1]]
                 assert ends[-1] == len(out.token_ids)
