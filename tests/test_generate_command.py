@@ -245,13 +245,13 @@ def test_the_bar_of_a_batch_reaches_its_end_with_failed_lines(tmp_path: Path) ->
     assert re.search(r"loading demo: 100%\|█+\| (\d+)/\1 tensors \[\d\d:\d\d\]", shown), shown
     lines = re.sub(r"\x1b\[[A-Z]", "", shown).replace("\r", "\n").split("\n")
     assert max(map(len, lines)) <= 80  # a longer line would break, and the next one stand below it
-    found = re.findall(r"100%\|.* 3/3, 1 failed, (\d+) \+ (\d+) tok", shown)
+    last_bars = re.findall(r"100%\|.* 3/3, 1 failed, (\d+) \+ (\d+) tok", shown)
     answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     usages = [answer["usage"] for answer in answers if "usage" in answer]
     counts = (
         sum(usage[name] for usage in usages) for name in ("prompt_tokens", "completion_tokens")
     )
-    assert found[-1:] == [tuple(map(str, counts))], shown
+    assert last_bars[-1:] == [tuple(map(str, counts))], shown
 
 
 class FakeTerminal(io.StringIO):

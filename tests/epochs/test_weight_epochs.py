@@ -314,8 +314,8 @@ def test_beams_go_on_with_the_new_weights(folders: list[str], kv: Any) -> None:
         for epoch, folder in enumerate(folders[:2]):
             rt.update_weights(folder)
             for out in answers:
-                ends = [one.end for one in out.weight_epochs]
-                assert [one.start for one in out.weight_epochs] == [0, *ends[:-1]]
+                ends = [part.end for part in out.weight_epochs]
+                assert [part.start for part in out.weight_epochs] == [0, *ends[:-1]]
                 assert ends[-1] == len(out.token_ids)
                 score = rt.generate(PROMPT + out.token_ids, scored).prompt_logprobs
                 assert score is not None

@@ -264,7 +264,7 @@ from radixserve import Runtime, SamplingParams
 for model, unwanted in (("demo", "PIL"), ({str(folder)!r}, "image_processing_")):
     with Runtime(model, num_pages=512) as runtime:
         runtime.generate([{{"role": "user", "content": "Hello"}}], SamplingParams(max_tokens=4))
-    found = [name for name in sys.modules if unwanted in name or "modeling_llava" in name]
-    assert not found, found
+    imported = [name for name in sys.modules if unwanted in name or "modeling_llava" in name]
+    assert not imported, imported
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
