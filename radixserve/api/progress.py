@@ -51,6 +51,10 @@ class BatchProgress:
             self._asked_at = time.perf_counter()
             self._bar = tqdm(total=total, bar_format=_FORMAT, dynamic_ncols=True)
 
+    @property
+    def is_shown(self) -> bool:
+        return self._bar is not None
+
     def __enter__(self) -> Self:
         return self
 
@@ -70,26 +74,26 @@ class BatchProgress:
         self._show(refresh=is_last)
         self._bar.update()
 
-    def refresh(self) -> None:
-        """Update the token counts. May be called from another thread than `add`; waits for the
-        engine's answer."""
+    def refresh(self, stats: Mapping[str, Any] | None = None) -> None:
+        """Update the token counts to `stats`, by default those of now. May be called from another
+        thread than `add`."""
         if self._bar is not None:
-            self._read_tokens()
+            self._read_tokens(stats)
             self._show(refresh=True)
 
     def _show(self, *, refresh: bool) -> None:
         failed = f"{self._num_failed:,} failed, " if self._num_failed else ""
         self._bar.set_postfix_str(failed + self._tokens, refresh=refresh)
 
-    def _read_tokens(self) -> None:
+    def _read_tokens(self, stats: Mapping[str, Any] | None = None) -> None:
         self._asked_at = time.perf_counter()
         try:
-            stats, before = self._stats(), self._before
+            counts = self._stats() if stats is None else stats
         except EngineDead:  # the Runtime was closed meanwhile: keep the last counts
             return
 
         def since(name: str) -> float:
-            return float(stats[name] - before[name])
+            return float(counts[name] - self._before[name])
 
         cached, decoded = since("reused_tokens"), since("decoded_tokens")
         prompts = cached + since("prefilled_tokens")

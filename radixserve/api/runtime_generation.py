@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Unpack, overload
 
@@ -22,7 +23,7 @@ from radixserve.api.settings import (
 from radixserve.checks import check_int, check_str, shown
 from radixserve.completion import Chunk, Completion
 from radixserve.engine.messages import GetStats
-from radixserve.errors import InvalidRequest
+from radixserve.errors import EngineDead, InvalidRequest
 from radixserve.request import BeamParams, Request, SamplingParams
 from radixserve.text.prompts import Prompt, as_prompts, check_prompts
 
@@ -105,7 +106,12 @@ class RuntimeGeneration(RuntimeMethods):
         if bar is None:
             return await handle.aget()
         with bar:
-            return await handle.aget(bar.add)
+            completions = await handle.aget(bar.add)
+            if bar.is_shown:
+                with suppress(EngineDead):  # the Runtime was closed meanwhile
+                    stats = await asyncio.wrap_future(core.ask(GetStats()))
+                    bar.refresh(stats)
+        return completions
 
     def stream(
         self,

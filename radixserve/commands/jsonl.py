@@ -125,13 +125,8 @@ async def answer_batch(
     tasks = [asyncio.create_task(_answer(runtime, line)) for line in batch]
     done: list[Completion] = []
     wanted = False if out.isatty() else None
-
-    def stats() -> Mapping[str, Any]:
-        """What was last reported, which blocks nothing; at the end what is counted now."""
-        has_ended = all(task.done() for task in tasks)
-        return runtime.cache_stats() if has_ended else runtime.status().stats
-
-    with BatchProgress(len(tasks), stats, wanted=wanted) as bar:
+    # What was last reported, which blocks nothing; at the end what is counted now.
+    with BatchProgress(len(tasks), lambda: runtime.status().stats, wanted=wanted) as bar:
         for task in tasks:
             task.add_done_callback(partial(_count, bar))
         try:
@@ -142,6 +137,7 @@ async def answer_batch(
                 print(json.dumps(answer), file=out, flush=True)
                 if completion is not None:
                     done.append(completion)
+            bar.refresh(runtime.cache_stats())
         finally:
             for task in tasks:
                 task.cancel()
