@@ -16,6 +16,7 @@ import torch
 from radixserve import Runtime, SamplingParams
 from radixserve.cli import main
 from radixserve.models import hf
+from radixserve.models.row_products import pack_products
 from radixserve_kernels.cpu_ops import unsupported_reason
 from radixserve_kernels.processor import LEVELS
 from tests.checkpoints import (
@@ -262,8 +263,18 @@ def test_where_it_is_not_promised(find: Find) -> None:
 
 
 def test_bits_that_differ_are_found_at_load(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a wrapped model whose products are PyTorch's."""
-    monkeypatch.setattr(hf, "pack_products", lambda _: None)
+    """Of a wrapped model whose products depend on the number of rows; PyTorch's do so, but not on
+    every processor."""
+
+    def pack_inexact(model: torch.nn.Module) -> None:
+        pack_products(model)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_hook(
+                    lambda _module, _inputs, output: output * (1 + output.shape[-2] * 2**-20)
+                )
+
+    monkeypatch.setattr(hf, "pack_products", pack_inexact)
     settings = {"num_pages": 100, "dtype": "float32", "model_impl": "transformers"}
     with Runtime(str(find("gpt_neox")), **settings) as runtime:
         assert "another number of rows" in runtime.resolved_config.inexact
