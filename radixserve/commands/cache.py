@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,16 +23,17 @@ from radixserve.errors import InvalidRequest
 from radixserve.request import SamplingParams
 
 if TYPE_CHECKING:
-    from radixserve.store import FolderStore
+    from radixserve.store import FolderStore, KVRun, StoredFile
 
 ACTIONS = ("list", "verify", "prune", "save", "load")
 _UNBOUNDED = 1 << 62
 _EPILOG = """\
-list      files, tokens and bytes by model and namespace
-verify    read every file and check its sums; --drop removes damaged files
-prune     remove the least recently used files, down to --size
-save      compute the prompts of --jsonl with --model, and write their K/V to the folder
-load      load the folder's K/V for --model, and print how many tokens it has
+actions:
+  list      files, tokens and bytes by model and namespace
+  verify    read every file and check its sums; --drop removes damaged files
+  prune     remove the least recently used files, down to --size
+  save      compute --jsonl's prompts with --model, write their K/V to the folder
+  load      load the folder's K/V for --model, and print how many tokens it has
 
 FOLDER is that of `radixserve serve --kv-store FOLDER`, `Runtime(kv_store=...)` or
 `Runtime.save_cache`. The exit code of verify is 1 where a file is damaged.
@@ -80,30 +82,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(store: FolderStore, args: argparse.Namespace) -> int:
-    from radixserve.store import BadRun, decode_run
-
     groups: dict[tuple[str, str], dict[str, Any]] = defaultdict(
-        lambda: {"files": 0, "tokens": 0, "bytes": 0, "used_s_ago": float("inf"), "layout": ""}
+        lambda: {"files": 0, "tokens": 0, "bytes": 0, "used_s_ago": float("inf")}
     )
-    num_damaged, now = 0, time.time()
-    for file in store.list():
-        try:
-            run = decode_run(store.get(file.name) or b"")
-        except (BadRun, OSError):
-            num_damaged += 1
-            continue
-        model = file.name.split("/")[0]
-        group = groups[model, run.namespace]
+    problems, now = _Problems(), time.time()
+    for file, run in _read_runs(store, problems):
+        group = groups[file.name.split("/")[0], run.namespace]
         group["files"] += 1
         group["tokens"] += len(run.tokens)
         group["bytes"] += file.num_bytes
         group["used_s_ago"] = round(min(group["used_s_ago"], max(0.0, now - file.used_at)), 1)
+    num_damaged = len(problems.damaged)
     if args.json:
         listed = [
             {"model": model, "namespace": namespace, **group}
             for (model, namespace), group in sorted(groups.items())
         ]
-        print(json.dumps({"groups": listed, "damaged_files": num_damaged}, indent=2))
+        document = {"groups": listed, "damaged_files": num_damaged, "not_checked": problems.other}
+        print(json.dumps(document, indent=2))
         return 0
     for (model, namespace), group in sorted(groups.items()):
         print(
@@ -111,31 +107,60 @@ def _list(store: FolderStore, args: argparse.Namespace) -> int:
             f"{group['files']} files, {format_bytes(group['bytes'])}, "
             f"last used {group['used_s_ago']:.0f} s ago"
         )
+    problems.print_other()
     print(f"{format_bytes(store.num_bytes)} in all, {num_damaged} damaged files")
     return 0
 
 
 def _verify(store: FolderStore, args: argparse.Namespace) -> int:
-    from radixserve.store import BadRun, decode_run
-
-    damaged: dict[str, str] = {}
-    num_files = 0
-    for file in store.list():
-        num_files += 1
-        name = file.name
-        try:
-            decode_run(store.get(name) or b"")
-        except (BadRun, OSError) as error:
-            damaged[str(store.path_of(name))] = str(error)
-            if args.drop:
-                store.drop(name)
+    problems = _Problems()
+    num_files = sum(1 for _ in _read_runs(store, problems))
+    num_files += len(problems.damaged) + sum(problems.other.values())
+    damaged = {str(store.path_of(name)): error for name, error in problems.damaged.items()}
+    if args.drop:
+        for name in problems.damaged:
+            store.drop(name)
     if args.json:
-        print(json.dumps({"files": num_files, "damaged": damaged, "dropped": args.drop}, indent=2))
+        document = {"files": num_files, "damaged": damaged, "not_checked": problems.other}
+        print(json.dumps({**document, "dropped": args.drop}, indent=2))
     else:
         for path, reason in damaged.items():
             print(f"{path}: {reason}{', dropped' if args.drop else ''}")
+        problems.print_other()
         print(f"{num_files} files, {len(damaged)} damaged")
     return 1 if damaged else 0
+
+
+class _Problems:
+    """Files that `_read_runs` could not read."""
+
+    def __init__(self) -> None:
+        self.damaged: dict[str, str] = {}  # why, by name
+        # How many may be whole but cannot be checked here, by the reason: see `OtherRun`.
+        self.other: Counter[str] = Counter()
+
+    def print_other(self) -> None:
+        for reason, count in self.other.items():
+            print(f"{count} files were not checked: {reason}")
+
+
+def _read_runs(store: FolderStore, problems: _Problems) -> Iterator[tuple[StoredFile, KVRun]]:
+    """Yields the files of a store with their runs, checked, and notes the others. A file that an
+    engine removes meanwhile is left out."""
+    from radixserve.store import BadRun, OtherRun, decode_run
+
+    for file in store.list():
+        try:
+            data = store.get(file.name)
+            if data is None:
+                continue
+            run = decode_run(data)
+        except OtherRun as error:
+            problems.other[str(error)] += 1
+        except (BadRun, OSError) as error:
+            problems.damaged[file.name] = str(error)
+        else:
+            yield file, run
 
 
 def _prune(store: FolderStore, args: argparse.Namespace) -> int:

@@ -203,8 +203,8 @@ class StoredPrefixes:
         """The K/V [layers, 2, run.num_tokens, row bytes] of a run of `tokens`, a whole sequence.
         It is a view of `into` where that has `max_file_bytes`.
 
-        None if it is gone or has other tokens by now. Raises BadRun, and puts the file aside, if it
-        is damaged; OSError.
+        None if it is gone, or by now has other tokens or is of another version. Raises BadRun, and
+        puts the file aside, if it is damaged; OSError.
         """
         try:
             data = self.store.get(run.name, self.max_file_bytes, into)
@@ -212,6 +212,9 @@ class StoredPrefixes:
                 self._heads.pop(run.name, None)
                 return None
             stored = decode_run(data, self.layout, run.head)
+        except OtherRun:
+            self._heads.pop(run.name, None)
+            return None
         except (BadRun, NotAFile) as error:
             self._refuse(run.name, error)
             raise BadRun(f"{run.name} was put aside: {error}") from error

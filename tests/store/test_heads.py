@@ -264,3 +264,14 @@ def test_a_file_of_an_older_version_is_left_and_written_again() -> None:
     stored = again.match(SEQUENCE, "ns")
     list(again.put(SEQUENCE, "ns", stored, [kv_of(SEQUENCE[20:], 20)]))
     assert again.match(SEQUENCE, "ns").length == 40
+
+
+def test_a_file_that_a_newer_version_rewrites_before_it_is_read_is_left() -> None:
+    prefixes = Prefixes()
+    data = bytes(prefixes.store.get(prefixes.name) or b"")
+    again = prefixes.again(data)
+    stored = again.match(SEQUENCE, "ns")
+    prefixes.store.put(prefixes.name, [data[:4] + b"\xff" + data[5:]])
+    assert again.read(stored.runs[1], SEQUENCE) is None
+    assert (again.num_refused, prefixes.store.has(prefixes.name)) == (0, True)
+    assert again.known(SEQUENCE, "ns").length == 20
