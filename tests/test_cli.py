@@ -271,7 +271,18 @@ _TWO = ("--replicas", "2", "--cache-tokens", "1k")
         (["serve", "--autoscaling", "min_replicas=0,max_replicas=2"], "min_replicas must be"),
         (["serve", "--autoscaling", "max_replicas=2,target=4"], "target_ongoing_requests"),
         (["serve", "--replicas", "3", "--autoscaling", "max_replicas=2"], "replicas must be"),
-        (["replay", "x", "--lease-s", "-1"], "--lease-s"),
+        (["replay", "x", "--sessions", "--lease-s", "-1"], "--lease-s must be"),
+        (["replay", "x", "--lease-s", "5"], "--lease-s needs --sessions"),
+        (["replay", "x", "--states", "5"], "--states needs --state-checkpoints"),
+        (
+            ["replay", "x", "--closed-loop", "--step-costs", "y", "--step-ms", "1"],
+            "--step-ms does not go with --step-costs",
+        ),
+        (
+            ["replay", "x", "--closed-loop", "--prefill-rate", "9", "--prefill-us", "1"],
+            "--prefill-us does not go with --prefill-rate",
+        ),
+        (["replay", "x", "--diagnose", "--report", "/no/such/r.html"], "folder does not exist"),
         (["replay", "x", "--order", "lpm", "--step-ms", "-1"], "--step-ms"),
         (
             ["replay", "x", "--order", "lpm", "--max-running-requests", "0"],

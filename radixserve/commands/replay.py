@@ -213,16 +213,19 @@ def run(args: argparse.Namespace) -> int:
     from radixserve.replay.plots import check_plot_path, draw
     from radixserve.replay.report import print_study
 
+    _check_combination(args)
     specs, servings, size = _specs(args), _servings(args), _bytes_per_token(args)
     limit, lease = args.limit, args.lease_s
     if limit is not None:
         check_int("--limit", limit, 1)
     if lease is not None:
         check_float("--lease-s", lease, 0.0, float("inf"))
-    _check_combination(args)
     for picture in (args.plot, args.save_plot):
         if picture is not None:
             check_plot_path(picture)
+    for path in (args.plot, args.save_plot, args.report):  # now, not after an hour of replays
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise InvalidRequest(f"{path} cannot be written: its folder does not exist")
     if args.replicas is not None:
         return _run_replicas(args)
     if args.closed_loop:
@@ -281,6 +284,19 @@ def _check_combination(args: argparse.Namespace) -> None:
             _refuse(args, {"--report FILE": None}, "needs --advise or --diagnose")
     if args.windows is None:
         _refuse(args, {"--swa-full-tokens-ratio X": None}, "needs --windows")
+    if args.state_checkpoints is None and args.state_tokens is None:
+        _refuse(args, {"--states N": None}, "needs --state-checkpoints or --state-tokens")
+    if not args.sessions:
+        _refuse(args, {"--lease-s SECONDS": None}, "needs --sessions")
+    steps = {usage: flag[1] for usage, flag in _STEP.items()}
+    if args.step_costs is not None:
+        _refuse(args, steps, "does not go with --step-costs")
+    if args.prefill_rate is not None:
+        _refuse(
+            args, {"--prefill-us X": steps["--prefill-us X"]}, "does not go with --prefill-rate"
+        )
+    if args.decode_rate is not None:
+        _refuse(args, {"--step-ms X": steps["--step-ms X"]}, "does not go with --decode-rate")
     if args.replicas is None:
         _refuse(args, dict.fromkeys(_CLUSTER), "needs --replicas")
         return

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from radixserve.replay.caches import CacheSpec
+from radixserve.replay.caches import CacheSpec, none_if_nan
 from radixserve.replay.paths import PathTable, build_paths
 from radixserve.replay.report import Finding, format_tokens
 from radixserve.replay.scheduled import ScheduledResult, Serving, replay_scheduled
@@ -61,10 +61,14 @@ def _result(result: ScheduledResult) -> dict[str, Any]:
     return {
         "hit_rate": result.hit_rate,
         "computed_tokens": result.computed_tokens,
-        "ttft_mean_s": result.mean_ttft_s,
-        "ttft_p50_s": result.ttft_at(50),
-        "ttft_p95_s": result.ttft_at(95),
+        "ttft_mean_s": none_if_nan(result.mean_ttft_s),
+        "ttft_p50_s": none_if_nan(result.ttft_at(50)),
+        "ttft_p95_s": none_if_nan(result.ttft_at(95)),
     }
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "nan ms" if seconds is None else f"{1000 * seconds:.0f} ms"
 
 
 def baseline_finding(documents: Sequence[dict[str, Any]]) -> Finding:
@@ -82,8 +86,8 @@ def baseline_finding(documents: Sequence[dict[str, Any]]) -> Finding:
                 f"{100 * on['hit_rate']:.2f}",
                 format_tokens(on["computed_tokens"]),
                 format_tokens(off["computed_tokens"]),
-                f"{1000 * on['ttft_mean_s']:.0f} ms",
-                f"{1000 * off['ttft_mean_s']:.0f} ms",
+                _milliseconds(on["ttft_mean_s"]),
+                _milliseconds(off["ttft_mean_s"]),
             )
         )
     lines = [

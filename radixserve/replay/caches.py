@@ -178,6 +178,11 @@ class ReplayResult:
         return int((~self.is_served).sum())
 
 
+def none_if_nan(value: float) -> float | None:
+    """Returns a figure for a JSON document, which has no nan."""
+    return None if math.isnan(value) else value
+
+
 class TraceClock:
     """The simulated time of a replay, in seconds since the trace's first request."""
 

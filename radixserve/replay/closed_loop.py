@@ -21,7 +21,7 @@ from radixserve.arrays import IntArray
 from radixserve.checks import check_float
 from radixserve.errors import InvalidRequest
 from radixserve.output import Finish
-from radixserve.replay.caches import CacheSpec, ReplayResult
+from radixserve.replay.caches import CacheSpec, ReplayResult, none_if_nan
 from radixserve.replay.paths import PathTable
 from radixserve.replay.scheduled import Serving, SimulatedServer, StepModel
 from radixserve.replay.trace import Floats, Ints, Trace
@@ -121,7 +121,7 @@ class ClosedLoopResult(ReplayResult):
         served = self.ttft_s[~np.isnan(self.ttft_s)]
         return float(served.mean()) if len(served) else float("nan")
 
-    def document(self) -> dict[str, float | int | str]:
+    def document(self) -> dict[str, float | int | str | None]:
         """The figures of a row in a table."""
         return {
             "order": self.serving.order,
@@ -131,7 +131,7 @@ class ClosedLoopResult(ReplayResult):
             "computed_tokens": self.computed_tokens,
             "hit_rate": self.hit_rate,
             "makespan_s": self.makespan_s,
-            "ttft_mean_s": self.mean_ttft_s,
+            "ttft_mean_s": none_if_nan(self.mean_ttft_s),
             "session_mean_s": self.mean_session_s,
             "session_p50_s": self.session_at(50),
             "session_p95_s": self.session_at(95),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from radixserve.replay.caches import CacheSpec
+from radixserve.replay.caches import CacheSpec, none_if_nan
 from radixserve.replay.closed_loop import (
     bound_closed_loop,
     infer_closed_loop,
@@ -22,6 +22,8 @@ from radixserve.replay.trace import Trace
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+_MAX_WIDTH = 10_000  # columns of a table
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,10 @@ class Finding:
                 table.add_column(head, justify="right" if column else "left", no_wrap=True)
             for row in self.rows:
                 table.add_row(*row)
-            console.print(table)
+            whole = console.measure(table, options=console.options.update(max_width=_MAX_WIDTH))
+            if whole.maximum > console.width:  # rather lines that wrap than figures cut short
+                table.width = whole.maximum
+            console.print(table, soft_wrap=True)
         for line in self.lines:
             console.print(line, markup=False)
 
@@ -124,16 +129,22 @@ def _rates(document: dict[str, Any]) -> Finding:
         (
             run,
             (run["cache_tokens"],),
-            f"{100 * run['hit_rate']:.2f}{'*' if run.get('too_large_requests') else ''}",
+            _hit_percent(run),
         )
         for run in (*runs, *limits)
     ]
+    title = "hit rate, % of prompt tokens, by cache size in tokens"
+    return _pivot(title, cells, _notes(runs))
+
+
+def _hit_percent(run: dict[str, Any]) -> str:
+    return f"{100 * run['hit_rate']:.2f}{'*' if run.get('too_large_requests') else ''}"
+
+
+def _notes(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """What the star of `_hit_percent` means, if there is one."""
     note = "* some requests do not fit into this cache; they count as not reused"
-    return _pivot(
-        "hit rate, % of prompt tokens, by cache size in tokens",
-        cells,
-        [note] if any(run["too_large_requests"] for run in runs) else [],
-    )
+    return [note] if any(run["too_large_requests"] for run in runs) else []
 
 
 def scheduled_finding(document: dict[str, Any]) -> Finding:
@@ -144,7 +155,7 @@ def scheduled_finding(document: dict[str, Any]) -> Finding:
             str(run["page_size"]),
             format_tokens(run["cache_tokens"]),
             run["order"],
-            f"{100 * run['hit_rate']:.2f}",
+            _hit_percent(run),
             *(_seconds(run[f"ttft_{name}_s"]) for name in ("mean", "p95", "p99")),
             f"{run['compute_once_ratio']:.3f}",
             str(run["max_overtaken"]),
@@ -154,7 +165,8 @@ def scheduled_finding(document: dict[str, Any]) -> Finding:
     ]
     lines = [
         "ratio: tokens computed to tokens needed, 1.000 when nothing was computed twice "
-        "without need; overtaken: most later requests that were admitted before one"
+        "without need; overtaken: most later requests that were admitted before one",
+        *_notes(document["scheduled"]),
     ]
     title = "through the scheduler, times by the model of a step"
     return Finding(title, (*heads, "overtaken", "preempted"), rows, lines)
@@ -243,9 +255,9 @@ def loop_finding(document: dict[str, Any]) -> Finding:
                 format_tokens(row["cache_tokens"]),
                 row["order"],
                 row["admission"],
-                f"{100 * row['hit_rate']:.2f}",
+                _hit_percent(row),
                 format_tokens(row["computed_tokens"]),
-                *(f"{row[name]:.4g}" for name in names),
+                *("nan" if row[name] is None else f"{row[name]:.4g}" for name in names),
                 f"{row['fairness']:.2f}",
             )
         )
@@ -256,6 +268,7 @@ def loop_finding(document: dict[str, Any]) -> Finding:
     }
     lines = [
         "times in modelled seconds; a session's are from its first request to its last answer",
+        *_notes(document["closed_loops"]),
         *bounds.values(),
     ]
     title = f"{document['trace']}, {document['requests']:,} requests in closed loops"
@@ -311,7 +324,7 @@ def _changes(result: ClusterResult) -> dict[str, Any]:
         "failed_requests": result.num_failed,
         "recomputed_tokens": result.recomputed_tokens,
         "lost_tokens": result.lost_tokens,
-        "ttft_p95_s": result.ttft_p95_s,
+        "ttft_p95_s": none_if_nan(result.ttft_p95_s),
     }
 
 
@@ -322,7 +335,7 @@ def cluster_finding(document: dict[str, Any]) -> Finding:
             row["router"],
             str(row["replicas"]),
             format_tokens(row["cache_tokens"]),
-            f"{100 * row['hit_rate']:.2f}",
+            _hit_percent(row),
             f"{100 * row['one_cache_hit_rate']:.2f}",
             f"{row['hit_rate'] / max(row['one_cache_hit_rate'], 1e-9):.3f}",
             f"{row['max_load']:.2f}",
@@ -330,6 +343,7 @@ def cluster_finding(document: dict[str, Any]) -> Finding:
         for row in document["replicas"]
     ]
     lines = ["load: modelled seconds of prefill and decode over the whole trace"]
+    lines += _notes(document["replicas"])
     title = f"{document['trace']}, {document['requests']:,} requests"
     return Finding(title, heads, rows, lines)
 
@@ -344,7 +358,7 @@ def changes_finding(document: dict[str, Any]) -> Finding | None:
             f"{row['mean_replicas']:.2f}",
             *(str(row[name]) for name in ("failures", "moved_requests", "failed_requests")),
             *(format_tokens(row[name]) for name in ("recomputed_tokens", "lost_tokens")),
-            f"{row['ttft_p95_s']:.2f} s",
+            "nan s" if row["ttft_p95_s"] is None else f"{row['ttft_p95_s']:.2f} s",
         )
         for row in document["replicas"]
         if "mean_replicas" in row

@@ -101,7 +101,7 @@ class SizeRow:
 
 @dataclass(frozen=True, slots=True)
 class KindRow:
-    """Another kind of cache with the recommended number of tokens."""
+    """Another kind of cache with the recommended number of tokens, or one page if that is more."""
 
     label: str
     page_size: int
@@ -188,7 +188,7 @@ class _Sizer:
     def kind(
         self, size: int, index: str, policy: str, page_size: int, use_sessions: bool
     ) -> KindRow:
-        spec = CacheSpec(size, policy, page_size, index, use_sessions)
+        spec = CacheSpec(max(size, page_size), policy, page_size, index, use_sessions)
         result = self._replay(spec)
         seconds = self._pricing.first_token_s(self._trace.num_prompt, result.hits)
         gain = result.hit_rate - self._plain_rate(size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -17,7 +16,7 @@ from radixserve.replay.bounds import (
     reuse_distances,
     reuse_spans,
 )
-from radixserve.replay.caches import GIB, CacheSpec, ReplayResult
+from radixserve.replay.caches import GIB, CacheSpec, ReplayResult, none_if_nan
 from radixserve.replay.direct import replay_direct
 from radixserve.replay.paths import PathTable, build_paths
 from radixserve.replay.scheduled import ScheduledResult, Serving, replay_scheduled
@@ -188,7 +187,7 @@ def _scheduled(result: ScheduledResult) -> dict[str, Any]:
     return {
         **_run(result),
         **asdict(result.serving),
-        **{name: None if math.isnan(value) else value for name, value in times.items()},
+        **{name: none_if_nan(value) for name, value in times.items()},
         **{name: getattr(result, name) for name in (*counts, "preemptions", "steps", "span_s")},
         "compute_once_ratio": result.compute_ratio,
     }

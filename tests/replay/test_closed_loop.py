@@ -114,7 +114,25 @@ def test_the_command_prints_a_row_for_each_way_of_serving(
         assert row["bound_makespan_s"] <= row["makespan_s"]
         assert row["session_mean_s"] <= row["session_worst_s"]
     assert main(argv) == 0
-    assert "in hindsight" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "in hindsight" in printed
+    assert "makespan" in printed  # no column is cut short, however narrow the output
+    assert "\u2026" not in printed
+
+
+def test_requests_that_do_not_fit_are_named_and_have_no_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"tokens": [1, 2, 3]}\n')
+    argv = ["replay", str(path), "--cache-tokens", "2"]
+    for mode in ("--closed-loop", "--baseline", "--order=lpm"):
+        assert main([*argv, mode, "--json"]) == 0
+        assert "NaN" not in capsys.readouterr().out
+        assert main([*argv, mode]) == 0
+        assert "nan" in capsys.readouterr().out
+    assert main([*argv, "--closed-loop"]) == 0
+    assert "0.00*" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("admission", ["greedy", "priced"])

@@ -136,6 +136,13 @@ def test_a_trace_without_anything_reusable() -> None:
     assert (row.predicted, row.replayed, row.of_reusable) == (0.0, 0.0, 0.0)
 
 
+def test_a_trace_that_is_smaller_than_a_page() -> None:
+    trace = make_trace([([1, 2, 3, 4], []), ([1, 2, 3, 5], [])])
+    advice = advise(trace, PRICING, kinds=[("radix", "lru", 16, False), ("hash", "lru", 16, False)])
+    assert advice.recommended.cache_tokens < 16
+    assert [row.page_size for row in advice.kinds] == [16, 16]
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
