@@ -59,11 +59,10 @@ class Engine:
         self.extensions = Extensions()
         self._in_flight: list[tuple[SchedulerOutput, Any]] = []  # launched steps, the older first
         self._must_collect = False  # whether `end_step` has a step to collect
-        self._failed: list[RequestOutput] = []  # last outputs of requests that extensions ended
         self._events: EventLog | None = None  # of `take_events`
         self._seconds = dict.fromkeys(_PARTS, 0.0)
         self.is_paused = False  # see `pause`
-        self._late_outputs: list[RequestOutput] = []  # of steps that `pause` has collected
+        self._late_outputs: list[RequestOutput] = []  # of `take_late_outputs`
         self._busy_since = 0.0  # nothing before it was counted in the two below
         self._prefill_s = self._decode_s = 0.0
 
@@ -101,7 +100,14 @@ class Engine:
         """End a request with `error`, for an extension. The next step returns its last output."""
         output = self.finish(request_id, "error", error)
         if output is not None:
-            self._failed.append(output)
+            self._late_outputs.append(output)
+
+    def take_late_outputs(self) -> list[RequestOutput]:
+        """Returns the outputs that came between two steps: of steps that `pause` has collected, and
+        of requests that extensions ended. The next step returns them; an owner who ends a request
+        before it takes them first."""
+        outputs, self._late_outputs = self._late_outputs, []
+        return outputs
 
     def fail_all(self, error: BaseException) -> list[RequestOutput]:
         """End all requests with `error`. Returns their outputs. Waits for the steps in flight."""
@@ -129,7 +135,7 @@ class Engine:
     def has_work(self) -> bool:
         """Whether requests are left that may continue, a step is in flight, or outputs are to be
         delivered."""
-        if self._in_flight or self._late_outputs or self._failed:
+        if self._in_flight or self._late_outputs:
             return True
         if self._scheduler.has_work and not self.is_paused:
             return True
@@ -157,8 +163,8 @@ class Engine:
         return self.begin_step() + self.end_step()
 
     def begin_step(self) -> list[RequestOutput]:
-        """Schedule and launch a step: the first half of `step`. Returns the outputs of requests
-        that failed.
+        """Schedule and launch a step: the first half of `step`. Returns the outputs of before, and
+        those of requests that failed.
 
         The second half, `end_step`, waits for the device or computes without Python's lock.
         """
@@ -166,14 +172,10 @@ class Engine:
             is_idle = not self._in_flight and not self._scheduler.has_work
             self.extensions.before_step(may_wait=is_idle)
         self._must_collect = bool(self._in_flight)
-        if self.is_paused:
-            outputs = self._late_outputs + self._failed
-            self._late_outputs, self._failed = [], []
-            return outputs
-        outputs = self._launch()
-        if self._failed:
-            outputs, self._failed = self._failed + outputs, []
-        self._must_collect |= len(self._in_flight) > self._overlap_depth
+        outputs = self.take_late_outputs()
+        if not self.is_paused:
+            outputs += self._launch()
+            self._must_collect |= len(self._in_flight) > self._overlap_depth
         return outputs
 
     def end_step(self) -> list[RequestOutput]:

@@ -373,6 +373,8 @@ class EngineThread:
         each signal would hand Python's lock to them."""
         num_open, was_paused = 0, self._notifier.is_paused
         self._notifier.pause()
+        for late_output in self._engine.take_late_outputs():  # their tokens are before the end
+            self._deliver(late_output)
         for request_id in request_ids:
             arriving = self._arriving.pop(request_id, None)
             if arriving is None:

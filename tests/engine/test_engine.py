@@ -19,7 +19,7 @@ from radixserve.completion import Completion
 from radixserve.config import EngineConfig
 from radixserve.engine.engine import Engine
 from radixserve.engine.engine_thread import EngineThread
-from radixserve.engine.messages import GetStats
+from radixserve.engine.messages import AbortRequests, GetStats, PauseEngine, ResumeEngine
 from radixserve.engine.output_collector import Event, OutputCollector
 from radixserve.errors import EngineDead, InvalidRequest
 from radixserve.hints.hint import Hint
@@ -208,6 +208,23 @@ def test_what_an_owner_may_do_between_steps() -> None:
     assert not engine.has_work()
 
 
+def test_a_pause_loses_no_token() -> None:
+    """It collects the step in flight; whoever resumes at once gets its outputs, too."""
+    engine = make_engine(ChainRunner(), EngineConfig())
+    wanted = make_engine(ChainRunner(), EngineConfig())
+    for each in (engine, wanted):
+        each.add(request("a", range(2, 20), ends=False, max_tokens=4))
+    outputs: list[RequestOutput] = []
+    for turn in range(8):
+        outputs += engine.step()
+        engine.pause()
+        if turn == 1:
+            outputs += engine.step()
+        engine.resume()
+    assert not engine.has_work()
+    assert told(outputs) == told(run(wanted)["a"])
+
+
 def test_everything_is_failed_with_a_step_in_flight() -> None:
     runner = ChainRunner()
     engine = make_engine(runner, EngineConfig())
@@ -348,6 +365,29 @@ class TestThread:
         assert isinstance(events[-1], EngineDead)
         assert not engine.has_work()
         assert runner.log.count("launch") == runner.log.count("collect")
+
+    @pytest.mark.parametrize("is_left", [False, True])
+    def test_a_request_ends_right_after_a_pause(self, is_left: bool) -> None:
+        """Its answer has the token of the step that was in flight."""
+        runner, events = ChainRunner(), []
+        runner.permits = threading.Semaphore(4)
+        thread = EngineThread(make_engine(runner, EngineConfig()))
+        collector = self.collector("a", events, max_tokens=150)
+        thread.submit([collector])
+        wait_until(lambda: len(runner.log) == 10)  # it waits for the fifth step
+        thread.post(PauseEngine())
+        thread.abandon([collector]) if is_left else thread.post(AbortRequests(None))
+        runner.permits.release(100)
+        assert self.ended.wait(PATIENCE_S)
+        thread.call(ResumeEngine())
+        thread.submit([self.collector("b", events, max_tokens=6)])
+        wait_until(lambda: len(events) == 2)
+        first, second = events
+        assert isinstance(first, Completion)
+        assert isinstance(second, Completion)
+        assert first.usage.completion_tokens == len(first.token_ids) == 6
+        assert first.token_ids == second.token_ids
+        thread.close()
 
     def test_many_requests_arrive_a_few_between_two_steps_of_others(self) -> None:
         """Never more than 64, while somebody waits for tokens. Many that are alone arrive together,
