@@ -41,6 +41,7 @@ _SWEEP_EVERY_S = 5.0
 _TERMINATED = 128 + signal.SIGTERM
 _WATCH_EVERY_S = 0.5  # whether the engine lives
 _ANSWER_S = 5.0  # for the answers of open requests after the engine has ended
+_END_S = 1.0  # for the errors of those that `shutdown_timeout` ended
 
 
 def serve(model: str, engine: Mapping[str, Any], config: ServerConfig) -> int:
@@ -225,10 +226,7 @@ class Process:
         self.server.is_draining = True
         self._exit_code = 1
         _log.critical("the engine has ended; the server ends with exit code 1")
-        deadline = asyncio.get_running_loop().time() + _ANSWER_S
-        while self.server.in_flight and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.02)
-        await asyncio.sleep(0.05)  # for answers that are being sent
+        await self._wait_for_answers(_ANSWER_S)
         self._uvicorn.should_exit = True
         self._uvicorn.force_exit = True
 
@@ -248,25 +246,32 @@ class Process:
 
     async def _drain(self) -> None:
         """Refuse new requests with 503, end responses in the background, whose answers could not be
-        read any more, wait up to `shutdown_timeout` for the other requests, then end the rest with
-        an error."""
+        read any more, wait up to `shutdown_timeout` until the other requests are answered, then end
+        the rest with an error."""
         server = self.server
         server.is_draining = True
         error = ApiError(503, "the server was shut down before the answer ended", code="shutdown")
         server.background.end_all(error)
         _log.info("shutting down: %d requests in flight", len(server.in_flight))
-        deadline = asyncio.get_running_loop().time() + self._config.shutdown_timeout
-        while server.in_flight and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.02)
+        await self._wait_for_answers(self._config.shutdown_timeout)
         for request in list(server.in_flight):
             request.end(error)
-        for _ in range(100):
-            if not server.in_flight:
-                break
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)  # for answers that are being sent
+        await self._wait_for_answers(_END_S)
         self._uvicorn.should_exit = True
         self._uvicorn.force_exit = True
+
+    async def _wait_for_answers(self, seconds: float) -> None:
+        """Wait until no request is being read or answered and all answers are sent, at most so many
+        seconds."""
+        server, loop = self.server, asyncio.get_running_loop()
+        connections: Any = self._uvicorn.server_state.connections
+        deadline = loop.time() + seconds
+        while loop.time() < deadline and (
+            server.in_flight
+            or server.admitted
+            or any(each.transport.get_write_buffer_size() for each in connections)
+        ):
+            await asyncio.sleep(0.02)
 
 
 def _warm(runtime: Runtime, store: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import signal
 import socket
 import subprocess
@@ -55,12 +57,40 @@ def process(checkpoint: str) -> Iterator[Served]:
         served.stop()
 
 
+@contextlib.contextmanager
+def posting(
+    served: Served, body: dict[str, Any], *, without: int = 0, buffer: int = 1 << 16
+) -> Iterator[socket.socket]:
+    """A connection that has sent a completion's body except for its last bytes, which are spaces.
+    `buffer`: bytes that its system keeps of the answer."""
+    content = json.dumps(body).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(content) + without}\r\n\r\n"
+    )
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        sock.settimeout(60)
+        sock.connect(("127.0.0.1", served.port))
+        sock.sendall(head.encode() + content)
+        yield sock
+
+
+def all_of(sock: socket.socket) -> bytes:
+    """What comes until the connection is closed."""
+    return b"".join(iter(lambda: sock.recv(1 << 16), b""))
+
+
 def test_sigterm_lets_requests_finish_and_refuses_new_ones(process: Served) -> None:
     body = {**LONG, "max_tokens": 3000}
+    large = {"prompt": [1] * 1000, "max_tokens": 1, "prompt_logprobs": 100}
     with (
         httpx.Client(base_url=process.client.base_url, timeout=60) as other,
+        posting(process, {"prompt": [1], "max_tokens": 2}, without=5) as sending,
+        posting(process, large, buffer=4096) as reading,
         process.client.stream("POST", "/v1/completions", json=body) as answer,
     ):
+        assert reading.recv(12) == b"HTTP/1.1 200"  # the rest waits for its reader
         lines = answer.iter_lines()
         next(lines)
         process.process.send_signal(signal.SIGTERM)
@@ -71,6 +101,12 @@ def test_sigterm_lets_requests_finish_and_refuses_new_ones(process: Served) -> N
         assert refused.json()["error"]["code"] == "shutdown"
         assert other.get("/health/live").status_code == 200
         rest = list(lines)
+        time.sleep(0.5)  # only these two are left
+        sending.sendall(b"     ")
+        assert all_of(sending).startswith(b"HTTP/1.1 200")
+        time.sleep(0.5)
+        head, _, content = all_of(reading).partition(b"\r\n\r\n")
+        assert f"content-length: {len(content)}".encode() in head
     assert rest[-2] == "data: [DONE]"
     assert '"finish_reason":"length"' in rest[-4]
     assert process.process.wait(120) == 0

@@ -101,6 +101,7 @@ class RequestMiddleware:
             self._server.counters.rejected[error.code or str(error.status)] += 1
             await error_response(error, scope)(scope, receive, send_with_id)
         finally:
+            self._server.admitted.discard(request_id)
             self._server.counters.statuses[str(status)] += 1
             self._server.freed_memory.add(scope.get("radixserve.body_bytes", 0))
             if self._is_logged(scope["path"], status):
@@ -125,6 +126,7 @@ class RequestMiddleware:
         if self._server.tenants:
             tenant_of_task.set(caller.tenant)
         self._server.check_open()
+        self._server.admitted.add(scope["radixserve.request_id"])
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             return receive
         has_body = await self._read_body(scope, headers, receive)

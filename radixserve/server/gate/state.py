@@ -51,7 +51,8 @@ class AppState:
         self.started_at = int(time.time())
         self.is_draining = False
         self.kv_after_update: KVAfterUpdate = "recompute"  # unless an update says otherwise
-        self.in_flight: set[InFlight] = set()
+        self.admitted: set[str] = set()  # ids of HTTP requests that are being read or answered
+        self.in_flight: set[InFlight] = set()  # the computed part of these, and of the background
         self.conversations = TenantConversations(config.max_conversations)
         self.chat_clocks = ChatClocks(config.max_conversations)
         assert isinstance(config.max_response_bytes, int)
