@@ -133,6 +133,13 @@ def test_a_session_is_closed_when_its_time_is_over(
         assert served.client.delete("/v1/sessions/short").status_code == 404
 
 
+def test_a_session_that_is_closed_too_early_is_closed_again(runtime: Runtime) -> None:
+    before = runtime.cache_stats()["sessions"]
+    with LocalServer(runtime, max_conversations=0) as served:  # it keeps none
+        turn(served, [USER], session_id="s", max_tokens=1)
+        assert runtime.cache_stats()["sessions"] == before
+
+
 def test_leased_pages_fall_back_after_a_compaction() -> None:
     """What the session has left behind is superseded, in the counts and in the metrics."""
     with (

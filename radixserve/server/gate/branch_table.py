@@ -113,7 +113,9 @@ class BranchTable:
         return opened
 
     def _release(self, name: str) -> None:
-        opened = self._open.pop(name)
+        opened = self._open.pop(name, None)
+        if opened is None:
+            return
         tenant = as_namespace(opened.branch.namespace).tenant
         self._num_tokens[tenant] -= opened.length
         if not self._num_tokens[tenant]:

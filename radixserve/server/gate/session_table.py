@@ -43,7 +43,8 @@ class SessionTable:
 
     def __init__(self, lease_s: float, max_sessions: int, close: Callable[[str], None]) -> None:
         """`lease_s`: seconds that a session stays open after its last use. `max_sessions`: per
-        tenant. `close`: is called with the name of each session that is closed."""
+        tenant. `close`: is called with the name of each session that is closed, and again
+        after its last request."""
         self._lease_s = lease_s
         self._max_sessions = max_sessions
         self._close = close
@@ -108,11 +109,14 @@ class SessionTable:
         others.add(generation)
 
     def finish(self, name: str, generation: InFlight) -> None:
-        """A request of the session has ended."""
+        """A request of the session has ended. Closes again a session that was closed before the
+        request was submitted, which opened it."""
         others = self._in_flight[name]
         others.discard(generation)
         if not others:
             del self._in_flight[name]
+            if name not in self._used_at:
+                self._close(name)
 
     def _touch(self, name: str) -> None:
         self._used_at[name] = time.monotonic()
