@@ -37,6 +37,17 @@ class Usage:
         """Returns the usage of the same prompt with an answer of `num_tokens` tokens."""
         return replace(self, completion_tokens=num_tokens)
 
+    def with_prompt_of(self, other: Usage) -> Usage:
+        """Returns the usage of the same answer after the prompt that `other` counts."""
+        return replace(
+            self,
+            prompt_tokens=other.prompt_tokens,
+            cached_tokens=other.cached_tokens,
+            computed_tokens=other.computed_tokens,
+            missing_state_tokens=other.missing_state_tokens,
+            loaded_tokens=other.loaded_tokens,
+        )
+
     def of_other_answer(self, num_tokens: int) -> Usage:
         """Returns the usage of a further answer: the whole prompt counts as cached."""
         return Usage(self.prompt_tokens, self.prompt_tokens, 0, num_tokens)

@@ -113,7 +113,7 @@ def _best(completions: list[Completion], count: int) -> list[Completion]:
     )
     paid, best = completions[0], ranked[0]
     usages = {
-        id(sample): other.usage.with_answer(sample.usage.completion_tokens)
+        id(sample): sample.usage.with_prompt_of(other.usage)
         for sample, other in ((paid, best), (best, paid))
     }
     return [

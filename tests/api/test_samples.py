@@ -65,6 +65,20 @@ def test_best_of(rt: Runtime) -> None:
     assert one.token_ids == ranked[0].token_ids
 
 
+def test_the_best_one_counts_its_own_answer(rt: Runtime) -> None:
+    every = rt.generate(PROMPT, params(n=6))
+    ranked = sorted(every, key=lambda out: -out.cumulative_logprob)
+    assert ranked[0] is not every[0]
+    best = rt.generate(PROMPT, params(n=5, best_of=6, prediction=ranked[0].token_ids))
+    alone = [
+        rt.generate(PROMPT, params(seed=11 + every.index(out), prediction=ranked[0].token_ids))
+        for out in ranked[:5]
+    ]
+    accepted = [out.usage.accepted_prediction_tokens for out in best]
+    assert accepted == [out.usage.accepted_prediction_tokens for out in alone]
+    assert accepted[0] == 8
+
+
 def test_batches_and_asyncio(rt: Runtime) -> None:
     each = [params(n=3), params(), params(n=2)]
     prompts = [PROMPT, PROMPT[:20], PROMPT[:10]]
