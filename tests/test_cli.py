@@ -292,9 +292,11 @@ _TWO = ("--replicas", "2", "--cache-tokens", "1k")
         (["replay", "x", "--bytes-per-token", "1KB", "--model-config", "y"], "not both"),
         (["replay", "x", "--model-config", "/no/such/model"], "/no/such/model"),
         (["cache", "list", "/no/such/folder"], "/no/such/folder is not a folder"),
+        (["cache", "load", "/no/such/folder"], "/no/such/folder is not a folder"),
+        (["cache", "list", ".", "--drop"], "--drop does not go with list"),
         (["cache", "prune", "."], "prune needs --size"),
         (["cache", "save", "x"], "save needs --jsonl"),
-        (["cache", "load", "x", "--cache", "hash"], 'kv_store needs cache="radix"'),
+        (["cache", "load", ".", "--cache", "hash"], 'kv_store needs cache="radix"'),
         (["info", "--cache", "ram"], "cache must be one of radix, hash, off"),
         (["info", "--cache", "hash", "--eviction", "lfu"], 'eviction must be "lru"'),
     ],
@@ -475,6 +477,14 @@ def test_cache_saves_lists_verifies_loads_and_prunes(tmp_path: Path) -> None:
     assert run("cache", "verify", folder)[0] == 0
     code, out, _ = run("cache", "prune", folder, "--size", "1", "--json")
     assert json.loads(out)["bytes"] == 0
+
+
+def test_cache_save_writes_prompts_that_do_not_fit_into_the_pool_together(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": list(range(first, first + 60))}) for first in (3, 103, 203)]
+    prompts.write_text("\n".join(lines))
+    argv = ["save", str(tmp_path / "kv"), "--jsonl", str(prompts), "--num-pages", "100"]
+    assert run("cache", *argv)[1] == "180 tokens written\n"
 
 
 def test_the_hash_cache_answers_the_same() -> None:

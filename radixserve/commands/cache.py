@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from radixserve.store import FolderStore, KVRun, StoredFile
 
 ACTIONS = ("list", "verify", "prune", "save", "load")
+_ACTIONS_OF = {  # by a flag's name
+    "drop": ("verify",),
+    "size": ("prune",),
+    "model": ("save", "load"),
+    "jsonl": ("save",),
+}
 _UNBOUNDED = 1 << 62
 _EPILOG = """\
 actions:
@@ -69,10 +75,15 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.action in ("save", "load"):
-        return _save(args) if args.action == "save" else _load(args)
+    for name, actions in _ACTIONS_OF.items():
+        if getattr(args, name) and args.action not in actions:
+            raise InvalidRequest(f"--{name} does not go with {args.action}")
+    if args.action == "save":
+        return _save(args)
     if not Path(args.folder).is_dir():
         raise InvalidRequest(f"{args.folder} is not a folder")
+    if args.action == "load":
+        return _load(args)
     from radixserve.store import FolderStore
 
     store = FolderStore(args.folder, _UNBOUNDED)
@@ -186,9 +197,10 @@ def _save(args: argparse.Namespace) -> int:
         for line in lines:
             if line.error is not None:
                 raise InvalidRequest(f"line {line.number}: {line.error}")
-        prompts = [line.prompt for line in lines]
-        runtime.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0))
-        num_tokens = runtime.save_cache(args.folder, prompts=prompts)
+        num_tokens = 0
+        for line in lines:  # the pool need not have room for all of them
+            runtime.generate([line.prompt], SamplingParams(max_tokens=1, temperature=0.0))
+            num_tokens += runtime.save_cache(args.folder, prompts=[line.prompt])
     _print_tokens(args, "written", num_tokens)
     return 0
 

@@ -258,9 +258,8 @@ def _lengths(text: str | None, longest: int) -> list[int]:
 
     if text is None:
         return [size for size in _SESSION_TOKENS if size <= longest] or [longest]
-    return [
-        check_int("--session-tokens", parse_tokens(size), 1, longest) for size in text.split(",")
-    ]
+    flag = "--session-tokens"
+    return [check_int(flag, parse_tokens(size, flag), 1, longest) for size in text.split(",")]
 
 
 def _facts_of(name: str, model: ModelInfo) -> dict[str, Any]:

@@ -257,9 +257,9 @@ def cross(
     ]
 
 
-def parse_tokens(text: str) -> int:
+def parse_tokens(text: str, name: str = "a cache size") -> int:
     """The number of tokens in a text such as "500000", "250k" or "0.25M" (powers of 1,000). Raises
-    InvalidRequest."""
+    InvalidRequest; `name`: of the number in it."""
     number = text.strip().upper()
     unit = number[-1:] if number[-1:].isalpha() else ""
     try:
@@ -268,7 +268,6 @@ def parse_tokens(text: str) -> int:
         value = 0.0
     if not math.isfinite(value) or not 1 <= value <= 1e15:
         raise InvalidRequest(
-            f'a cache size must be a number of tokens such as 500000, "250k" or "1M", '
-            f"got {shown(text)}"
+            f'{name} must be a number of tokens such as 500000, "250k" or "1M", got {shown(text)}'
         )
     return round(value)

@@ -118,6 +118,7 @@ def test_info_tells_of_a_model_without_loading_it(capsys: pytest.CaptureFixture[
     [
         (["--device-memory", "lots"], "--device-memory"),
         (["--session-tokens", "8k"], "--session-tokens needs --device-memory"),
+        (["--device-memory", "80GB", "--session-tokens", "x"], "--session-tokens must be a number"),
         (["--device-memory", "80GB", "--session-tokens", "many"], '"250k"'),
         (["--device-memory", "80GB", "--session-tokens", "1M"], "--session-tokens"),
         (["--device-memory", "80GB", "--tensor-parallel-size", "3"], "cannot split"),
