@@ -312,6 +312,9 @@ def test_the_side_that_is_cut_off(served: LocalServer, runtime: Runtime) -> None
     for side, kept in (("left", ids[-2:]), ("right", ids[:2]), (None, ids[-2:])):
         (choice,) = served.post("/v1/completions", {**body, "truncation_side": side})["choices"]
         assert choice["prompt_token_ids"] == kept
+    large = {**body, "prompt": ids * 10_000, "truncation_side": "right"}  # becomes an array
+    (choice,) = served.post("/v1/completions", large)["choices"]
+    assert choice["prompt_token_ids"] == ids[:2]
     chat = {"messages": [{"role": "user", "content": "one two three"}], "max_tokens": 1,
             "return_token_ids": True}  # fmt: skip
     whole = served.post("/v1/chat/completions", chat)["prompt_token_ids"]

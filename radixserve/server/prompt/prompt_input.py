@@ -140,8 +140,10 @@ def _read(
 ) -> IntArray:
     try:
         if isinstance(item, array):
-            return runtime.tokenize(np.frombuffer(item, np.int64), keep_last=keep_last)
-        is_ids = isinstance(item, list) and set(map(type, item)) <= {int}
+            item = np.frombuffer(item, np.int64)
+        is_ids = isinstance(item, np.ndarray) or (
+            isinstance(item, list) and set(map(type, item)) <= {int}
+        )
         if not (is_ids or isinstance(item, str)):
             raise InvalidRequest(f"a prompt must be text or token ids, got {shown(item)}")
         if isinstance(item, str) and not add_special_tokens:
