@@ -265,6 +265,8 @@ def test_a_prewarmed_prompt_is_cached_and_nothing_is_said(served: LocalServer) -
     said = served.post("/v1/chat/completions", {"messages": HI, **options, "logprobs": True})
     assert said["choices"][0]["message"]["content"] == ""
     assert said["usage"]["completion_tokens"] == 0
-    events = served.stream("/v1/chat/completions", {"messages": HI, **options})
+    asked = {"messages": HI, **options, "stream_options": {"include_usage": True}}
+    events = served.stream("/v1/chat/completions", asked)
+    assert [event["usage"]["completion_tokens"] for event in events if event.get("usage")] == [0]
     assert all(not event["choices"] or not event["choices"][0]["delta"].get("content")
                for event in events)  # fmt: skip

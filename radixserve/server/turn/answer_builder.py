@@ -176,7 +176,7 @@ class ChoicesBuilder(AnswerBuilder):
             frames = [frame for item in batch for frame in self._frames(*item)]
             if frames:
                 yield "".join(frames)
-        last = usage.last_event(self.generation.streamed_groups())
+        last = usage.last_event()
         if last is not None:
             times = self._metrics(self.generation.streamed_groups())
             yield event({**self._chunk_head, "choices": [], "usage": last, **times})

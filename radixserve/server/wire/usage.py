@@ -159,9 +159,11 @@ class StreamUsage:
             return self._of_choice(index, chunk, 0)
         return ',"usage":null' if self._has_own_event else ""
 
-    def last_event(self, groups: Sequence[Group]) -> dict[str, Any] | None:
-        """The usage of the separate event; None if it was not requested."""
-        return self._usage_of(groups) if self._has_own_event else None
+    def last_event(self) -> dict[str, Any] | None:
+        """The usage of the separate event, after the last choice; None if it was not requested."""
+        if not self._has_own_event:
+            return None
+        return self._usage_of(grouped(self._done, self._num_samples))
 
     def _is_last(self, index: int) -> bool:
         """Whether all choices have ended, and this one is sent last."""
