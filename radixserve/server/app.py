@@ -15,7 +15,7 @@ from starlette.routing import Match, Route
 
 from radixserve._version import __version__
 from radixserve.errors import RadixServeError
-from radixserve.server.gate.disconnect import ClientGone
+from radixserve.server.gate.disconnect import CLIENT_CLOSED, ClientGone
 from radixserve.server.gate.json_body import JsonRoute
 from radixserve.server.gate.middleware import RequestMiddleware, error_response
 from radixserve.server.gate.state import AppState, server_of
@@ -47,7 +47,6 @@ _ROUTE_MODULES = (
     dashboard_page,
 )
 _MAX_PATH = 100  # characters of an unknown path that are compared and shown
-_CLIENT_CLOSED = 499  # the status for the log; the client has closed its connection
 
 
 def make_app(server: AppState) -> FastAPI:
@@ -112,4 +111,4 @@ def _no_route(request: Request) -> ApiError:
 
 
 async def _gone(_: Request, __: Exception) -> Response:
-    return Response(status_code=_CLIENT_CLOSED)
+    return Response(status_code=CLIENT_CLOSED)

@@ -80,7 +80,7 @@ class LocalServer:
         if buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
         sock.settimeout(PATIENCE_S)
-        sock.connect(self._sock.getsockname())
+        sock.connect(self.address)
         content = json.dumps(body).encode()
         head = (
             f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -88,6 +88,11 @@ class LocalServer:
         )
         sock.sendall(head.encode() + content)
         return sock
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self._sock.getsockname()
+        return host, port
 
     @property
     def num_connections(self) -> int:

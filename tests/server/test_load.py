@@ -6,6 +6,7 @@ import json
 import os
 import random
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 
 from radixserve import Runtime
+from radixserve.server.turn import event_stream
 from tests.checkpoints import make_checkpoint
 from tests.pacing import held, wait_until
 from tests.server.local_server import LocalServer
@@ -37,6 +39,24 @@ def test_a_client_that_leaves_is_aborted(
     wait_until(lambda: runtime.status().is_idle)
     wait_until(lambda: served.server.counters.clients_gone == gone + 1)
     wait_until(lambda: not served.server.in_flight)
+
+
+def test_a_client_that_leaves_early_is_counted(
+    served: LocalServer, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its body is read, and while its stream has no head."""
+    monkeypatch.setattr(event_stream, "HEAD_AFTER_S", 60)
+    counters = served.server.counters
+    before, gone = Counter(counters.statuses), counters.clients_gone
+    with held(runtime, steps=0):
+        with served.connect(PATH, {**LONG, "stream": True}):
+            wait_until(lambda: bool(served.server.in_flight))
+        with socket.socket() as sock:
+            sock.connect(served.address)
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 9\r\n\r\n{")
+        wait_until(lambda: counters.clients_gone == gone + 2)
+        wait_until(lambda: not served.server.admitted)
+    assert counters.statuses - before == {"499": 2}
 
 
 def test_a_full_queue_is_answered_429(runtime: Runtime) -> None:

@@ -12,6 +12,8 @@ from radixserve.request import Request as EngineRequest
 from radixserve.server.gate.request_log import note
 from radixserve.server.gate.state import AppState, caller_of
 
+CLIENT_CLOSED = 499  # the status for log and metrics; the client has closed its connection
+
 
 class ClientGone(Exception):
     """The client closed its connection."""

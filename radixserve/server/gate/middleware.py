@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from radixserve.checks import shown
 from radixserve.server.gate.body_decoding import BodyDecoder
+from radixserve.server.gate.disconnect import CLIENT_CLOSED, ClientGone
 from radixserve.server.gate.hosts import AllowedHosts, check_host
 from radixserve.server.gate.request_log import log_request
 from radixserve.server.gate.state import AppState
@@ -100,6 +101,9 @@ class RequestMiddleware:
         except ApiError as error:
             self._server.counters.rejected[error.code or str(error.status)] += 1
             await error_response(error, scope)(scope, receive, send_with_id)
+        except ClientGone:
+            self._server.counters.clients_gone += 1
+            await Response(status_code=CLIENT_CLOSED)(scope, receive, send_with_id)
         finally:
             self._server.admitted.discard(request_id)
             self._server.counters.statuses[str(status)] += 1
@@ -179,12 +183,12 @@ class RequestMiddleware:
         tenant: str,
     ) -> None:
         """Read the body's parts, decoded, into `body`, while there is memory for them. Raises
-        ApiError."""
+        ApiError and ClientGone."""
         more_body = True
         while more_body:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise ApiError(400, "the client disconnected")
+                raise ClientGone
             part, more_body = message.get("body", b""), message.get("more_body", False)
             for piece in (part,) if decoder is None else decoder.pieces(part):
                 if body.size + len(piece) > limit:

@@ -34,7 +34,7 @@ def note(scope: Scope, **facts: Any) -> None:
 
 def log_request(scope: Scope, status: int, seconds: float) -> None:
     """Write the request's log line: counts, times and ids, never prompts or answers. `status` 0:
-    the client disconnected before the answer."""
+    the server was stopped before the answer."""
     line: dict[str, Any] = {
         "time": round(time.time(), 3),
         "id": scope["radixserve.request_id"],

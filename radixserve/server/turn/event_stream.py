@@ -74,11 +74,11 @@ class EventStream(Response):
                 finally:
                     pinging.cancel()
             await self._send(send, self._done, more=False)
-        except ClientGone:
-            return
         except Exception as error:
             if not self._has_begun:
                 raise
+            if isinstance(error, ClientGone):
+                return
             api_error = as_api_error(error)
             code = api_error.code or str(api_error.status)
             self._generation.server.counters.rejected[code] += 1
