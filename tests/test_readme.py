@@ -1,4 +1,4 @@
-"""Every block of code of the README runs, and the Python of three pages of docs."""
+"""Every block of code of the README runs, and the Python of some pages of docs."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ PRINTED = {
         "Decisions": r"^(True|False) \(.*\n(food|parcels) .*\n(calm|cross|furious) .*\n[0-2]\.",
         "Search": r"^prompt of 3 tokens 'The json module'\n20 thoughts.*├── ★ .*\n-\d+(\.0)? ",
     },
+    "docs/advice.md": {"While serving": r"^\d+\.\d KiB of K/V are .* hits of 8\d %; .* 100 % new$"},
     "docs/store.md": {"Snapshots": r"^\d+ tokens written\n\d+ tokens loaded$"},
     "docs/branching.md": {
         "A branch is a position": r"^Usage\(.* cached_tokens=0.*\nUsage\(.*\n reads -.*\n eats -",
