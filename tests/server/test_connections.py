@@ -113,6 +113,21 @@ def test_few_requests_of_a_pipeline_are_known_at_a_time(
     assert 1 <= max(lengths) <= 4096 // len(HEAD + b"\r\n") + 1
 
 
+def test_a_request_for_another_protocol_is_answered_in_http_1(
+    served: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Java's client asks for HTTP/2, in whatever pieces the head comes."""
+    for body, answer in ((b'{"prompt": "a b"}', b'"count":'), (b"up", b"not valid JSON")):
+        post = (
+            b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\nconnection: Upgrade, close\r\n"
+            b"Upgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n" % len(body)
+        )
+        for size in (*range(1, 12), 4096):
+            monkeypatch.setattr(http_protocol, "_SLICE_BYTES", size)
+            assert answer in answer_to(served, post + body)
+
+
 @pytest.mark.parametrize("start", [b"", HEAD])
 def test_a_head_that_does_not_come_ends_its_connection(
     served: LocalServer, monkeypatch: pytest.MonkeyPatch, start: bytes

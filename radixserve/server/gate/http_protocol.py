@@ -8,6 +8,7 @@ stops reading ends in `_check_unsent`.
 from __future__ import annotations
 
 import asyncio
+import re
 import weakref
 from collections import Counter
 from typing import Any
@@ -24,6 +25,8 @@ _SLICE_BYTES = 4 * 1024  # parsed at a time, which bounds how many small request
 # A client must take this much of an answer that waits to be sent, within each write timeout.
 LEAST_TAKEN_BYTES = 64 * 1024
 
+_UPGRADE = b"upgrade:"
+_UPGRADE_LINE = re.compile(rb"\nupgrade:", re.IGNORECASE)
 _TOO_LARGE = f"the request line and headers are larger than {MAX_HEAD_BYTES} bytes"
 
 
@@ -77,6 +80,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._reads_head = True  # between requests, and while a head arrives
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
+        self._ends_line = False  # whether the parsed part of a head ends with a line
+        self._name_start = b""  # received bytes of a name that may become Upgrade
         self._unparsed = b""  # received while an earlier request of the connection is answered
         self._write_timer: asyncio.TimerHandle | None = None  # may outlast the unsent bytes
         self._unsent_since: float | None = None  # by the loop's clock; None: all bytes are sent
@@ -133,9 +138,27 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._head_timer is None:
                 self._start_head_timer()
+            data = self._without_upgrade(data)
         super().data_received(data)
+        if not self._reads_head and self._name_start:  # that of a body
+            data, self._name_start = self._name_start, b""
+            super().data_received(data)
         if self._reads_head and self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(431, _TOO_LARGE)
+
+    def _without_upgrade(self, data: bytes) -> bytes:
+        """A part of a head in which the header Upgrade has another name, so that the request is
+        answered in HTTP/1.1. httptools drops the body of a request for another protocol, such as
+        the HTTP/2 that Java's client asks for."""
+        line_end = b"\n" if self._ends_line else b""
+        head, end, body = (line_end + self._name_start + data).partition(b"\r\n\r\n")
+        _, line_break, name = head.rpartition(b"\n")
+        is_start = line_break and not end and _UPGRADE.startswith(name.lower())
+        self._name_start = name if is_start else b""
+        head = head.removesuffix(self._name_start)
+        data = _UPGRADE_LINE.sub(rb"\nx-upgrade:", head)[len(line_end) :] + end + body
+        self._ends_line = data.endswith(b"\n") if data else self._ends_line
+        return data
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
