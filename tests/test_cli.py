@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import io
@@ -10,8 +11,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -308,6 +312,24 @@ def test_wrong_use_is_told_in_a_line(argv: list[str], words: str) -> None:
     assert words in err
     assert "Traceback" not in err
     assert err.splitlines()[-1].startswith("radixserve")
+
+
+def test_no_copy_of_standard_input_is_left_when_reading_it_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def read() -> bytes:
+        raise KeyboardInterrupt
+
+    at_exit: list[Callable[[], object]] = []
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=SimpleNamespace(read=read)))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(
+        atexit, "register", lambda *call, **more: at_exit.append(partial(*call, **more))
+    )
+    assert run("replay", "-")[0] == 130
+    for call in at_exit:
+        call()
+    assert not list(tmp_path.iterdir())
 
 
 def test_debug_shows_the_traceback() -> None:

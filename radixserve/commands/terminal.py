@@ -122,6 +122,6 @@ def as_path(name: str) -> str:
     if name != "-":
         return name
     with tempfile.NamedTemporaryFile(prefix="standard input ", delete=False) as copy:
+        atexit.register(Path(copy.name).unlink, missing_ok=True)  # also if reading is interrupted
         copy.write(sys.stdin.buffer.read())
-    atexit.register(Path(copy.name).unlink, missing_ok=True)
     return copy.name
