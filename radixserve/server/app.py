@@ -89,8 +89,7 @@ async def _failed(request: Request, error: Exception) -> Response:
     api_error = as_api_error(error)
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         api_error = _no_route(request)
-    if api_error.code is not None:
-        server_of(request).counters.rejected[api_error.code] += 1
+    server_of(request).counters.rejected[api_error.code or str(api_error.status)] += 1
     return error_response(api_error, request.scope)
 
 

@@ -14,6 +14,7 @@ pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 from prometheus_client.parser import text_string_to_metric_families
 
 from radixserve import Runtime
+from tests.pacing import wait_until
 from tests.server.local_server import LocalServer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -58,6 +59,21 @@ def test_metrics_count_what_was_asked(served: LocalServer, runtime: Runtime) -> 
     assert after["radixserve:prompt_tokens_total"] == stats["prompted_tokens"]
     assert after["radixserve:cached_tokens_total"] == stats["reused_tokens"]
     assert {f"vllm:{name}" for name in VLLM} <= names
+
+
+def test_every_refused_request_is_a_rejection(served: LocalServer) -> None:
+    counters = served.server.counters
+    before = counters.rejected.copy(), counters.statuses.copy()
+    for path, body in (
+        ("/v1/completions", {"prompt": "a", "max_tokens": -2}),
+        ("/v1/completions", {"prompt": "a", "model": "another"}),
+        ("/v1/nothing", {}),
+    ):
+        assert served.client.post(path, json=body).status_code >= 400
+    assert served.client.post("/v1/completions", content="{}").status_code == 415
+    reasons = {"400": 1, "model_not_found": 1, "404": 1, "415": 1}
+    assert counters.rejected - before[0] == reasons
+    wait_until(lambda: counters.statuses - before[1] == {"400": 1, "404": 2, "415": 1})
 
 
 def test_the_dashboard_asks_for_what_is_there(served: LocalServer) -> None:

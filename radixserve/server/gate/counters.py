@@ -66,7 +66,7 @@ class ServerCounters:
             "most_generated_tokens": Histogram(TOKENS),
         }
         self.finished: Counter[str] = Counter()  # completions by finish_reason
-        self.rejected: Counter[str] = Counter()  # also failed streams; by error code
+        self.rejected: Counter[str] = Counter()  # also failed streams; by error code or status
         self.statuses: Counter[str] = Counter()  # answers by HTTP status
         self.hints: Counter[tuple[str, str]] = Counter()  # by (verb, answer)
         self.clients_gone = 0
