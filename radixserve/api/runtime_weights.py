@@ -52,8 +52,8 @@ class RuntimeWeights(RuntimeMethods):
                  they are read before this returns, and not kept
         kv       what becomes of the K/V of open requests. "recompute": it is computed again from
                  their tokens, so that they continue as if they had begun with the new weights;
-                 "stale": it stays as it is, and new tokens follow it. Beam searches, and models
-                 with recurrent or windowed layers, always compute it again
+                 "stale": it stays as it is, and new tokens follow it. Beam searches, cache="hash",
+                 and models with recurrent or windowed layers, always compute it again
         version  a name of the weights for `weights_info`
         is_last  False: tensors are a bucket, of which a copy waits for those of further calls; the
                  last call updates with all of them. A call that fails drops them

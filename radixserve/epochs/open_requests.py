@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from radixserve.completion import WeightEpoch
 from radixserve.scheduler.extension import SchedulerExtension, SchedulerParts
 from radixserve.scheduler.request_state import RequestState
@@ -28,6 +30,11 @@ class OpenRequests(SchedulerExtension):
         for state in states:
             sequence, keeps = state.sequence, keeps_kv and state.group is None
             keeps = keeps and sequence is not None and sequence.detach()
+            if not keeps:
+                if sequence is not None and sequence.is_detached:  # since an earlier update
+                    parts.suspend(state)
+                self._forget_scores(state)
+            state.output_logprobs = [math.nan] * len(state.output_logprobs)
             if state.lookup is not None:  # it has started
                 self._end_range(state, before)
                 self._kv[state.arrival] = "stale" if keeps else "recompute"
@@ -46,10 +53,19 @@ class OpenRequests(SchedulerExtension):
         if self._kv.get(state.arrival) == "stale":  # it was preempted: that K/V is gone
             self._end_range(state, self.epoch)
             self._kv[state.arrival] = "recompute"
+            self._forget_scores(state)
+            state.output_logprobs = [math.nan] * len(state.output_logprobs)
 
     def on_end(self, state: RequestState) -> None:
         self._end_range(state, self.epoch)
         self._kv.pop(state.arrival, None)
+
+    def _forget_scores(self, state: RequestState) -> None:
+        """Have the scores of a prompt computed again with its K/V."""
+        if state.scores is not None:
+            state.scores = type(state.scores)()
+            if state in self._parts.waiting:
+                self._parts.waiting.rewatch(state)
 
     def _end_range(self, state: RequestState, epoch: int) -> None:
         start = state.weight_epochs[-1].end if state.weight_epochs else 0

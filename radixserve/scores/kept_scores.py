@@ -7,8 +7,6 @@ them again reads them: it computes from the first token on whose score is not kn
 
 from __future__ import annotations
 
-import math
-
 from radixserve.cache import RadixCache
 from radixserve.cache.radix.node import Node
 from radixserve.cache.radix.sequence import RadixSequence
@@ -121,17 +119,6 @@ class KeptScores(SchedulerExtension):
         num_tokens = sequence.committed_len - start
         if num_tokens > 0:
             self._write(sequence, start, TokenScores.of(logprobs[:num_tokens], [], [], 0))
-
-    def on_epoch(self) -> None:
-        """What is known of tokens holds for the weights before. The scores of a prompt are computed
-        again with its K/V, but for a detached sequence, which nobody shares."""
-        for state in list(self._parts.requests.values()):
-            state.output_logprobs = [math.nan] * len(state.output_logprobs)
-            is_detached = state.sequence is not None and state.sequence.is_detached
-            if isinstance(state.scores, SharedScores) and not is_detached:
-                state.scores = SharedScores()
-                if state in self._parts.waiting:
-                    self._parts.waiting.rewatch(state)
 
     def _write(self, sequence: RadixSequence, start: int, scores: TokenScores) -> None:
         if not sequence.is_stale:

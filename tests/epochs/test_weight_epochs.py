@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -369,6 +370,33 @@ def test_stale_requests_may_be_preempted(folders: list[str]) -> None:
         assert rt.cache_stats()["sequences"] == 0
 
 
+@pytest.mark.parametrize("cache", ["radix", "off"])
+def test_stale_kv_is_computed_again_after_another_update(folders: list[str], cache: str) -> None:
+    first, second, _ = folders
+    with Runtime(first, num_pages=1200, cache=cache) as rt:
+        chunks = rt.stream(PROMPT, LONG)
+        for _ in range(3):
+            next(chunks)
+        rt.pause()
+        rt.update_weights(second, kv="stale")
+        rt.resume()
+        for _ in range(3):
+            next(chunks)
+        rt.pause()
+        rt.update_weights(first, kv="recompute")
+        rt.check()
+        rt.resume()
+        *_, last = chunks
+        out = last.completion
+        assert out is not None
+        assert [each.kv for each in out.weight_epochs] == ["computed", "stale", "recompute"]
+        start = out.weight_epochs[-1].start
+        rest = rt.generate([*PROMPT, *out.token_ids[:start]], replace(LONG, max_tokens=300 - start))
+        assert rest.token_ids == out.token_ids[start:]
+        assert rest.logprobs == out.logprobs[start:]  # type: ignore[index]
+        rt.check()
+
+
 def test_a_pause_keeps_or_ends_requests(folders: list[str]) -> None:
     with Runtime(folders[0], num_pages=1200) as rt:
         alone = rt.generate(PROMPT, LONG)
@@ -413,6 +441,49 @@ def test_scores_belong_to_their_weights(folders: list[str]) -> None:
         assert score.logprobs[num_old:] == out.logprobs[num_old:]
         with Runtime(first, num_pages=600) as other:
             assert other.score(PROMPT, [out.token_ids])[0].logprobs == score.logprobs
+
+
+@pytest.mark.parametrize("cache", ["radix", "hash", "off"])
+def test_scores_in_progress_are_computed_again(folders: list[str], cache: str) -> None:
+    prompt = random.Random(1).choices(range(5, 250), k=400)
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
+    with Runtime(folders[1], num_pages=1200) as rt:
+        wanted = rt.generate(prompt, params)
+    with Runtime(folders[0], num_pages=1200, cache=cache, chunked_prefill_size=1) as rt:
+        outs: list[Completion] = []
+        thread = threading.Thread(target=lambda: outs.append(rt.generate(prompt, params)))
+        thread.start()
+        wait_until(lambda: rt.cache_stats()["steps"] >= 10)
+        rt.update_weights(folders[1])
+        thread.join()
+        assert outs[0].weight_epochs[0].kv == "recompute"
+        assert outs[0].prompt_logprobs == wanted.prompt_logprobs
+        assert outs[0].prompt_top_logprobs == wanted.prompt_top_logprobs
+
+
+def test_stale_scores_are_nobody_elses(folders: list[str]) -> None:
+    """Also where the request was preempted, and its prompt computed again by the new weights."""
+    prompt = random.Random(1).choices(range(5, 250), k=300)
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1, priority=-1)
+    settings: dict[str, Any] = {"num_pages": 460, "chunked_prefill_size": 2}
+    with Runtime(folders[1], **settings) as rt:
+        wanted = rt.generate(prompt, params)
+    with Runtime(folders[0], **settings) as rt:
+        outs: list[Completion] = []
+        chunks = rt.stream(PROMPT, LONG)  # a token and a half of the prompt in each step
+        next(chunks)
+        thread = threading.Thread(target=lambda: outs.append(rt.generate(prompt, params)))
+        thread.start()
+        wait_until(lambda: rt.status().running == 2)
+        rt.update_weights(folders[1], kv="stale")
+        for _ in chunks:
+            pass
+        thread.join()
+        assert rt.cache_stats()["preemptions"] == 1
+        again = rt.generate(prompt, params)
+        assert again.usage.computed_tokens == 1
+        assert again.prompt_logprobs == outs[0].prompt_logprobs == wanted.prompt_logprobs
+        rt.check()
 
 
 def test_the_store_follows_the_weights(folders: list[str], tmp_path: Path) -> None:
