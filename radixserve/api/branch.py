@@ -30,7 +30,6 @@ from radixserve.arrays import IntArray
 from radixserve.cache import Lookup
 from radixserve.checks import check_int
 from radixserve.completion import Chunk, Completion, Score
-from radixserve.engine.core_client import EngineCoreClient
 from radixserve.engine.messages import CloseSession, SessionClaim
 from radixserve.engine.output_collector import Event
 from radixserve.errors import BranchBusy, InvalidRequest
@@ -55,7 +54,7 @@ class SessionHandle:
         "__weakref__",
         "_below",
         "_claimed_len",
-        "_engine",
+        "_client",
         "_is_known",
         "_namespace",
         "_parent",
@@ -68,17 +67,16 @@ class SessionHandle:
 
     def __init__(
         self,
-        engine: EngineCoreClient,
-        number: int,
+        client: EngineClient,
         tokens: IntArray,
         namespace: str,
         parent: SessionHandle | None,
     ) -> None:
         """`parent`: the open session of the branch that was forked."""
-        self.name = f"branch {number}"
+        self.name = f"branch {next(client.session_numbers)}"
         self.tokens = tokens  # of the branch, prompt and output
         self.is_open = True
-        self._engine = engine
+        self._client = client
         self._namespace = namespace
         self._parent = parent
         self._below: list[weakref.ref[SessionHandle]] = []
@@ -103,7 +101,7 @@ class SessionHandle:
             successors = list(self._forks())
             claims = _claims(successors)
             self._reached_len = self._claimed_len = 0
-            self._engine.post(CloseSession(self.name, claims, self._claim()))
+            self._client.core.post(CloseSession(self.name, claims, self._claim()))
             self._close_again(successors)
 
     def close(self) -> None:
@@ -121,7 +119,7 @@ class SessionHandle:
             return
         if parent is not None:
             successors.append(parent)
-        self._engine.post(CloseSession(self.name, _claims(successors)))
+        self._client.core.post(CloseSession(self.name, _claims(successors)))
         self._close_again(successors)
 
     def _claim(self) -> SessionClaim | None:
@@ -134,14 +132,16 @@ class SessionHandle:
         if not self.is_open:
             return None
         self._claimed_len = max(self._claimed_len, len(tokens))
-        return SessionClaim(self.name, tokens, self._namespace)
+        with contextlib.suppress(InvalidRequest):  # its adapter was unloaded, and its K/V dropped
+            return SessionClaim(self.name, *self._client.cache_place(tokens, self._namespace))
+        return None
 
     def _close_again(self, successors: Sequence[SessionHandle]) -> None:
         """Close the sessions that were closed in another thread just before a claim of theirs was
         posted: the claim has opened them again."""
         for successor in successors:
             if not successor.is_open:
-                self._engine.post(CloseSession(successor.name))
+                self._client.core.post(CloseSession(successor.name))
 
     # -- related sessions ---------------------------------------------------------------------
 
@@ -208,9 +208,7 @@ class Branch:
         self._usage_lock = threading.Lock()
         self._is_released = False
         above: SessionHandle | None = None if parent is None else parent._session
-        self._session: SessionHandle = SessionHandle(
-            client.core, next(client.session_numbers), tokens, namespace, above
-        )
+        self._session: SessionHandle = SessionHandle(client, tokens, namespace, above)
         self._finalizer = weakref.finalize(self, self._session.close)
         self._finalizer.atexit = False
 

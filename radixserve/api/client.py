@@ -312,9 +312,14 @@ class EngineClient:
         self, token_ids: IntArray, namespace: str, *, compare_namespaces: bool = True
     ) -> Lookup:
         """Returns how much of a prompt is cached now, and why not more."""
+        place = self.cache_place(token_ids, namespace)
+        return self.core.call(LookUpPrompt(*place, compare_namespaces))
+
+    def cache_place(self, token_ids: IntArray, namespace: str) -> tuple[IntArray, str]:
+        """Returns a prompt's tokens and namespace as the cache has them. Raises InvalidRequest."""
         if namespace.startswith("\0"):  # of an adapter
-            token_ids, namespace = self.builder.adapters.cache_place(token_ids, namespace)
-        return self.core.call(LookUpPrompt(token_ids, namespace, compare_namespaces))
+            return self.builder.adapters.cache_place(token_ids, namespace)
+        return token_ids, namespace
 
 
 class RuntimeMethods:

@@ -124,6 +124,26 @@ def test_several_samples_scores_branches_and_chats(rt: Runtime, case: Case) -> N
     assert one.token_ids
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_branches_keep_what_their_forks_computed(case: Case, page_size: int) -> None:
+    settings = {"num_pages": 512 // page_size, "page_size": page_size}
+    adapters = {"judge": str(case.adapter)}
+    with Runtime(str(case.folder), adapters=adapters, **settings) as rt:
+        with rt.branch([*INVOCATION, *prompt_of(1, 93)], adapter="judge") as root:
+            (kid,) = root.fork()
+            kid.generate(params())
+            kid.release()
+            for seed in range(3, 12):
+                rt.generate(prompt_of(seed, 120), params())
+            assert root.cached_len >= 95
+            rt.check()
+            rt.unload_adapter("judge")
+            (kid,) = root.fork()
+            root.truncate(5)
+            kid.release()
+        assert rt.cache_stats()["sessions"] == 0
+
+
 def test_kept_scores_are_its_own(rt: Runtime, case: Case) -> None:
     from tests.checkpoints import all_logprobs
 
