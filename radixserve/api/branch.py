@@ -28,7 +28,8 @@ from radixserve.api.request_builder import (
 from radixserve.api.scores import ScoreQuery, ascore, score
 from radixserve.arrays import IntArray
 from radixserve.cache import Lookup
-from radixserve.checks import check_int
+from radixserve.cache.namespace import DEFAULT_NAMESPACE, Namespace, as_namespace
+from radixserve.checks import check_int, shown
 from radixserve.completion import Chunk, Completion, Score
 from radixserve.engine.messages import CloseSession, SessionClaim
 from radixserve.engine.output_collector import Event
@@ -424,13 +425,20 @@ class Branch:
             raise InvalidRequest(
                 "a branch and a chat keep all their tokens: truncate_prompt_tokens cannot be given"
             )
-        if params.namespace not in ("", self._namespace):
-            raise InvalidRequest(
-                f"the branch is in namespace {self._namespace!r}, not {params.namespace!r}"
-            )
         if params.namespace != self._namespace:
+            self._check_namespace(as_namespace(params.namespace))
             params = replace(params, namespace=self._namespace)
         return self._client.builder.single(self._tokens, params)
+
+    def _check_namespace(self, given: Namespace) -> None:
+        """Raise InvalidRequest for another adapter or namespace than the branch's; "": the same."""
+        own = as_namespace(self._namespace)
+        if given.adapter not in ("", own.adapter):
+            adapter = f"the adapter {shown(own.adapter)}" if own.adapter else "the model alone"
+            raise InvalidRequest(f"the branch is of {adapter}, not of {shown(given.adapter)}")
+        own, given = own._replace(adapter=""), given._replace(adapter="")
+        if given not in (DEFAULT_NAMESPACE, own):
+            raise InvalidRequest(f"the branch is in namespace {str(own)!r}, not {str(given)!r}")
 
     def _next_request(self, params: SamplingParams | None) -> Request:
         """Returns `_request` with the branch's session."""

@@ -442,7 +442,8 @@ def best_of(
             root = stack.enter_context(start.fork()[0])
             root.extend(prompt)  # type: ignore[arg-type]  # refuses chat messages
         elif hasattr(start, "branch"):
-            root = stack.enter_context(start.branch(prompt, namespace=params.namespace))
+            branch = start.branch(prompt, adapter=params.adapter, namespace=params.namespace)
+            root = stack.enter_context(branch)
         else:
             raise InvalidRequest(f"start must be a Runtime or a branch, got {shown(start)}")
         kids = [stack.enter_context(kid) for kid in root.fork(count)]

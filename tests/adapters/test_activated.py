@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from radixserve import BeamParams, Runtime
+from radixserve import BeamParams, InvalidRequest, Runtime, search
 from tests.adapters.peft_adapters import applied, greedy, make_adapter
 from tests.adapters.test_adapters import COUNT, params, prompt_of
 from tests.checkpoints import load_reference, make_checkpoint
@@ -122,6 +122,25 @@ def test_several_samples_scores_branches_and_chats(rt: Runtime, case: Case) -> N
         answer = branch.generate(params(max_tokens=3))
         assert answer.token_ids == rt.generate(prompt, params("judge")).token_ids[:3]
     assert one.token_ids
+
+
+def test_a_branch_and_its_params_agree(rt: Runtime) -> None:
+    """Params name the branch's adapter and namespace, one of them, or none."""
+    prompt = [*prompt_of(4, 25), *INVOCATION]
+    wanted = rt.generate(prompt, params("judge")).token_ids
+    with rt.branch(prompt, adapter="judge", namespace="acme") as branch:
+        for adapter, namespace in (("", ""), ("judge", ""), ("", "acme"), ("judge", "acme")):
+            (kid,) = branch.fork()
+            assert kid.generate(params(adapter, namespace=namespace)).token_ids == wanted
+        with pytest.raises(InvalidRequest, match="in namespace 'acme', not 'other'"):
+            branch.generate(params("judge", namespace="other"))
+    with (
+        rt.branch(prompt) as branch,
+        pytest.raises(InvalidRequest, match="of the model alone, not"),
+    ):
+        branch.generate(params("judge"))
+    best = search.best_of(rt, prompt, 2, lambda out: len(out.token_ids), params("judge"))
+    assert best[0].completion.token_ids == wanted
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
