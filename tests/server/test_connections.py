@@ -30,7 +30,7 @@ from radixserve.server.gate.http_protocol import (
 )
 from radixserve.server.gate.tenants import Tenants
 from radixserve.server.wire.errors import ApiError
-from tests.pacing import PATIENCE_S, wait_until
+from tests.pacing import PATIENCE_S, held, wait_until
 from tests.server.local_server import LocalServer
 
 HEAD = b"GET /health/live HTTP/1.1\r\nhost: localhost\r\n"
@@ -111,6 +111,30 @@ def test_few_requests_of_a_pipeline_are_known_at_a_time(
     assert answer.count(b"HTTP/1.1 200 ") == 2_003
     assert answer.count(b'"count":%d,' % count) == 2
     assert 1 <= max(lengths) <= 4096 // len(HEAD + b"\r\n") + 1
+
+
+def test_what_follows_an_open_request_is_bounded_and_hides_no_disconnect(
+    served: LocalServer, runtime: Runtime
+) -> None:
+    post = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"content-length: 15\r\n\r\n"
+    )
+    asked = post + b'{"prompt": "a"}' + post.replace(b"15", b"32000000")
+    gone = served.server.counters.clients_gone
+    with held(runtime, steps=0):
+        with connect(served) as sock:
+            sock.sendall(asked)
+            wait_until(lambda: bool(served.server.in_flight))
+        wait_until(lambda: served.server.counters.clients_gone == gone + 1)
+        with connect(served) as sock:
+            sock.sendall(asked)
+            sock.settimeout(0.2)
+            num_sent = 0
+            with contextlib.suppress(TimeoutError):
+                while num_sent < 32_000_000:
+                    num_sent += sock.send(bytes(1 << 20))
+            assert num_sent < 16_000_000  # what the system keeps, and _MAX_UNPARSED
 
 
 def test_a_request_for_another_protocol_is_answered_in_http_1(

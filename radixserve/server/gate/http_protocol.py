@@ -22,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import (
 MAX_HEAD_BYTES = 64 * 1024  # of a request line and its headers
 HEAD_TIMEOUT_S = 20.0  # from the connection, or a request's first byte, to the end of its headers
 _SLICE_BYTES = 4 * 1024  # parsed at a time, which bounds how many small requests it contains
+_MAX_UNPARSED = 64 * 1024  # bytes that wait for an earlier request's answer; then reading stops
 # A client must take this much of an answer that waits to be sent, within each write timeout.
 LEAST_TAKEN_BYTES = 64 * 1024
 
@@ -83,6 +84,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._ends_line = False  # whether the parsed part of a head ends with a line
         self._name_start = b""  # received bytes of a name that may become Upgrade
         self._unparsed = b""  # received while an earlier request of the connection is answered
+        self._answered: RequestResponseCycle | None = None  # the request that is answered now
         self._write_timer: asyncio.TimerHandle | None = None  # may outlast the unsent bytes
         self._unsent_since: float | None = None  # by the loop's clock; None: all bytes are sent
         self._num_unsent = 0  # unsent bytes at that time
@@ -103,6 +105,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unsent_since = None
         if self._write_timer is not None:
             self._write_timer.cancel()
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True  # uvicorn tells the last request of a pipeline only
+            self._answered.message_event.set()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -120,6 +125,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._unparsed += data
         else:
             self._parse(data)
+        if len(self._unparsed) > _MAX_UNPARSED:
+            self.flow.pause_reading()
+        elif self.pipeline and not self.transport.is_closing():
+            self.flow.resume_reading()  # uvicorn has paused it, so that no disconnect is noticed
 
     def _parse(self, data: bytes) -> None:
         """Parse received bytes in slices, until a request of them has to wait for the answer to an
@@ -161,6 +170,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return data
 
     def on_response_complete(self) -> None:
+        self._answered = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
         if self._unparsed and not self.transport.is_closing():
             self.flow.pause_reading()
@@ -186,6 +196,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(431, _TOO_LARGE)
             return
         super().on_headers_complete()
+        if not self.pipeline:
+            self._answered = self.cycle
         if self.scope["http_version"] == "1.0":
             self.cycle.__class__ = _Http10Cycle  # its task has not begun
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
