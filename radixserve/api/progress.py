@@ -62,6 +62,10 @@ class BatchProgress:
         if self._bar is not None:
             self._bar.close()
 
+    def begin(self, stats: Mapping[str, Any]) -> None:
+        """Count from `stats` on, in place of the counters when it was made."""
+        self._before = stats
+
     def add(self, completion: Completion | None) -> None:
         """Count a request that has ended; None: it failed."""
         self._num_done += 1
@@ -93,7 +97,7 @@ class BatchProgress:
             return
 
         def since(name: str) -> float:
-            return float(counts[name] - self._before[name])
+            return max(0.0, float(counts[name] - self._before[name]))  # a status may be older
 
         cached, decoded = since("reused_tokens"), since("decoded_tokens")
         prompts = cached + since("prefilled_tokens")

@@ -106,6 +106,9 @@ class RuntimeGeneration(RuntimeMethods):
         if bar is None:
             return await handle.aget()
         with bar:
+            if bar.is_shown:  # the status may be older than answers that have come
+                stats = await asyncio.wrap_future(core.ask(GetStats()))
+                bar.begin(stats)
             completions = await handle.aget(bar.add)
             if bar.is_shown:
                 with suppress(EngineDead):  # the Runtime was closed meanwhile

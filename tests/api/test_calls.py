@@ -128,9 +128,11 @@ def test_an_async_block_closes(folder: Path) -> None:
 def test_a_bar_for_asyncio(
     rt: Runtime, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends with the counts of all answers, though what was last reported is older."""
+    """It has the counts of all its answers and of no others, though what was last reported is
+    older."""
     core, status = rt._client.core, rt.status()
     monkeypatch.setattr(core, "status", lambda: status)
+    rt.generate("c", GREEDY)
     asyncio.run(rt.agenerate(["a", "b"], GREEDY, progress=True))
     assert re.search(r"2/2, \d+ \+ 8 tok", capfd.readouterr().err.splitlines()[-1])
     asyncio.run(rt.agenerate(["a", "b"], GREEDY))
