@@ -48,6 +48,7 @@ def schema(value: object, **fields: Any) -> dict[str, Any]:
 
 # path, body, part of the message, param
 TABLE: list[tuple[str, Any, str, str | None]] = [
+    ("/pause?mode=x", {}, "mode must be 'abort', 'keep' or 'wait'", "mode"),
     # the prompt
     (C, {}, "prompt is required", "prompt"),
     (C, p(prompt=None), "prompt must be text", "prompt"),

@@ -148,7 +148,7 @@ def of_validation(first: Mapping[str, Any]) -> ApiError:
     """The ApiError for the first of pydantic's errors about a body."""
     kind, given = first["type"], first.get("input")
     place = [part for part in first["loc"] if not str(part).startswith("<")]  # tags of unions
-    if place and place[0] == "body":
+    if place and place[0] in ("body", "query"):
         del place[0]
     if kind == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
