@@ -235,6 +235,7 @@ class Engine:
         """Drop the cached prefixes of a namespace and those below it, or of all if None, and what
         extensions keep of them. Running requests continue."""
         self._cache.reset(namespace)
+        self._scheduler.sessions.forget_claims()
         self.extensions.on_reset(namespace)
 
     def queue_depths(self) -> dict[str, int]:

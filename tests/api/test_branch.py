@@ -430,6 +430,17 @@ class TestSessions:
                 rt.check()
             assert rt.cache_stats()["sessions"] == 0
 
+    def test_a_parent_keeps_what_its_forks_computed_after_a_flush(self, folder: Path) -> None:
+        with Runtime(str(folder), num_pages=512) as rt, rt.branch(random_ids(96, 1)) as root:
+            for kid in root.fork(2):
+                rt.flush_cache()
+                kid.generate(GREEDY)
+                kid.release()
+            for seed in range(3, 12):
+                rt.generate(random_ids(120, seed), greedy_params(2))
+            assert root.cached_len == 95
+            rt.check()
+
     @pytest.mark.parametrize("page_size", [1, 16])
     @pytest.mark.parametrize("end", ["release", "truncate"])
     def test_a_fork_keeps_what_its_parent_lets_go(
