@@ -42,6 +42,7 @@ _ADDED_AT_ONCE = 64  # requests between two steps of others
 _STATS_EVERY_S = 0.25  # while it steps
 _IDLE_STATS_EVERY_S = 1.0  # while it is idle and has leases, which end by time
 _WARM_UP_AFTER_S = 0.1  # of the first idleness: what a caller starts meanwhile comes first
+_PAUSED_STEP_S = 0.005  # of a paused engine whose extensions have work
 _COLD_STEPS = 64  # of an engine that is not idle, before it warms up between steps
 _FORKED = (
     "this process was forked from the one that runs the engine, and its thread did not come along: "
@@ -220,6 +221,8 @@ class EngineThread:
             self._notifier.pause()
         for output in outputs:
             self._deliver(output)
+        if self._engine.is_paused:
+            time.sleep(_PAUSED_STEP_S)
         self._is_idle = False
         self._stepped_at = now = time.monotonic()
         if now - self._stats_at > _STATS_EVERY_S:

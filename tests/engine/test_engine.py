@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from radixserve.completion import Completion
 from radixserve.config import EngineConfig
 from radixserve.engine.engine import Engine
 from radixserve.engine.engine_thread import EngineThread
+from radixserve.engine.extension import EngineExtension
 from radixserve.engine.messages import AbortRequests, GetStats, PauseEngine, ResumeEngine
 from radixserve.engine.output_collector import Event, OutputCollector
 from radixserve.errors import EngineDead, InvalidRequest
@@ -387,6 +389,26 @@ class TestThread:
         assert isinstance(second, Completion)
         assert first.usage.completion_tokens == len(first.token_ids) == 6
         assert first.token_ids == second.token_ids
+        thread.close()
+
+    def test_a_paused_engine_leaves_the_core_to_others(self) -> None:
+        """Also while an extension has work, such as an adapter that goes after open requests."""
+
+        class Busy(EngineExtension):
+            num_steps = 0
+            has_work = True
+
+            def before_step(self, *, may_wait: bool) -> None:
+                del may_wait
+                self.num_steps += 1
+
+        engine, busy = make_engine(ChainRunner(), EngineConfig()), Busy()
+        engine.extend(busy)
+        thread = EngineThread(engine)
+        thread.call(PauseEngine())
+        before = busy.num_steps
+        time.sleep(0.1)
+        assert busy.num_steps - before <= 25
         thread.close()
 
     def test_many_requests_arrive_a_few_between_two_steps_of_others(self) -> None:
