@@ -192,7 +192,8 @@ class PrefixCache(ABC):
 
     def commit_next(self, sequences: Sequence[CacheSequence], token_ids: Sequence[int]) -> None:
         """Call `CacheSequence.commit_next` of each sequence, in any order. The scheduler calls it
-        after each decode step: generated tokens are cached from then on."""
+        after each decode step: generated tokens are cached from then on. Raises ValueError for
+        other ids than those that were appended."""
         for sequence, token_id in zip(sequences, token_ids, strict=True):
             sequence.commit_next(token_id)
 

@@ -443,10 +443,13 @@ class CacheSequence(ABC):
         self._publish()
 
     def commit_next(self, token_id: int) -> None:
-        """Commit one more token, `token_id`; fills its placeholder first if it was one."""
+        """Commit one more token, `token_id`; fills its placeholder first if it was one. Raises
+        InvalidRequest if another token follows."""
         start = self.committed_len
         if self.num_placeholders and self.length - self.num_placeholders == start:
             self.fill((token_id,))
+        elif start < self.length and self.tokens[start] != token_id:
+            raise InvalidRequest(f"the next token is {self.tokens[start]}, not {token_id}")
         self.commit(start + 1)
 
     # -- branching and rolling back ---------------------------------------------------------------
@@ -622,9 +625,12 @@ def append_next(sequences: Sequence[CacheSequence], token_ids: Sequence[int] | N
     several calls per sequence of a decode step. Not with `CacheLayers.needs_each_call`.
 
     Raises OutOfPages at the first sequence without a page; those before it are extended.
+    InvalidRequest for wrong ids: none is extended.
     """
     is_known = token_ids is not None
-    data = _PLACEHOLDER if token_ids is None else array("i", token_ids).tobytes()
+    data = _PLACEHOLDER if token_ids is None else token_bytes(token_ids)
+    if is_known and len(data) != len(sequences) * TOKEN_BYTES:
+        raise InvalidRequest(f"{len(sequences)} sequences take as many token ids")
     for index, sequence in enumerate(sequences):
         token = data[index * TOKEN_BYTES : (index + 1) * TOKEN_BYTES] if is_known else data
         length, allocator, pages = sequence.length, sequence._allocator, sequence._pages

@@ -156,6 +156,29 @@ def test_what_cannot_be_committed_is_refused(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", CACHES)
+@pytest.mark.parametrize("count", [2, 3])
+def test_wrong_ids_of_a_step_are_refused(make: Any, count: int) -> None:
+    cache = make(40, 1)
+    seqs = [cache.acquire([index]) for index in range(count)]
+    for index, seq in enumerate(seqs):
+        seq.extend([index])
+        seq.commit(1)
+    good = [7] * count
+    for wrong in (good[1:], [*good, 7], [-1, *good[1:]], [2**31, *good[1:]]):
+        with pytest.raises(InvalidRequest):
+            cache.append_next(seqs, wrong)
+        assert [seq.tokens.tolist() for seq in seqs] == [[index] for index in range(count)]
+    cache.append_next(seqs, good)
+    with pytest.raises(InvalidRequest, match="the next token is 7, not 8"):
+        cache.commit_next(seqs, [7, 8, 7][:count])
+    for wrong in (good[1:], [*good, 7]):
+        with pytest.raises(ValueError):
+            cache.commit_next(seqs, wrong)
+    cache.check()
+    assert cache.lookup([1, 8, 9]).cached_len == 1
+
+
+@pytest.mark.parametrize("make", CACHES)
 def test_a_view_of_tokens_and_pages_outlives_a_step(make: Any) -> None:
     cache = make(60, 1)
     seq = cache.acquire([1, 2])

@@ -384,12 +384,13 @@ def append_to_leaves(
     size, has_listeners = tree.page_size, tree.has_listeners
     others: list[tuple[RadixSequence, int]] = []
     grown: list[Node] = []  # by a page
-    if min(token_ids, default=0) < 0:  # `fill` refuses it
+    if len(token_ids) != len(sequences) or min(token_ids, default=0) < 0:  # refused below
         return list(zip(sequences, token_ids, strict=True))
     data = array("i", token_ids).tobytes()
     for index, sequence in enumerate(sequences):
         start, leaf, offset = sequence.committed_len, sequence._last_node, index * TOKEN_BYTES
         num_known, in_page = sequence.length - sequence.num_placeholders, start % size
+        token, place = data[offset : offset + TOKEN_BYTES], start * TOKEN_BYTES
         tokens = leaf.tokens
         if (
             leaf.lock_ref != 1
@@ -402,6 +403,7 @@ def append_to_leaves(
             or not sequence._is_open
             or sequence._is_detached
             or (in_page and sequence._num_shared * size <= start)
+            or (num_known > start and sequence._tokens[place : place + TOKEN_BYTES] != token)
             or (
                 (leaf.retention is not None or sequence._session is not None)
                 and not sequence._may_grow(leaf)
@@ -409,7 +411,6 @@ def append_to_leaves(
         ):
             others.append((sequence, token_ids[index]))
             continue
-        token, place = data[offset : offset + TOKEN_BYTES], start * TOKEN_BYTES
         if num_known == start:
             sequence._tokens[place : place + TOKEN_BYTES] = token
             sequence.num_placeholders -= 1
