@@ -197,7 +197,7 @@ class _Log:
         rest = text[literal.end() :]
         prompt: str | IntArray | None = _int_list(line, rest, "prompt_token_ids: ")
         if prompt is None:
-            prompt = _text(literal[0])
+            prompt = _text(line, literal[0])
         if prompt is None:
             self._note_without(line, "prompts of embeddings have no tokens")
             return
@@ -214,7 +214,7 @@ class _Log:
         if literal is None:
             raise line.error("the answer is cut off")
         ids = _int_list(line, text[literal.end() :], "output_token_ids: ")
-        output = (_text(literal[0]) or "") if ids is None else ids
+        output = (_text(line, literal[0]) or "") if ids is None else ids
         yield self._open.pop(name).answered(output)
 
     def _asked_as(self, request_id: str) -> str | None:
@@ -258,7 +258,7 @@ class _Log:
             return
         is_batch = (
             isinstance(prompts, list)
-            and isinstance(prompts[:1], list)
+            and len(prompts) > 0
             and (isinstance(prompts[0], list) or given is None)
         )
         for number, prompt in enumerate(prompts if is_batch else [prompts]):
@@ -299,6 +299,7 @@ class _Log:
         yield asked.answered(output)
 
 
+_BAD_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
 _UNREADABLE = object()  # a printed value that is shortened, such as "[1, 2] ... [8, 9]"
 _WANTED = frozenset(
     "rid text input_ids lora_path extra_key session_params output_ids meta_info".split()
@@ -326,7 +327,7 @@ def _printed(line: Line, text: str, start: int, separator: str) -> tuple[dict[st
 def _value(printed: str) -> Any:
     is_list = printed[:1] == "["  # often a long one of numbers, which JSON reads much faster
     for parse in (json.loads, ast.literal_eval) if is_list else (ast.literal_eval,):
-        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+        with contextlib.suppress(*_BAD_LITERAL):
             return parse(printed)
     return _UNREADABLE
 
@@ -375,9 +376,12 @@ def _int_list(line: Line, text: str, name: str) -> IntArray | None:
     return _tokens(line, ids)
 
 
-def _text(literal: str) -> str | None:
+def _text(line: Line, literal: str) -> str | None:
     """A printed text, or None."""
-    text: str | None = ast.literal_eval(literal)
+    try:
+        text: str | None = ast.literal_eval(literal)
+    except _BAD_LITERAL as error:
+        raise line.error(f"the text cannot be read: {error}") from None
     return text
 
 

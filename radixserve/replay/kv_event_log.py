@@ -126,7 +126,7 @@ def _batches(path: str) -> Iterator[tuple[Line, Any]]:
                 if file.tell() > end:
                     warn_cut_off(path, number)
                 return
-            except (ValueError, EOFError, OSError, zlib.error) as error:
+            except (ValueError, TypeError, EOFError, OSError, zlib.error) as error:
                 raise Line(path, number, {}).error(f"not a batch of KV events: {error}") from None
             end = unpacker.tell()
             yield Line(path, number, {}), batch

@@ -312,6 +312,13 @@ EVENT = json.dumps({"ts": 1.0, "events": [stored([1], None, [1, 2])]})
         ([GOOD, GOOD.replace("None", "'no end")], 2, "the prompt of the request is cut off"),
         ([GOOD, GOOD.replace("[1, 2]", "[]")], 2, "the prompt is empty"),
         (
+            [GOOD, GOOD.replace("None, prompt_token_ids: [1, 2]", r"'\x', prompt_token_ids: None")],
+            2,
+            "cannot be read",
+        ),
+        ([sglang(1, "Receive: obj=GenerateReqInput(rid='a', input_ids=[])")], 1, "prompt is empty"),
+        ([sglang(1, "Receive: obj=GenerateReqInput(rid='a', text={[]: 1})")], 1, "shortened"),
+        (
             ["INFO", VLLM.format(1) + f"Received request a: params: {PARAMS}, lora_request: None."],
             2,
             "VLLM_LOGGING_LEVEL=DEBUG",
@@ -374,6 +381,9 @@ def test_a_cut_last_line_and_pickles(tmp_path: Path, caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING, "radixserve"):
         assert len(read_trace(path)) == 1
     assert "v.log:2: the last line is cut off" in caplog.text
+    path.write_bytes(b"\x93\xcb" + bytes(8) + b"\x91\x81\x90\x01\xc0")  # a map with a list as a key
+    with pytest.raises(InvalidRequest, match="not a batch of KV events"):
+        read_trace(path)
     path.write_bytes(pickle.dumps([("a", {})]))
     with pytest.raises(InvalidRequest, match="a pickle is not read"):
         read_trace(path)
