@@ -40,6 +40,12 @@ def test_generate_text_is_what_the_runtime_answers() -> None:
     assert (code, out) == (0, "\n".join(wanted))
 
 
+def test_a_prediction_is_text() -> None:
+    (text, *_) = run("generate", "--prompt", "Hello", *GREEDY)[1].splitlines()
+    code, out, _ = run("generate", "--prompt", "Hello", *GREEDY, "--prediction", text, "--json")
+    assert (code, json.loads(out)["usage"]["accepted_prediction_tokens"] > 0) == (0, True)
+
+
 def test_generate_from_standard_input_and_chat(monkeypatch: pytest.MonkeyPatch) -> None:
     question = "What is a decorator? é"
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]

@@ -280,6 +280,8 @@ def _reading(name: str, hint: Any) -> dict[str, Any]:
     for kind in kinds:
         if typing.get_origin(kind) is collections.abc.Iterable:
             (item,) = typing.get_args(kind)
+            if item is int and str in kinds:  # token ids, or text
+                return {"type": str, "metavar": "TEXT"}
             return {"action": "append", "type": item, "metavar": _METAVARS[item]}
         if typing.get_origin(kind) is collections.abc.Mapping:
             if str in typing.get_args(kind):
