@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,21 +114,35 @@ class DecisionBatch:
         self.num_requests = sum(plan.num_requests for plan in self._plans)
         self.num_tokens = len(prompts.head) + sum(map(len, prompts.tails))  # the input once
 
+    @classmethod
+    def joined(cls, batches: Sequence[DecisionBatch]) -> DecisionBatch:
+        """Returns the questions of several batches as one."""
+        joined = copy(batches[0])
+        joined._plans = [plan for batch in batches for plan in batch._plans]
+        joined.num_requests = sum(batch.num_requests for batch in batches)
+        joined.num_tokens = sum(batch.num_tokens for batch in batches)
+        return joined
+
     def run(self) -> list[Decision]:
         """Returns the decisions, in the questions' order. All requests run as one batch."""
         decisions: list[Decision] = []
         self._decide(self._client.submit(list(self._requests())).get(), decisions)
         return decisions
 
-    async def arun(self, max_in_flight: int | None = None) -> list[Decision]:
+    async def arun(
+        self, max_in_flight: int | None = None, admit: Callable[[], object] = lambda: None
+    ) -> list[Decision]:
         """`run` for asyncio. `max_in_flight`: most requests in the engine at a time; fewer if their
-        prompts are long."""
+        prompts are long. `admit`: called when the first ones are about to be submitted; what it
+        raises ends the call."""
         longest = max(plan.length for plan in self._plans)
         size = max(1, min(max_in_flight or self.num_requests, _TOKENS_AT_ONCE // longest))
         requests = self._requests()
         decisions: list[Decision] = []
         completions: list[Completion] = []  # of questions without a decision yet
         while window := await asyncio.to_thread(lambda: list(itertools.islice(requests, size))):
+            if not completions and not decisions:
+                admit()
             completions += await self._client.submit(window).aget()
             self._decide(completions, decisions)
         return decisions

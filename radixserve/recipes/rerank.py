@@ -6,13 +6,12 @@ once for all queries, and found in the cache as long as it is there.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from radixserve.api.client import EngineClient
 from radixserve.checks import check_text, shown
-from radixserve.decisions import Decision, Question
+from radixserve.decisions import Question
 from radixserve.errors import InvalidRequest
 from radixserve.output import Usage
 from radixserve.recipes.decisions import DecisionBatch
@@ -46,29 +45,21 @@ class Reranking:
                 f"documents has {len(documents)} items; at most {MAX_DOCUMENTS} are allowed"
             )
         question = Question(_STATEMENT.format(query=check_text("query", query)))
-        self._batches = [
-            DecisionBatch(client, _text_of(index, text), question, namespace)
-            for index, text in enumerate(documents)
-        ]
-        self.num_requests = sum(batch.num_requests for batch in self._batches)
-        self.num_tokens = sum(batch.num_tokens for batch in self._batches)
+        self._batch = DecisionBatch.joined(
+            [
+                DecisionBatch(client, _text_of(index, text), question, namespace)
+                for index, text in enumerate(documents)
+            ]
+        )
+        self.num_requests = self._batch.num_requests
+        self.num_tokens = self._batch.num_tokens
 
-    async def arun(self, max_in_flight: int) -> list[Ranked]:
-        """Returns all documents, the most relevant first. `max_in_flight`: most of them in the
-        engine at a time."""
-        slots = asyncio.Semaphore(max_in_flight)
-
-        async def decide(batch: DecisionBatch) -> Decision:
-            async with slots:
-                (decision,) = await batch.arun()
-            return decision
-
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(decide(batch)) for batch in self._batches]
-        decisions = [task.result() for task in tasks]
+    async def arun(self, max_in_flight: int, admit: Callable[[], object]) -> list[Ranked]:
+        """Returns all documents, the most relevant first. The arguments are those of
+        `DecisionBatch.arun`."""
         ranked = [
             Ranked(index, decision.probabilities[0], decision.usage)
-            for index, decision in enumerate(decisions)
+            for index, decision in enumerate(await self._batch.arun(max_in_flight, admit))
         ]
         return sorted(ranked, key=lambda one: -one.relevance_score)  # stable
 

@@ -17,6 +17,7 @@ pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 
 from radixserve import Runtime
 from radixserve.server.turn import event_stream
+from radixserve.server.wire.errors import ApiError
 from tests.checkpoints import make_checkpoint
 from tests.pacing import held, wait_until
 from tests.server.local_server import LocalServer
@@ -85,6 +86,42 @@ def test_a_full_queue_is_answered_429(runtime: Runtime) -> None:
         wait_until(lambda: runtime.status().is_idle)
         served.post(PATH, {"prompt": [1] * 300, "max_tokens": 1})  # an empty queue takes it
         assert 'rejections_total{reason="queue_full"} 3.0' in served.client.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "word " * 1_700}]}),
+        ("/v1/responses", {"input": "a", "background": True}),
+        ("/rerank", {"query": "a", "documents": ["b", "c", "d"]}),
+    ],
+)
+def test_a_crowd_that_comes_at_once_keeps_the_bound_of_the_queue(
+    runtime: Runtime, path: str, body: dict[str, object]
+) -> None:
+    with LocalServer(runtime, max_queued_requests=4) as served:
+        counters = served.server.counters
+        with held(runtime, steps=0):
+            socks = [served.connect(path, body) for _ in range(24)]
+            wait_until(lambda: counters.statuses["429"] >= 20)
+            assert runtime.status().waiting == 4
+            for sock in socks:
+                sock.close()
+            served.call(end_background(served))
+        wait_until(lambda: not served.server.in_flight)
+
+
+async def end_background(served: LocalServer) -> None:
+    served.server.background.end_all(ApiError(503, "enough"))
+
+
+def test_a_reranking_that_is_aborted_says_so(served: LocalServer, runtime: Runtime) -> None:
+    with held(runtime, steps=0), ThreadPoolExecutor(1) as pool:
+        body = {"query": "a", "documents": ["b", "c"]}
+        answer = pool.submit(served.client.post, "/rerank", json=body)
+        wait_until(lambda: runtime.status().waiting == 4)
+        runtime.abort()
+        assert answer.result().json()["error"]["message"] == "the decisions were aborted"
 
 
 def test_a_slow_reader_disturbs_nobody_and_gets_everything(runtime: Runtime) -> None:

@@ -45,6 +45,7 @@ class BackgroundResponse:
         self.queued = queued
         self.unfinished = unfinished
         self.report = report
+        self.refusal: ApiError | None = None  # the queue was full
         self._generation = generation
         self._task: asyncio.Task[None] | None = None
 
@@ -83,15 +84,18 @@ class BackgroundResponses:
         self._counters = counters
         self._running: dict[str, BackgroundResponse] = {}
 
-    def start(self, response: BackgroundResponse, answer: Answer) -> None:
+    async def start(self, response: BackgroundResponse, answer: Answer) -> None:
         """Generate a response.
 
-        Raises ApiError: 429 if the tenant has too many running, 413 if the store has no room for
-        this one.
+        Raises ApiError: 429 if the queue is full or the tenant has too many running, 413 if the
+        store has no room for this one.
         """
         self._check_room(response)
         self._running[response.queued.response_id] = response
         response.run(self._run(response, answer))
+        await asyncio.sleep(0)  # it is submitted
+        if response.refusal is not None:
+            raise response.refusal
 
     def find(self, tenant: str, namespace: str, response_id: str) -> BackgroundResponse | None:
         """The response, if it is being generated and belongs to the namespace."""
@@ -128,6 +132,9 @@ class BackgroundResponses:
             body = response.unfinished("cancelled", None)
         except Exception as error:
             problem = as_api_error(error)
+            if problem.code == "queue_full":
+                response.refusal = problem
+                return
             self._counters.rejected[problem.code or str(problem.status)] += 1
             body = response.unfinished("failed", problem)
         finally:

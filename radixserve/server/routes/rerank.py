@@ -22,7 +22,7 @@ from radixserve.server.wire.json_response import answer
 from radixserve.server.wire.schema import CacheFields
 
 router = APIRouter(route_class=JsonRoute)
-_AT_ONCE = 64  # documents in the engine at a time
+_AT_ONCE = 128  # engine requests of one call that are submitted at a time
 _FEW = 4  # documents that are tokenised in the event loop
 
 

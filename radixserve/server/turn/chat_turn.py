@@ -111,8 +111,8 @@ class ChatTurn:
 
     @classmethod
     async def start(cls, server: AppState, request: Request, asked: TurnRequest) -> ChatTurn:
-        """Render and tokenise the messages, compile the grammar, and submit the request to the
-        engine. Raises ApiError and InvalidRequest."""
+        """Render and tokenise the messages, and compile the grammar. Raises ApiError and
+        InvalidRequest."""
         max_seq_len = server.runtime.max_seq_len
         try:
             prompt = await read_chat(

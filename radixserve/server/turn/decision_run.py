@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -27,7 +27,7 @@ class _Decisions(Protocol[Decided]):
     num_requests: int
     num_tokens: int
 
-    async def arun(self, max_in_flight: int) -> Sequence[Decided]: ...
+    async def arun(self, max_in_flight: int, admit: Callable[[], object]) -> Sequence[Decided]: ...
 
 
 async def run_decisions(
@@ -41,10 +41,13 @@ async def run_decisions(
     """
     server, caller = server_of(request), caller_of(request)
     num_requests = min(decisions.num_requests, at_once, server.config.max_queued_requests)
-    server.check_room(caller.tenant, num_requests, decisions.num_tokens)
     with CancelOnDisconnect(server, request) as watched:
-        watched.num_requests = num_requests
-        decided = await decisions.arun(num_requests)
+
+        def admit() -> None:
+            server.check_room(caller.tenant, num_requests, decisions.num_tokens)
+            watched.num_requests = num_requests
+
+        decided = await decisions.arun(num_requests, admit)
     usage = add_usages([one.usage for one in decided])
     counts = usage_body(usage.prompt_tokens, usage.cached_tokens, num_answers, usage.loaded_tokens)
     watched.note_usage(decisions.num_requests, counts)

@@ -47,7 +47,8 @@ class HttpGeneration(CancelOnDisconnect):
         submit: Callable[[], RequestHandle[Any]] | None = None,
         outlives_client: bool = False,
     ) -> None:
-        """Check the limits and submit the requests.
+        """Check the request. Entering the context submits it, and raises ApiError 429 if the queue
+        is full.
 
         cache   the session (see `SessionTable.begin`) and the hints of the request. Hints are
                 applied when all answers have ended, before the last chunks are returned
@@ -55,8 +56,8 @@ class HttpGeneration(CancelOnDisconnect):
         submit  makes the engine requests instead of `Runtime.submit`
         outlives_client  a disconnect does not abort the requests
 
-        Raises ApiError: 429 if the queue is full, 403 for a priority without an admin key. Raises
-        InvalidRequest for wrong parameters.
+        Raises ApiError, 403 for a priority without an admin key, and InvalidRequest for wrong
+        parameters.
         """
         super().__init__(server, request, outlives_client=outlives_client)
         session = ""
@@ -65,11 +66,8 @@ class HttpGeneration(CancelOnDisconnect):
         self._hints = cache.hints
         self.model = server.name_of(cache.namespace)  # its name in answers
         runtime = server.runtime
-        num_tokens = sum(map(len, prompts))
-        caller = caller_of(request)
-        check_priority(server.tenants, caller, params.priority)
+        check_priority(server.tenants, caller_of(request), params.priority)
         self.num_requests = len(prompts) * params.num_samples
-        server.check_room(caller.tenant, self.num_requests, num_tokens)
         room = min(runtime.max_seq_len - len(prompt) for prompt in prompts)
         check_logprobs(params, prompts, min(params.max_tokens, room))
         if params.max_tokens > room:
@@ -109,6 +107,8 @@ class HttpGeneration(CancelOnDisconnect):
         )
 
     def __enter__(self) -> Self:
+        num_tokens = sum(map(len, self.prompts))
+        self.server.check_room(self.tenant, self.num_requests, num_tokens)
         super().__enter__()
         if self._session:
             self.server.sessions.begin(self._session, self, supersedes=self._supersedes)

@@ -77,7 +77,7 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
     if not body.background:
         return await builder.respond()
     queued = builder.unfinished("queued")
-    _start_in_background(request, builder, record(queued))
+    await _start_in_background(request, builder, record(queued))
     return answer(queued)
 
 
@@ -98,10 +98,11 @@ def _check_background(server: AppState, body: ResponseRequest) -> None:
         raise wrong_field("background", problem)
 
 
-def _start_in_background(
+async def _start_in_background(
     request: Request, builder: ResponseBuilder, queued: StoredResponse
 ) -> None:
-    """Generate a response without its client. A second line of the log tells its end."""
+    """Generate a response without its client. A second line of the log tells its end. Raises
+    ApiError."""
     server, started = server_of(request), time.perf_counter()
 
     def report(status: str) -> None:
@@ -112,7 +113,7 @@ def _start_in_background(
     response = BackgroundResponse(
         caller_of(request).tenant, queued, builder.generation, builder.unfinished, report
     )
-    server.background.start(response, builder.full_body)
+    await server.background.start(response, builder.full_body)
     note(request.scope, background="queued")
 
 
