@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shlex
+from argparse import ArgumentParser
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from radixserve.cli import COMMANDS, build_parser
 
 ROOT = Path(__file__).parent.parent
 DOCS = ["README.md", "CONTRIBUTING.md", *sorted(p.name for p in (ROOT / "docs").glob("*.md"))]
@@ -87,6 +92,29 @@ def test_dotted_names_in_the_docs_are_modules_or_their_members() -> None:
             source = home / "__init__.py" if home.is_dir() else home.with_suffix(".py")
             is_there = not rest or re.search(rf"\b{rest[0]}\b", source.read_text())
             assert is_there, f"{doc} names {dotted}"
+
+
+@pytest.fixture(scope="module")
+def parser() -> ArgumentParser:
+    return build_parser()
+
+
+NAMES = "|".join(COMMANDS)
+COMMAND = re.compile(rf"(?:^|`|&& |\| ) *radixserve ((?:{NAMES}) [^`\n#|&]*)", re.MULTILINE)
+
+
+@pytest.mark.parametrize("doc", DOCS)
+def test_flags_of_commands_in_the_docs_are_taken(
+    doc: str, capsys: pytest.CaptureFixture[str], parser: ArgumentParser
+) -> None:
+    """A part of a command, or a comment behind it, may stand there as well."""
+    path = ROOT / doc if (ROOT / doc).exists() else ROOT / "docs" / doc
+    for command in COMMAND.findall(path.read_text().replace("\\\n", " ")):
+        with contextlib.suppress(SystemExit):
+            parser.parse_args(shlex.split(command))
+        error = capsys.readouterr().err
+        assert "unknown option" not in error, command
+        assert "invalid" not in error, command
 
 
 def test_foreign_names_are_in_the_docs() -> None:
