@@ -110,6 +110,7 @@ class LogprobTargets(NamedTuple):
     token_ids: IntArray  # [k]
     num_top_logprobs: int
     wants_ranks: bool
+    num_after: int = 0  # later tokens of the row, after which nothing is scored or sampled
 
 
 class RowStates(NamedTuple):

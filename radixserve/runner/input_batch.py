@@ -244,10 +244,11 @@ def build_forward_batch(
 
 
 def num_logits(rows: ScheduledRows) -> IndexArray:
-    """[R] after how many of each row's last tokens a token is sampled or scored."""
+    """[R] how many of each row's last tokens have logits: from the first one on after which a token
+    is sampled or scored."""
     counts = np.array([spec is not None for spec in rows.samples], np.int64)
     for row, targets in rows.targets.items():
-        counts[row] += len(targets.token_ids)
+        counts[row] += len(targets.token_ids) + targets.num_after
     for row, num_drafts in rows.drafts.items():
         counts[row] += num_drafts
     return counts

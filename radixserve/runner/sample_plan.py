@@ -170,7 +170,7 @@ def plan_samples(inputs: InputBatch) -> SamplePlan:
         future_indices=list(compress(rows.future_indices or [-1] * num_rows, is_sampled)),
     )
     scored = tuple(
-        Scoring(row, first[row], *targets) for row, targets in sorted(rows.targets.items())
+        Scoring(row, first[row], *targets[:3]) for row, targets in sorted(rows.targets.items())
     )
     plan = _plan_of(num_rows, sampled, scored, is_greedy=is_greedy)
     return replace(plan, drafted=_drafted_rows(rows, logits)) if rows.drafts else plan

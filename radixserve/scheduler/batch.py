@@ -251,8 +251,10 @@ class Batch:
             max(start - first, scores.num_scored) : max(0, end - first)
         ]
         if len(wanted):
+            is_sampled = request.has_answer and end >= state.tokens.size
+            num_after = end - first - len(request.logprob_targets) - is_sampled
             self._rows.targets[len(self.states)] = LogprobTargets(
-                wanted, request.num_top_logprobs, request.also_generate
+                *(wanted, request.num_top_logprobs, request.also_generate), max(0, num_after)
             )
 
 

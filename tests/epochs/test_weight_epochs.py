@@ -461,6 +461,27 @@ def test_scores_in_progress_are_computed_again(folders: list[str], cache: str) -
         assert outs[0].prompt_top_logprobs == wanted.prompt_top_logprobs
 
 
+@pytest.mark.parametrize(("kind", "max_tokens"), [(Runtime, 300), (DeviceRuntime, 30)])
+def test_scores_are_computed_again_beside_a_begun_answer(
+    folders: list[str], kind: type[Runtime], max_tokens: int
+) -> None:
+    params = replace(LONG, prompt_logprobs=1, max_tokens=max_tokens)
+    with Runtime(folders[1], num_pages=1200) as rt:
+        wanted = rt.generate(PROMPT, replace(params, max_tokens=1))
+    with kind(folders[0], num_pages=1200) as rt:
+        chunks = rt.stream(PROMPT, params)
+        for _ in range(3):
+            next(chunks)
+        rt.update_weights(folders[1])
+        *_, last = chunks
+    out = last.completion
+    assert out is not None
+    assert [each.kv for each in out.weight_epochs] == ["computed", "recompute"]
+    assert out.prompt_logprobs is not None
+    assert out.prompt_ranks == wanted.prompt_ranks
+    assert out.prompt_logprobs[1:] == pytest.approx((wanted.prompt_logprobs or [])[1:], abs=1e-4)
+
+
 def test_stale_scores_are_nobody_elses(folders: list[str]) -> None:
     """Also where the request was preempted, and its prompt computed again by the new weights."""
     prompt = random.Random(1).choices(range(5, 250), k=300)
