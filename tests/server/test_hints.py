@@ -104,6 +104,12 @@ def test_messages_token_ids_and_sessions(served: LocalServer, runtime: Runtime) 
     assert served.client.delete("/v1/sessions/s").status_code == 404, "it is closed"
 
 
+def test_a_prompt_that_is_too_long_has_its_code(served: LocalServer) -> None:
+    body = {"hints": [retain(prompt="a " * 40_000)]}
+    error = served.client.post("/v1/cache/hints", json=body).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "hints[0].prompt")
+
+
 def test_bounds_are_cut_and_budgets_run_out(guarded: LocalServer) -> None:
     ask(guarded, name="ann")
     answer = hint(guarded, retain(seconds=1e6, max_tokens=5), name="ann")[0]

@@ -70,8 +70,9 @@ async def _read(server: AppState, caller: Caller, given: PrefixHint, place: str)
             return replace(hint, token_ids=prompt.token_ids)
         prompts, is_list = await read_prompts(server.runtime, given.prompt, "prompt", 1)
     except ApiError as error:
-        param = place if error.param is None else f"{place}.{error.param}"
-        raise ApiError(error.status, f"{place}: {error.message}", param=param) from None
+        error.param = place if error.param is None else f"{place}.{error.param}"
+        error.message = f"{place}: {error.message}"
+        raise
     if is_list:
         raise ApiError(400, f"{place}: prompt must be one prompt", param=f"{place}.prompt")
     return replace(hint, token_ids=prompts[0])
