@@ -193,3 +193,6 @@ def test_bounds_of_each_tenant(runtime: Runtime, tmp_path: Path) -> None:
     with LocalServer(runtime, max_response_bytes=3_500) as served:
         name = start(served, max_output_tokens=2_000)["id"]
         assert "too large to be stored" in ended(served, name)["error"]["message"]
+        assert served.post(R, {"input": "a", "max_output_tokens": 1})["store"] is True
+        large = served.post(R, {"input": "a " * 1_000, "max_output_tokens": 1})
+        assert large["store"] is False, "it cannot be continued"

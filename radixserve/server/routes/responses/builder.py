@@ -34,10 +34,10 @@ class ResponseBuilder(BlocksBuilder):
         turn: ChatTurn,
         request_id: str,
         body: ResponseRequest,
-        keep: Callable[[dict[str, Any], dict[str, Any]], None] | None,
+        keep: Callable[[dict[str, Any], dict[str, Any]], bool] | None,
     ) -> None:
-        """`keep`: called with the response and its answer as a chat message, to store them; None:
-        the response is not stored."""
+        """`keep`: called with the response and its answer as a chat message, to store them; returns
+        whether they are stored. None: the response is not stored."""
         super().__init__(turn)
         self._request_id = request_id
         self._number = 0  # of the next event
@@ -109,7 +109,7 @@ class ResponseBuilder(BlocksBuilder):
         if self._is_diagnosed:
             response["prompt_cache_diagnostics"] = openai_diagnostics(self._turn.diagnosis())
         if self._keep is not None:
-            self._keep(response, assistant_message(blocks))
+            response["store"] = self._keep(response, assistant_message(blocks))
         return response
 
     def unfinished(self, status: str, error: ApiError | None = None) -> dict[str, Any]:

@@ -68,10 +68,11 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
         namespace = caller_of(request).namespace(body.cache_salt)
         return next_response(known, namespace, response, inputs, [*new, *answer], body_bytes)
 
-    def keep(response: dict[str, Any], message: dict[str, Any]) -> None:
+    def keep(response: dict[str, Any], message: dict[str, Any]) -> bool:
         is_kept = server.responses.put(caller_of(request).tenant, record(response, message))
         if body.background and not is_kept:
             raise ApiError(500, "the response is too large to be stored (max_response_bytes)")
+        return is_kept
 
     builder = ResponseBuilder(turn, request_id_of(request), body, keep if stores else None)
     if not body.background:
