@@ -61,6 +61,19 @@ def test_metrics_count_what_was_asked(served: LocalServer, runtime: Runtime) -> 
     assert {f"vllm:{name}" for name in VLLM} <= names
 
 
+def test_a_token_that_no_answer_has_is_in_no_tenants_sum(served: LocalServer) -> None:
+    def num_generated() -> object:
+        return served.server.tenant_usage.of("")["completion_tokens"]
+
+    before = num_generated()
+    served.post("/v1/completions", {"prompt": "a b", "echo": True, "max_tokens": 0})
+    messages = [{"role": "user", "content": "a"}]
+    for options in ({}, {"stream": True}):
+        prewarm = {"prompt_cache_options": {"prewarm": True}, **options}
+        served.client.post("/v1/chat/completions", json={"messages": messages, **prewarm})
+    assert num_generated() == before
+
+
 def test_every_refused_request_is_a_rejection(served: LocalServer) -> None:
     counters = served.server.counters
     before = counters.rejected.copy(), counters.statuses.copy()

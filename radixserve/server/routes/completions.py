@@ -143,6 +143,7 @@ class CompletionBuilder(ChoicesBuilder):
         self._request = body
         self._prompts = generation.prompts
         self._drops_output = _drops_output(body)
+        generation.returns_output = not self._drops_output
         self._offsets: dict[int, int] = {}  # by index: characters of a stream's tokens so far
 
     # -- whole answers ------------------------------------------------------------------------

@@ -102,6 +102,7 @@ class ChatTurn:
         self.params = params
         self.parser_config = parser_config
         self.generation = generation
+        generation.returns_output = not prewarms
         self.streams = streams
         self.prewarms = prewarms
         self._parts = parts

@@ -82,6 +82,7 @@ class HttpGeneration(CancelOnDisconnect):
         self._session = session
         self._supersedes = cache.supersede
         self._num_samples = params.num_samples
+        self.returns_output = True  # False: one token is sampled, and left out of the answer
         self.num_missing = 0  # answers that beam searches did not find: a grammar may allow fewer
         self.hint_answers = HintAnswers()  # empty until all answers have ended
         self.num_logprobs = 0  # in whole answers that have ended
@@ -195,7 +196,10 @@ class HttpGeneration(CancelOnDisconnect):
     def _note(self, groups: Sequence[Group]) -> None:
         for group in groups:
             self.server.counters.add(group)
-        self.note_usage(sum(map(len, groups)), completion_usage(groups))
+        usage = completion_usage(groups)
+        if not self.returns_output:
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        self.note_usage(sum(map(len, groups)), usage)
 
 
 def _num_logprobs(completion: Completion) -> int:
