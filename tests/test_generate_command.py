@@ -40,6 +40,17 @@ def test_generate_text_is_what_the_runtime_answers() -> None:
     assert (code, out) == (0, "\n".join(wanted))
 
 
+def test_an_output_is_replaced_only_once_the_model_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "answers.txt"
+    path.write_text("of an earlier run\n")
+    argv = ["generate", "--prompt", "Hello", *GREEDY]
+    assert run(*argv, "--output", str(path), "--model", "/no/such/model")[0] == 2
+    assert path.read_text() == "of an earlier run\n"
+    assert run(*argv, "--output", str(path))[0] == 0
+    assert path.read_text() == run(*argv)[1]
+    assert run(*argv, "--output", os.devnull)[0] == 0
+
+
 def test_a_prediction_is_text() -> None:
     (text, *_) = run("generate", "--prompt", "Hello", *GREEDY)[1].splitlines()
     code, out, _ = run("generate", "--prompt", "Hello", *GREEDY, "--prediction", text, "--json")

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from radixserve.checks import check_int
 from radixserve.commands.flags import (
@@ -100,14 +100,16 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         out: TextIO = sys.stdout
         if args.output not in (None, "-"):
-            mode: Literal["a", "w"] = "a" if args.resume else "w"
-            out = stack.enter_context(open(args.output, mode, encoding="utf-8"))
+            out = stack.enter_context(open(args.output, "a", encoding="utf-8"))
         from radixserve.api.progress import loading_bar
 
         with loading_bar(str(model)):
             from radixserve.api.runtime import Runtime
 
             loaded = Runtime(model, **settings)
+        if out is not sys.stdout and not args.resume:
+            with contextlib.suppress(OSError):  # of a device, which has nothing to replace
+                out.truncate(0)
         with loaded as runtime:
             params = runtime.sampling_params(**sampling)
             if args.random_prompt is not None:
