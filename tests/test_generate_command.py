@@ -202,9 +202,10 @@ def test_replay_without_matplotlib_says_what_to_install(
 ) -> None:
     for name in ("matplotlib", "matplotlib.backends.backend_agg"):
         monkeypatch.setitem(sys.modules, name, None)
-    code, out, err = run("replay", trace, "--plot", "hits.png")
-    assert (code, out) == (2, "")
-    assert "radixserve[plot]" in err
+    for options in (["--plot", "hits.png"], ["--advise", "--report", "advice.html"]):
+        code, out, err = run("replay", trace, *options)
+        assert (code, out) == (2, "")
+        assert "radixserve[plot]" in err
 
 
 def test_replay_names_a_bad_line(trace: str) -> None:

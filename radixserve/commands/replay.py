@@ -220,7 +220,8 @@ def run(args: argparse.Namespace) -> int:
         check_int("--limit", limit, 1)
     if lease is not None:
         check_float("--lease-s", lease, 0.0, float("inf"))
-    for picture in (args.plot, args.save_plot):
+    of_report = "advice.svg" if args.advise and args.report is not None else None
+    for picture in (args.plot, args.save_plot, of_report):
         if picture is not None:
             check_plot_path(picture)
     for path in (args.plot, args.save_plot, args.report):  # now, not after an hour of replays
