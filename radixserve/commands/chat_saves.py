@@ -94,5 +94,5 @@ def _read(path: Path) -> SavedChat | None:
         turns = json.loads(path.read_text(encoding="utf-8"))["turns"]
         question = str(turns[0]["messages"][0]["content"])
         return SavedChat(path, path.stat().st_mtime, len(turns), question)
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
         return None

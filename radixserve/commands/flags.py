@@ -294,7 +294,7 @@ def _reading(name: str, hint: Any) -> dict[str, Any]:
 
 
 def _json_object(text: str, example: str) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(text)
         if isinstance(value, dict):
             return value

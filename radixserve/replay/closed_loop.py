@@ -72,7 +72,7 @@ def read_step_costs(path: str | os.PathLike[str]) -> StepModel:
     with open(path, encoding="utf-8") as file:
         try:
             document = json.load(file)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"{path}: not a JSON file: {error}") from None
     names = [term.name for term in fields(StepModel)]
     if not isinstance(document, dict) or not set(document) <= set(names):

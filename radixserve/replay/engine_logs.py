@@ -369,7 +369,7 @@ def _int_list(line: Line, text: str, name: str) -> IntArray | None:
         return None
     try:
         ids = json.loads(value[: value.index("]") + 1])
-    except ValueError:
+    except (ValueError, RecursionError):
         raise line.error(
             f"the list of {name.strip(': ')} is cut off or not one of integers"
         ) from None

@@ -32,7 +32,7 @@ def kv_bytes_per_token(path: str | os.PathLike[str], kv_dtype: str = "auto") -> 
     file = file / "config.json" if file.is_dir() else file
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{file}: not a JSON file: {error}") from None
     if not isinstance(config, dict):
         raise InvalidRequest(f"{file}: a model config must be a JSON object, got {shown(config)}")

@@ -50,7 +50,7 @@ def _files_of(folder: Path) -> list[Path]:
 def _read_cache(folder: Path) -> dict[str, str]:
     try:
         known = json.loads((folder / _CACHE).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return known if isinstance(known, dict) else {}
 

@@ -91,7 +91,7 @@ def test_step_costs_come_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(json.dumps({"fixed_s": 0.25, "prefill_token_s": 1e-5}))
     assert read_step_costs(path) == StepModel(fixed_s=0.25, prefill_token_s=1e-5)
-    for wrong in ("[1]", "no", '{"step": 1}', '{"fixed_s": -1}'):
+    for wrong in ("[1]", "no", '{"step": 1}', '{"fixed_s": -1}', "[" * 100_000):
         path.write_text(wrong)
         with pytest.raises(InvalidRequest):
             read_step_costs(path)

@@ -206,6 +206,7 @@ def test_bytes_of_a_token(tmp_path: Path, config: dict[str, object], size: int) 
     ("text", "words"),
     [
         ("{", "JSON"),
+        pytest.param("[" * 100_000, "JSON", id="deep"),
         ("[]", "object"),
         ("{}", "num_hidden_layers"),
         (json.dumps({**LLAMA, "hidden_size": 4096, "dtype": "int3"}), "dtype"),
