@@ -113,6 +113,33 @@ def test_few_requests_of_a_pipeline_are_known_at_a_time(
     assert 1 <= max(lengths) <= 4096 // len(HEAD + b"\r\n") + 1
 
 
+def test_a_body_that_is_not_read_holds_no_connection(
+    served: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer comes before it, as to a request without a key."""
+    has_timer = []
+    complete = BoundedHttpProtocol.on_message_complete
+
+    def note(protocol: BoundedHttpProtocol) -> None:
+        complete(protocol)
+        has_timer.append(protocol.timeout_keep_alive_task is not None)
+
+    monkeypatch.setattr(BoundedHttpProtocol, "on_message_complete", note)
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.5)
+    head = b"POST /ping HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n"
+    for body in (b"", b"123456789"):
+        with connect(served) as sock:
+            sock.sendall(head)
+            assert sock.recv(4096).startswith(b"HTTP/1.1 200 ")
+            sock.sendall(body)
+            if body:
+                wait_until(lambda: bool(has_timer))
+            else:
+                sock.settimeout(10)
+                all_of(sock)  # it is closed
+    assert has_timer == [True]
+
+
 def test_what_follows_an_open_request_is_bounded_and_hides_no_disconnect(
     served: LocalServer, runtime: Runtime
 ) -> None:

@@ -20,7 +20,9 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 MAX_HEAD_BYTES = 64 * 1024  # of a request line and its headers
-HEAD_TIMEOUT_S = 20.0  # from the connection, or a request's first byte, to the end of its headers
+# From the connection, or a request's first byte, to the end of its headers; from an answer that
+# came before the end of its request to that end.
+HEAD_TIMEOUT_S = 20.0
 _SLICE_BYTES = 4 * 1024  # parsed at a time, which bounds how many small requests it contains
 _MAX_UNPARSED = 64 * 1024  # bytes that wait for an earlier request's answer; then reading stops
 # A client must take this much of an answer that waits to be sent, within each write timeout.
@@ -172,6 +174,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._answered = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
+        if not self._reads_head and not self.transport.is_closing():  # it was refused by its head
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
         if self._unparsed and not self.transport.is_closing():
             self.flow.pause_reading()
             if not self.pipeline:
@@ -210,8 +214,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._reads_head = True
         self._head_bytes = 0
-        if not self.transport.is_closing():
-            super().on_message_complete()
+        if self.transport.is_closing():
+            return
+        super().on_message_complete()
+        if self.cycle.response_complete:  # uvicorn has ended its timer, as for a new request
+            self._stop_head_timer()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def _start_head_timer(self) -> None:
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
