@@ -63,6 +63,9 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 0 after success, 1 if a part failed, 2 if the command
     failed, 130 after an interrupt."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # the caller has closed it
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     given = sys.argv[1:] if argv is None else argv
     parser = build_parser(*(name for name in given[:1] if name in COMMANDS))
     args = parser.parse_args(given)

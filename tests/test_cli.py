@@ -332,6 +332,18 @@ def test_no_copy_of_standard_input_is_left_when_reading_it_is_interrupted(
     assert not list(tmp_path.iterdir())
 
 
+def test_streams_that_the_caller_has_closed_are_empty(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["replay", "-"]) == 2
+    assert "the trace is empty" in capsys.readouterr().err
+    sys.stdin.close()
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["replay", "workload:chat", "--limit", "2"]) == 0
+    sys.stdout.close()
+
+
 def test_debug_shows_the_traceback() -> None:
     with pytest.raises(radixserve.InvalidRequest, match="max_tokens"):
         run("generate", "--prompt", "x", "--max-tokens", "0", "--debug")
