@@ -107,18 +107,18 @@ class DecisionBatch:
             client.tokenizer, given, asked, template_kwargs, client.reader.check_length
         )
         self._client = client
-        self._plans = [
+        self.plans = [
             _plan(client, question, prompts.head, tail, answers, namespace)
             for question, tail, answers in zip(asked, prompts.tails, prompts.answers, strict=True)
         ]
-        self.num_requests = sum(plan.num_requests for plan in self._plans)
+        self.num_requests = sum(plan.num_requests for plan in self.plans)
         self.num_tokens = len(prompts.head) + sum(map(len, prompts.tails))  # the input once
 
     @classmethod
     def joined(cls, batches: Sequence[DecisionBatch]) -> DecisionBatch:
         """Returns the questions of several batches as one."""
         joined = copy(batches[0])
-        joined._plans = [plan for batch in batches for plan in batch._plans]
+        joined.plans = [plan for batch in batches for plan in batch.plans]
         joined.num_requests = sum(batch.num_requests for batch in batches)
         joined.num_tokens = sum(batch.num_tokens for batch in batches)
         return joined
@@ -135,7 +135,7 @@ class DecisionBatch:
         """`run` for asyncio. `max_in_flight`: most requests in the engine at a time; fewer if their
         prompts are long. `admit`: called when the first ones are about to be submitted; what it
         raises ends the call."""
-        longest = max(plan.length for plan in self._plans)
+        longest = max(plan.length for plan in self.plans)
         size = max(1, min(max_in_flight or self.num_requests, _TOKENS_AT_ONCE // longest))
         requests = self._requests()
         decisions: list[Decision] = []
@@ -148,7 +148,7 @@ class DecisionBatch:
         return decisions
 
     def _requests(self) -> Iterator[Request]:
-        for plan in self._plans:
+        for plan in self.plans:
             yield from plan.requests()
 
     def _decide(self, completions: list[Completion], decisions: list[Decision]) -> None:
@@ -156,7 +156,7 @@ class DecisionBatch:
         if any(completion.finish_reason == "abort" for completion in completions):
             raise InvalidRequest("the decisions were aborted")
         first = 0
-        for plan in self._plans[len(decisions) :]:
+        for plan in self.plans[len(decisions) :]:
             end = first + plan.num_requests
             if end > len(completions):
                 break
