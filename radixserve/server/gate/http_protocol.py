@@ -174,7 +174,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._answered = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
-        if not self._reads_head and not self.transport.is_closing():  # it was refused by its head
+        is_unread = self._answered is None and not self._reads_head
+        if is_unread and not self.transport.is_closing():  # it was refused by its head
             self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
         if self._unparsed and not self.transport.is_closing():
             self.flow.pause_reading()
