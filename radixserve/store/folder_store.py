@@ -56,6 +56,7 @@ class FolderStore(RunStore):
     medium = "disk"
     num_bytes = 0
     num_dropped = 0
+    _opened_at = 0  # see `_changed_at`
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
         """Makes the folder, readable by its owner alone; of one that has more than `max_bytes`, the
@@ -146,7 +147,8 @@ class FolderStore(RunStore):
         path, damaged = self._path(name), self.folder / _DAMAGED
         with contextlib.suppress(OSError), self._lock:
             size = _size_of(path)
-            damaged.mkdir(exist_ok=True, mode=0o700)
+            with self._own_change():
+                damaged.mkdir(exist_ok=True, mode=0o700)
             os.replace(path, damaged / f"{name.replace('/', '.')}{_SUFFIX}")
             self.num_bytes -= size
             by_age = sorted(damaged.iterdir(), key=lambda path: path.lstat().st_ctime)
@@ -208,10 +210,10 @@ class FolderStore(RunStore):
         return num_dropped
 
     def check(self) -> None:
-        """Audit the bytes counted against those on disk, if no other `FolderStore` uses the folder.
-        O(files). Raises AssertionError."""
+        """Audit the bytes counted against those on disk, if no other `FolderStore` uses the folder
+        or has used it since this one was made. O(files). Raises AssertionError."""
         with self._lock:
-            if not self._is_sole_user():
+            if self._opened_at != self._changed_at() or not self._is_sole_user():
                 return
             on_disk = sum(file.num_bytes for file in self.list())
             assert self.num_bytes == on_disk, f"{self.num_bytes} bytes counted, {on_disk} on disk"
@@ -227,8 +229,26 @@ class FolderStore(RunStore):
         weakref.finalize(self, os.close, folder)
         with contextlib.suppress(OSError):
             fcntl.flock(folder, fcntl.LOCK_SH)
+            with contextlib.suppress(OSError):
+                os.utime(folder)  # others see that it was opened
+            self._opened_at = self._changed_at()
             return folder
         return None
+
+    def _changed_at(self) -> int:
+        """When a `FolderStore` of the folder was made, or a folder in it; nanoseconds."""
+        try:
+            return os.stat(self.folder).st_mtime_ns
+        except OSError:
+            return 0
+
+    @contextlib.contextmanager
+    def _own_change(self) -> Iterator[None]:
+        """Folders are made inside: that is not another's doing."""
+        is_mine = self._opened_at == self._changed_at()
+        yield
+        if is_mine:
+            self._opened_at = self._changed_at()
 
     def _is_sole_user(self) -> bool:
         if self._users is None:
@@ -279,8 +299,9 @@ class FolderStore(RunStore):
             if not self.folder.exists():
                 self.folder.mkdir(parents=True, mode=0o700)
                 self._users = self._lock_shared()
-            for path in (folder.parent, folder):
-                path.mkdir(exist_ok=True, mode=0o700)
+            with self._own_change():
+                for path in (folder.parent, folder):
+                    path.mkdir(exist_ok=True, mode=0o700)
             if has_vanished and self.num_bytes:
                 self._recount()
 

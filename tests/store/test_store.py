@@ -285,6 +285,21 @@ class TestFolderStore:
         assert store.num_bytes == 7
         store.check()
 
+    def test_files_of_a_store_that_was_closed_again_are_not_audited(self, tmp_path: Path) -> None:
+        store = FolderStore(tmp_path / "kv", 100_000)
+        store.put(A, [b"x" * 100])
+        store.check()
+        other = FolderStore(tmp_path / "kv", 100_000)
+        other.put(B, [b"x" * 100])
+        del other
+        store.check()
+        alone = FolderStore(tmp_path / "alone", 100_000)
+        alone.put(A, [b"x" * 100])
+        alone.set_aside(A)
+        alone.num_bytes = 7
+        with pytest.raises(AssertionError, match="7 bytes counted, 0 on disk"):
+            alone.check()
+
     def test_two_stores_on_one_folder_keep_its_bound(self, tmp_path: Path) -> None:
         """Each sees what the other one writes when it has written a tenth of the bound."""
         stores = [FolderStore(tmp_path, 1000) for _ in range(2)]
