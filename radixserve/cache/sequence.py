@@ -627,10 +627,12 @@ def append_next(sequences: Sequence[CacheSequence], token_ids: Sequence[int] | N
     Raises OutOfPages at the first sequence without a page; those before it are extended.
     InvalidRequest for wrong ids: none is extended.
     """
-    is_known = token_ids is not None
-    data = _PLACEHOLDER if token_ids is None else token_bytes(token_ids)
-    if is_known and len(data) != len(sequences) * TOKEN_BYTES:
-        raise InvalidRequest(f"{len(sequences)} sequences take as many token ids")
+    is_known, data = token_ids is not None, _PLACEHOLDER
+    if token_ids is not None:
+        if len(token_ids) != len(sequences):
+            raise InvalidRequest(f"{len(sequences)} sequences take as many token ids")
+        is_valid = min(token_ids, default=0) >= 0 and max(token_ids, default=0) < 1 << 31
+        data = array("i", token_ids).tobytes() if is_valid else token_bytes(token_ids)
     for index, sequence in enumerate(sequences):
         token = data[index * TOKEN_BYTES : (index + 1) * TOKEN_BYTES] if is_known else data
         length, allocator, pages = sequence.length, sequence._allocator, sequence._pages
