@@ -346,6 +346,7 @@ class Branch:
     async def agenerate(self, params: SamplingParams | None = None) -> Completion:
         """`generate` for asyncio. If the task is cancelled, the branch does not move."""
         with self._moving():
+            await self._client.compile_grammars(params)
             completion: Completion = await self._submit(params).aget()
             return completion
 

@@ -21,7 +21,7 @@ from radixserve.engine.output_collector import Event, OutputCollector
 from radixserve.engine.output_notifier import LoopWaker, OutputNotifier
 from radixserve.errors import InvalidRequest, RequestFailed, request_failed
 from radixserve.logits_digest import with_digest
-from radixserve.request import Request
+from radixserve.request import Request, SamplingParams
 from radixserve.text.prompts import PromptReader
 from radixserve.text.tokenizer import Tokenizer
 
@@ -271,6 +271,15 @@ class EngineClient:
         if self.reader.tokenizer is None:
             raise InvalidRequest("the model has no tokenizer: it knows token ids, but no text")
         return self.reader.tokenizer
+
+    async def compile_grammars(self, params: object) -> None:
+        """Compile the grammars of params, one or several, that are new, outside the event loop."""
+        grammars = self.builder.grammars
+        for own_params in params if isinstance(params, list | tuple) else [params]:
+            if isinstance(own_params, SamplingParams):
+                structured = own_params.structured_outputs
+                if structured is not None and not grammars.has(structured):
+                    await asyncio.to_thread(grammars.compile, structured)
 
     def submit(
         self,

@@ -99,7 +99,7 @@ class RuntimeGeneration(RuntimeMethods):
         **chat: Unpack[ChatSettings],
     ) -> Any:
         """`generate` for asyncio. Cancelling the task aborts its requests."""
-        await self._compile_grammars(params)
+        await self._client.compile_grammars(params)
         handle, is_list = self._generate(prompts, params, request_id, chat)
         core = self._client.core  # its status does not wait: nothing blocks the loop
         bar = _progress_bar(handle, is_list, progress, lambda: core.status().stats)
@@ -213,9 +213,12 @@ class RuntimeGeneration(RuntimeMethods):
         **fields: Any,
     ) -> Any:
         """`beam_search` for asyncio. Cancelling the task aborts it."""
-        await self._compile_grammars(fields.get("params"))
-        handle = self._beam_search(prompts, beam_width=beam_width, max_tokens=max_tokens, **fields)
-        return await handle.aget()
+        records = ("params", "beams", "request_id")
+        params, beams, request_id = (fields.pop(name, None) for name in records)
+        settings = {"beam_width": beam_width, "max_tokens": max_tokens, **fields}
+        params, beams = read_options(params, beams, settings)
+        await self._client.compile_grammars(params)
+        return await self._beam_search(prompts, params, beams, request_id).aget()
 
     def abort(self, request_id: str | None = None) -> int:
         """End one request, or all. Their callers get the tokens so far, with finish_reason "abort".
@@ -280,17 +283,6 @@ class RuntimeGeneration(RuntimeMethods):
             index for index, own_params in enumerate(each) for _ in range(own_params.num_samples)
         ]
         return self._client.submit(requests, finish, prompt_indices if is_list else None), is_list
-
-    async def _compile_grammars(self, params: Params) -> None:
-        """Compile the grammars of `params` that are new, outside the event loop."""
-        several = params if isinstance(params, list | tuple) else [params]
-        grammars = self._client.builder.grammars
-        for own_params in several:
-            structured_outputs = (
-                own_params.structured_outputs if isinstance(own_params, SamplingParams) else None
-            )
-            if structured_outputs is not None and not grammars.has(structured_outputs):
-                await asyncio.to_thread(grammars.compile, structured_outputs)
 
     def _single(
         self,

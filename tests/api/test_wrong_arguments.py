@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from radixserve import InvalidRequest, Runtime
+from radixserve import InvalidRequest, Runtime, SamplingParams
+from radixserve.grammar.compiler import CompiledGrammar, GrammarCompiler
+from radixserve.structured_outputs import StructuredOutput
 
 REGEX = {"regex": "[0-9]+"}
 WRONG: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
@@ -71,3 +75,25 @@ def test_a_grammar_is_compiled_from_its_fields(rt: Runtime) -> None:
 def test_paths_may_be_objects(rt: Runtime, tmp_path: Path) -> None:
     assert rt.save_cache(tmp_path / "empty") == 0
     assert rt.load_cache(tmp_path / "empty") == 0
+
+
+def test_the_event_loop_compiles_no_grammar(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_grammar = GrammarCompiler.compile
+    threads: list[int] = []  # of grammars that were new
+
+    def note_thread(self: GrammarCompiler, structured: StructuredOutput) -> CompiledGrammar:
+        if not self.has(structured):
+            threads.append(threading.get_ident())
+        return compile_grammar(self, structured)
+
+    async def main() -> None:
+        fields: dict[str, Any] = {"max_tokens": 4}
+        await rt.agenerate("a", SamplingParams(structured={"regex": "a+"}, **fields))
+        with rt.branch("a") as branch:
+            await branch.agenerate(SamplingParams(structured={"regex": "b+"}, **fields))
+        await rt.abeam_search("a", 2, structured={"regex": "[cd]+"}, **fields)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", note_thread)
+    asyncio.run(main())
+    assert len(threads) == 3
+    assert threading.get_ident() not in threads
