@@ -40,28 +40,51 @@ from radixserve.output import Finish, RequestOutput
 from radixserve.reports import EngineStatus
 from radixserve.request import Request
 
-_SHARED = frozenset({"page_size", "seconds"})  # equal, or nearly, in all replicas
+# Of one size for all replicas: the largest counts.
+_LARGEST = frozenset("page_size seconds epoch is_paused load_latency_us write_ns_per_kb".split())
+# Numbers of the present. All other numbers of `EngineStats` are counters since the start.
+_GAUGES = _LARGEST - {"page_size"} | frozenset(
+    "old_epoch_pages namespaces nodes sequences sessions watches running waiting waiting_tokens "
+    "hints shared_prefixes prefetches loading_requests unsaved_requests read_bytes_per_s "
+    "store_bytes loaded in_memory bytes_in_memory held_requests waiting_tensors kept kept_bytes "
+    "index_bytes".split()
+)
+_GAUGE_PREFIXES = ("pages_", "window_pages_", "states_")
 
 
 def add_stats(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The statistics of all replicas together. Numbers are added, records field by field; lists are
     joined; hit_rate is computed from the sums."""
-    if not each:
-        return {}
     total: dict[str, Any] = {}
-    for name, first in each[0].items():
+    for name in dict.fromkeys(name for stats in each for name in stats):
         values = [stats[name] for stats in each if name in stats]
-        if isinstance(first, Mapping):
+        if isinstance(values[0], Mapping):
             total[name] = add_stats(values)
-        elif isinstance(first, list):
+        elif isinstance(values[0], list):
             total[name] = [item for value in values for item in value]
-        elif name in _SHARED:
+        elif name in _LARGEST:
             total[name] = max(values)
         else:
             total[name] = sum(values)
     if "hit_rate" in total:
         total["hit_rate"] = hit_rate(total["reused_tokens"], total["prompted_tokens"])
     return total
+
+
+def without_gauges(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """What the statistics of a replica add to the sum after it has gone: its counters. Gauges are 0
+    and lists empty."""
+    return {name: _without_gauge(name, value) for name, value in stats.items()}
+
+
+def _without_gauge(name: str, value: Any) -> Any:
+    if name == "last_minute":
+        return dict.fromkeys(value, 0)
+    if isinstance(value, Mapping):
+        return without_gauges(value)
+    if isinstance(value, list):
+        return []
+    return 0 if name in _GAUGES or name.startswith(_GAUGE_PREFIXES) else value
 
 
 Links = Mapping[str, ReplicaLink]  # of replicas that report, by name
@@ -71,7 +94,7 @@ async def ask_replicas(message: EngineMessage[Any], links: Links, router: Replic
     """Send an engine message to the replicas that it concerns. Returns the answer as a single
     engine would give it. Raises EngineDead without a replica."""
     match message:
-        case messages.GetStats() | GetHeld():
+        case GetHeld():
             return add_stats(await _ask_all(message, links))
         case GetAdvice():
             known = [one for one in await _ask_all(message, links) if one is not None]
@@ -213,7 +236,9 @@ class ClusterClient:
         self._waiting: dict[str, OpenRequest] = {}  # those of `_open` that wait for a replica
         self._ids: set[str] = set()  # the callers' ids of open requests
         self._facts: Future[EngineFacts] = Future()
-        self._stats: dict[str, Any] = {}  # of the last reports: returned while no replica reports
+        # Counters of removed replicas; the other replicas. One value, since other threads read it.
+        self._counted: tuple[dict[str, Any], tuple[Replica, ...]] = {}, ()
+        self._reported_at = time.monotonic()  # the last report of any replica
         self._death: EngineDead | None = None
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
@@ -248,20 +273,19 @@ class ClusterClient:
 
     def status(self) -> EngineStatus:
         """The status of all replicas together, by their last reports."""
-        followed = [*self._replicas.values(), *self._draining.values()]
-        statuses = [replica.status for replica in followed if replica.status is not None]
-        if statuses:
-            self._stats = add_stats([status.stats for status in statuses])
+        past, replicas = self._counted
+        statuses = [replica.status for replica in replicas if replica.status is not None]
+        stats = add_stats([past, *(replica.stats for replica in replicas)])
         waiting = list(self._waiting.values())
         return EngineStatus(
             is_alive=self._death is None and not self.is_forked,
             is_idle=not self._open,
-            stepped_at=time.monotonic() if statuses else 0.0,
+            stepped_at=time.monotonic() if statuses else self._reported_at,
             running=sum(status.running for status in statuses),
             waiting=sum(status.waiting for status in statuses) + len(waiting),
             waiting_tokens=sum(status.waiting_tokens for status in statuses)
             + sum(len(request.collector.request.token_ids) for request in waiting),
-            stats={**self._stats, "replicas": len(statuses)},
+            stats={**stats, "replicas": len(statuses)},
         )
 
     def check_alive(self) -> None:
@@ -411,10 +435,21 @@ class ClusterClient:
             self._drain(replica)
         for link in links:
             if link.name not in self._replicas:
-                if link.name in self._draining:
-                    self._end_drain(self._draining[link.name])
                 replica = self._replicas[link.name] = Replica(link)
+                self._count(replica)
                 replica.task = self._loop.create_task(self._follow(replica))
+
+    def _count(self, replica: Replica) -> None:
+        """Count a new replica's statistics. One that has come back while it drained keeps those of
+        its earlier record."""
+        past, replicas = self._counted
+        known = self._draining.get(replica.link.name)
+        if known is not None:
+            replica.stats = without_gauges(known.stats)
+            replicas = tuple(other for other in replicas if other is not known)
+        self._counted = past, (*replicas, replica)
+        if known is not None:
+            self._end_drain(known)
 
     def _drain(self, replica: Replica) -> None:
         """Send no more requests to a removed replica. Those that run there have `drain_s` seconds
@@ -437,6 +472,10 @@ class ClusterClient:
         if self._draining.get(name) is not replica:
             return
         del self._draining[name]
+        past, replicas = self._counted
+        if replica in replicas:
+            past = add_stats([past, without_gauges(replica.stats)])
+            self._counted = past, tuple(other for other in replicas if other is not replica)
         assert replica.task is not None
         replica.task.cancel()
         for request in [request for request in self._open.values() if request.replica == name]:
@@ -479,8 +518,10 @@ class ClusterClient:
 
     def _note(self, replica: Replica, report: ReplicaReport) -> None:
         """Take in a report: its outputs, and for the router its load and cache events."""
+        self._reported_at = time.monotonic()
         name = replica.link.name
         if self._draining.get(name) is replica:
+            replica.note_report(report.status, lacks_events=False)
             self._note_outputs(name, report)
             self._check_drain(replica)
         if self._replicas.get(name) is not replica:
@@ -519,6 +560,7 @@ class ClusterClient:
         replicas, which fail."""
         name = replica.link.name
         replica.note_lost()
+        replica.stats = without_gauges(replica.stats)
         self._router.remove(name)
         for request in [request for request in self._open.values() if request.replica == name]:
             request.note_lost()
@@ -529,6 +571,8 @@ class ClusterClient:
             request.collector.fail(request_failed(f"{MAX_LOST} replicas were lost while it ran"))
 
     async def _answer(self, message: EngineMessage[Any]) -> Any:
+        if isinstance(message, messages.GetStats):
+            return await self._ask_stats(message)
         if not isinstance(message, messages.AbortRequests):
             replicas = self._replicas.items()
             links = {name: replica.link for name, replica in replicas if replica.status is not None}
@@ -540,3 +584,18 @@ class ClusterClient:
         for request in requests:
             self._abort(request)
         return len(requests)
+
+    async def _ask_stats(self, message: messages.GetStats) -> dict[str, Any]:
+        """The statistics of all replicas together: of those that do not answer, by their last
+        report."""
+        past, replicas = self._counted
+        present = [replica for replica in replicas if replica.status is not None]
+        calls = [replica.link.call(message) for replica in present]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        known = {replica: replica.stats for replica in replicas}
+        known |= {
+            replica: answer
+            for replica, answer in zip(present, answers, strict=True)
+            if not isinstance(answer, BaseException)
+        }
+        return add_stats([past, *known.values()])

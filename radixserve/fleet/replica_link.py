@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 from radixserve.engine.core_client import EngineFacts
@@ -46,6 +46,7 @@ class Replica:
         self.task: asyncio.Task[None] | None = None
         self.stream = -1  # number of the stream of its reports
         self.status: EngineStatus | None = None  # of its last report; None while it is lost
+        self.stats: Mapping[str, Any] = {}  # of its last report; counters only while it is lost
         self._outbox: list[Request] = []
         self._ended: list[str] = []  # ids of requests to end there
         self._lacks_snapshot = False  # whether to request a snapshot
@@ -66,7 +67,7 @@ class Replica:
     def note_report(self, status: EngineStatus, *, lacks_events: bool) -> None:
         """Take in a report's status. If cache events were lost, request a snapshot, again after
         every _REPORTS_TO_A_SNAPSHOT reports."""
-        self.status = status
+        self.status, self.stats = status, status.stats
         self._reports_to_wait -= 1
         if lacks_events and self._reports_to_wait < 0:
             self._lacks_snapshot, self._reports_to_wait = True, _REPORTS_TO_A_SNAPSHOT

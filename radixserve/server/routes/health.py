@@ -61,6 +61,8 @@ def not_ready(server: AppState) -> str | None:
     if not status.is_alive:
         return "the engine is dead"
     silent_s = time.monotonic() - status.stepped_at
+    if status.stats.get("replicas") == 0 and silent_s > server.config.ready_timeout:
+        return f"no replica has reported for {silent_s:.0f} s"
     if not status.is_idle and silent_s > server.config.ready_timeout:
         return f"the engine has not stepped for {silent_s:.0f} s"
     return None

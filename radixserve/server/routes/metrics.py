@@ -144,7 +144,8 @@ class _Figures(Collector):
             yield from self._gauges(ours, vllms, text, float(stats[key]))
         text = "engines that serve, those that only end their requests included"
         yield from self._gauges("replicas", None, text, float(stats.get("replicas", 1)))
-        used = (stats["pages_locked"] + stats["pages_private"]) / stats["pages_total"]
+        num_pages = max(1, stats["pages_total"])  # 0 while there is no replica
+        used = (stats["pages_locked"] + stats["pages_private"]) / num_pages
         text = "share of pages that requests use now, 0 to 1"
         yield from self._gauges("kv_cache_usage", "kv_cache_usage_perc", text, used)
         for name, owners, text in (("pages", _OWNERS, "pages by owner"), *_OTHER_MEMORY):
