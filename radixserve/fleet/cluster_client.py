@@ -29,7 +29,7 @@ from radixserve.engine.core_client import EngineFacts
 from radixserve.engine.messages import Answer, EngineMessage
 from radixserve.engine.output_collector import OutputCollector
 from radixserve.epochs.messages import UpdateWeights
-from radixserve.errors import EngineDead, InvalidRequest, fresh, request_failed
+from radixserve.errors import EngineDead, InvalidRequest, RadixServeError, fresh, request_failed
 from radixserve.fleet.replica import REPORT_EVERY_S, ReplicaReport
 from radixserve.fleet.replica_link import Replica, ReplicaLink
 from radixserve.fleet.replica_router import ReplicaRouter
@@ -95,12 +95,12 @@ async def ask_replicas(message: EngineMessage[Any], links: Links, router: Replic
     engine would give it. Raises EngineDead without a replica."""
     match message:
         case GetHeld():
-            return add_stats(await _ask_all(message, links))
+            return add_stats(await _ask_present(message, links))
         case GetAdvice():
-            known = [one for one in await _ask_all(message, links) if one is not None]
+            known = [one for one in await _ask_present(message, links) if one is not None]
             return join_advice(known) if known else None
         case GetWorth():
-            counted = [one for one in await _ask_all(message, links) if one is not None]
+            counted = [one for one in await _ask_present(message, links) if one is not None]
             return join_worth(counted) if counted else None
         case messages.LookUpPrompt(token_ids, namespace):
             return await _ask_one(message, links, router.best(token_ids, namespace))
@@ -110,9 +110,11 @@ async def ask_replicas(message: EngineMessage[Any], links: Links, router: Replic
                 await _ask_one(messages.ClaimSessions((claim,)), links, name)
         case ApplyHints(hints):
             return [await _hint(ApplyHints((hint,)), links, router) for hint in hints]
-        case messages.CloseSession(name):
-            router.close_session(name)
-            await _ask_all(message, links)
+        case messages.CloseSession(name, _, reopened):
+            if reopened is None:
+                router.close_session(name)
+            if links:
+                await _ask_present(message, links)
         case messages.ResetCache() | messages.CheckCache():
             await _ask_all(message, links)
         case messages.PauseEngine() | messages.ResumeEngine() | UpdateWeights():
@@ -136,7 +138,31 @@ async def _hint(message: ApplyHints, links: Links, router: ReplicaRouter) -> Hin
 
 
 async def _ask_all(message: EngineMessage[Any], links: Links) -> list[Any]:
-    return await asyncio.gather(*(link.call(message) for link in links.values()))
+    return await asyncio.gather(*(_call(message, link) for link in links.values()))
+
+
+async def _ask_present(message: EngineMessage[Any], links: Links) -> list[Any]:
+    """The answers of all replicas but those that are lost meanwhile. Raises EngineDead without
+    one."""
+    calls = [_call(message, link) for link in links.values()]
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    present = [answer for answer in answers if not isinstance(answer, EngineDead)]
+    for answer in present:
+        if isinstance(answer, BaseException):
+            raise answer
+    if not present:
+        raise EngineDead("no replica is available")
+    return present
+
+
+async def _call(message: EngineMessage[Any], link: ReplicaLink) -> Any:
+    """The answer of a replica. Raises EngineDead if it is lost meanwhile."""
+    try:
+        return await link.call(message)
+    except (RadixServeError, AssertionError):  # of its engine
+        raise
+    except Exception as error:
+        raise EngineDead(f"replica {link.name} does not answer: {error!r}") from error
 
 
 async def _ask_one(message: EngineMessage[Any], links: Links, name: str | None) -> Any:
@@ -144,7 +170,7 @@ async def _ask_one(message: EngineMessage[Any], links: Links, name: str | None) 
     if not links:
         raise EngineDead("no replica is available")
     link = links.get(name or "") or links[min(links)]
-    return await link.call(message)
+    return await _call(message, link)
 
 
 class OpenRequest:
@@ -157,6 +183,7 @@ class OpenRequest:
         self.collector = collector
         self.id = ""  # its id on the replica; each replica gets another one
         self.replica: str | None = None  # the replica's name; None while it waits for one
+        self.session = collector.request.session  # "" after that was closed
         self.num_lost = 0  # replicas that were lost while it ran there
         self.lost_at = time.monotonic()  # when it arrived or last left a replica
         self._has_moved = False  # whether its tokens come from several replicas
@@ -171,7 +198,9 @@ class OpenRequest:
     def rest(self) -> Request:
         """The request to send to a replica: for the tokens that its caller does not have yet."""
         known = self.collector.token_ids
-        request = replace(self.collector.request, request_id=self.id, grammar=None)
+        request = replace(
+            self.collector.request, request_id=self.id, grammar=None, session=self.session
+        )
         if not known or request.beams is not None:
             return request
         if request.logprob_targets is not None:  # the last output has the whole prompt's scores
@@ -573,6 +602,10 @@ class ClusterClient:
     async def _answer(self, message: EngineMessage[Any]) -> Any:
         if isinstance(message, messages.GetStats):
             return await self._ask_stats(message)
+        if isinstance(message, messages.CloseSession) and message.reopened is None:
+            for request in self._open.values():  # those that move do not open it again
+                if request.session == message.name:
+                    request.session = ""
         if not isinstance(message, messages.AbortRequests):
             replicas = self._replicas.items()
             links = {name: replica.link for name, replica in replicas if replica.status is not None}

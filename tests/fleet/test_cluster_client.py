@@ -195,6 +195,23 @@ def test_a_request_that_ends_replicas_ends(runtime: ClusterRuntime, links: list[
     asyncio.run(ask())
 
 
+def test_calls_during_a_loss_raise_engine_dead_or_ask_the_others(
+    links: list[Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the client knows that a replica is gone."""
+
+    async def fail(_: Any) -> None:
+        raise ConnectionError("the replica is gone")
+
+    with cluster(links) as runtime:
+        monkeypatch.setattr(links[0], "call", fail)
+        stats = runtime.cache_stats()
+        assert stats["pages_total"] == 2 * SETTINGS["num_pages"]
+        assert runtime.held_by_hints()["pins"] == 0
+        with pytest.raises(EngineDead, match="replica a does not answer"):
+            runtime.flush_cache()
+
+
 def test_a_request_is_not_sent_to_replicas_that_go_together() -> None:
     links = [SilentLink(name) for name in "abcd"]
     client = ClusterClient(ReplicaRouter(), silence_s=2 * PATIENCE_S, drain_s=0.0)

@@ -162,6 +162,23 @@ def test_replicas_that_are_taken_away_do_not_count_as_lost(links: list[Link]) ->
         assert links[0].num_requests + links[1].num_requests >= 2 + MAX_LOST
 
 
+def test_a_request_that_moves_does_not_open_its_closed_session_again(
+    links: list[Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixserve.fleet.replica.REPORT_EVERY_S", 0.02)
+    first, second = links
+    with scaled_cluster([first], drain_s=0.0) as (client, runtime):
+        first.hangs = True
+        with runtime.submit([PROMPT], ONE, session="closed", streams=True) as handle:
+            wait_until(lambda: first.num_requests == 1)
+            runtime.close_session("closed")
+            client.set_replicas([second])
+            assert sum(len(chunk.token_ids) for chunk in handle) == ONE.max_tokens
+        wait_for_links(runtime, 1)
+        assert runtime.cache_stats()["sessions"] == 0
+        first.hangs = False
+
+
 def has_sent(link: Link, before: int) -> bool:
     return link.num_outputs > before
 
