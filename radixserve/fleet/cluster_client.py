@@ -36,7 +36,7 @@ from radixserve.fleet.replica_router import ReplicaRouter
 from radixserve.fleet.tree_router import MAX_LOST, WITHOUT_REPLICA_S
 from radixserve.hints.hint import HintAnswer
 from radixserve.hints.messages import ApplyHints, GetHeld
-from radixserve.output import Finish, RequestOutput
+from radixserve.output import Finish, Metrics, RequestOutput
 from radixserve.reports import EngineStatus
 from radixserve.request import Request
 
@@ -187,6 +187,9 @@ class OpenRequest:
         self.num_lost = 0  # replicas that were lost while it ran there
         self.lost_at = time.monotonic()  # when it arrived or last left a replica
         self._has_moved = False  # whether its tokens come from several replicas
+        self._placed_s = 0.0  # its age when it was sent to its present replica
+        self._first_token_s: float | None = None  # its age at its first token
+        self._is_resumed = False  # whether it had tokens when it was sent to its present replica
         self._num_repeated = 0  # tokens to drop, since its caller already has them
         self._has_stopped = False  # a stop string was found; the replica has not ended it yet
 
@@ -198,6 +201,7 @@ class OpenRequest:
     def rest(self) -> Request:
         """The request to send to a replica: for the tokens that its caller does not have yet."""
         known = self.collector.token_ids
+        self._placed_s, self._is_resumed = self.collector.age_s, bool(known)
         request = replace(
             self.collector.request, request_id=self.id, grammar=None, session=self.session
         )
@@ -229,17 +233,26 @@ class OpenRequest:
                 logprobs=output.logprobs[num_dropped:],
                 top_logprobs=output.top_logprobs[num_dropped:],
             )
-        if output.finish is not None and self._has_moved:
+        if output.token_ids and self._first_token_s is None:
+            self._first_token_s = self.collector.age_s
+        if output.finish is not None:
             output = output._replace(finish=self._whole(output, output.finish))
         self._has_stopped |= self.collector.push(output)
 
     def _whole(self, output: RequestOutput, finish: Finish) -> Finish:
-        """The end of an answer from several replicas, as if a single engine had generated it."""
-        usage = finish.usage
-        if self.collector.request.beams is None:
+        """The end of an answer as if a single engine had generated it. Its queue time is unknown if
+        its first token came from another replica."""
+        usage, metrics = finish.usage, finish.metrics
+        if self._has_moved and self.collector.request.beams is None:
             usage = usage.with_answer(len(self.collector.token_ids) + len(output.token_ids))
-        total_s = self.collector.age_s
-        return replace(finish, usage=usage, metrics=replace(finish.metrics, total_s=total_s))
+        queue_s, ttft_s = metrics.queue_s, metrics.ttft_s
+        if self._is_resumed:
+            queue_s, ttft_s = None, self._first_token_s
+        else:
+            queue_s = None if queue_s is None else self._placed_s + queue_s
+            ttft_s = None if ttft_s is None else self._placed_s + ttft_s
+        metrics = Metrics(queue_s, ttft_s, self.collector.age_s)
+        return replace(finish, usage=usage, metrics=metrics)
 
 
 _log = logging.getLogger("radixserve")

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 
-from radixserve import Runtime, SamplingParams
+from radixserve import Completion, Runtime, SamplingParams
+from radixserve.engine.output_collector import Event, OutputCollector
+from radixserve.fleet.cluster_client import OpenRequest
 from radixserve.fleet.cluster_runtime import ClusterRuntime
 from radixserve.fleet.replica import ReplicaReport
 from radixserve.fleet.tree_router import MAX_LOST
+from radixserve.output import Finish, Metrics, RequestOutput, Usage
+from radixserve.request import Request
 from tests.fleet.local_links import (
     PARAMS,
     PROMPTS,
@@ -177,6 +183,45 @@ def test_a_request_that_moves_does_not_open_its_closed_session_again(
         wait_for_links(runtime, 1)
         assert runtime.cache_stats()["sessions"] == 0
         first.hangs = False
+
+
+def test_times_of_a_request_that_moves_count_from_its_arrival(
+    links: list[Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixserve.fleet.replica.REPORT_EVERY_S", 0.02)
+    first, second = links
+    with scaled_cluster([first], drain_s=0.0) as (client, runtime):
+        first.hangs = True
+        with runtime.submit([PROMPT], ONE, streams=True) as handle:
+            time.sleep(0.2)
+            client.set_replicas([second])
+            completion = list(handle)[-1].completion
+        first.hangs = False
+    assert completion is not None
+    times = completion.metrics
+    assert times.queue_s is not None
+    assert times.ttft_s is not None
+    assert 0.2 <= times.queue_s <= times.ttft_s <= times.total_s
+
+
+def test_the_first_token_counts_on_the_replica_that_generated_it() -> None:
+    ids = np.arange(10, dtype=np.int32)
+    events: list[Event] = []
+    request = Request("one", ids, SamplingParams(max_tokens=2), 0, frozenset(), 100)
+    moving = OpenRequest(OutputCollector(request, None, events.append, streams=False))
+    moving.rest()
+    moving.push(RequestOutput("one", (5,), (-1.0,), (), None))
+    moving.note_lost()
+    assert moving.rest().num_resumed_tokens == 1
+    finish = Finish("length", Usage(10, 0, 10, 1), Metrics(40.0, 50.0, 60.0), None)
+    moving.push(RequestOutput("one", (6,), (-1.0,), (), finish))
+    (completion,) = events
+    assert isinstance(completion, Completion)
+    assert (completion.token_ids, completion.usage.completion_tokens) == ([5, 6], 2)
+    times = completion.metrics
+    assert times.queue_s is None
+    assert times.ttft_s is not None
+    assert 0.0 <= times.ttft_s <= times.total_s < 40.0
 
 
 def has_sent(link: Link, before: int) -> bool:
