@@ -98,11 +98,16 @@ class EngineReplica:
             frontend.num_settled = num_ended
 
     async def submit(self, frontend: str, stream: int, requests: Sequence[Request]) -> bool:
-        """Submit requests to the engine together. Returns False if the stream has ended."""
+        """Submit requests to the engine together. Returns False if the stream has ended; requests
+        end with it."""
         reader = self._find(frontend, stream)
-        if reader is not None:
-            await asyncio.to_thread(self._runtime.submit_for, reader, requests)
-        return reader is not None
+        if reader is None:
+            return False
+        await asyncio.to_thread(self._runtime.submit_for, reader, requests)
+        if self._frontends.get(frontend) is reader:
+            return True
+        self._runtime.end([request.request_id for request in requests])
+        return False
 
     async def end(self, frontend: str, stream: int, request_ids: Sequence[str]) -> None:
         """Abort requests. Without ids, the call only shows that the frontend is alive."""

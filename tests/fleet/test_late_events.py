@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from radixserve import SamplingParams
 from radixserve.arrays import IntArray
 from radixserve.cache import EventBatch, EventSnapshot
 from radixserve.cache.events import Event, Stored
-from radixserve.engine.messages import EngineMessage, TakeEvents
+from radixserve.engine.messages import EngineMessage, GetStats, TakeEvents
 from radixserve.fleet.replica import EngineReplica, ReplicaReport
 from radixserve.fleet.replica_router import ReplicaRouter
 from radixserve.fleet.token_index import TokenIndex
@@ -95,5 +99,37 @@ def test_a_replica_settles_what_ended_before_it_asked_for_the_events() -> None:
     replica = LateEvents("demo", {"num_pages": 1000})
     try:
         asyncio.run(follow(replica))
+    finally:
+        replica.close()
+
+
+async def end_while_submitting(replica: EngineReplica) -> int:
+    """The number of aborted requests after the stream ended while its request was submitted."""
+    loop, may_go = asyncio.get_running_loop(), threading.Event()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    reports = replica.reports("frontend", 1)
+    await anext(reports)
+    blocked = asyncio.create_task(asyncio.to_thread(may_go.wait))
+    await asyncio.sleep(0)
+    params = SamplingParams(max_tokens=5000, ignore_eos=True)
+    request = replace(make_request("one", 0), params=params, max_len=6000)
+    submitting = asyncio.create_task(replica.submit("frontend", 1, [request]))
+    await asyncio.sleep(0)
+    await reports.aclose()
+    may_go.set()
+    await blocked
+    assert not await submitting
+    while replica.num_requests:
+        await asyncio.sleep(0.01)
+    return (await replica.call(GetStats()))["aborted"]
+
+
+def test_a_request_ends_with_a_stream_that_ends_while_it_is_submitted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("radixserve.fleet.replica.REPORT_EVERY_S", 0.02)
+    replica = EngineReplica("demo", {"num_pages": 8000})
+    try:
+        assert asyncio.run(end_while_submitting(replica)) == 1
     finally:
         replica.close()
