@@ -30,8 +30,8 @@ class AdmissionPolicy:
     """Greedy: every waiting request that fits starts. Subclasses hold requests back.
 
     A policy belongs to one scheduler, which makes all calls. `begin_pass` comes first in each pass
-    over the waiting requests, then `may_start` of those that fit, and `note_started` of those that
-    start.
+    over the waiting requests and before a look at the first of them, then `may_start` of those that
+    fit, and `note_started` of those that start.
     """
 
     holds_requests = False  # whether `may_start` may be false; if not, it is never called

@@ -127,6 +127,7 @@ class TenantQueues(WaitingQueue):
             return None
         ahead = _to_compute(running)
         _, queue = min(waiting, key=lambda item: _turn(item[0], item[1], ahead))
+        self._admission.begin_pass()  # the cache has changed since the last one
         unblocked = (state for state in self._candidates_of(queue) if state.page_need is not None)
         return next(unblocked, None)
 

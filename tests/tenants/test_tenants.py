@@ -193,6 +193,30 @@ def test_what_a_tenant_left_unused_is_not_kept_for_it() -> None:
     assert again.virtual_time == 1_500
 
 
+def test_a_policy_reads_the_cache_anew_before_a_turn_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What would be evicted has changed since the pass of the step before."""
+    driver = PricedDriver(200, chunked_prefill_size=16, max_running_requests=2)
+    policy, counts, read_at = driver.pricing, driver.scheduler.counts, [0]
+    begin_pass, is_short = policy.begin_pass, policy.is_short
+
+    def begin_pass_noted() -> None:
+        read_at.append(counts.steps)
+        begin_pass()
+
+    def is_short_checked(num_needed: int) -> bool:
+        assert read_at[-1] == counts.steps
+        return is_short(num_needed)
+
+    monkeypatch.setattr(policy, "begin_pass", begin_pass_noted)
+    monkeypatch.setattr(policy, "is_short", is_short_checked)
+    flood(driver, "a", 6)
+    flood(driver, "b", 6)
+    driver.run()
+    driver.drain()
+
+
 def test_many_tenants_are_forgotten() -> None:
     times = VirtualTimes()
     for number in range(30_000):
