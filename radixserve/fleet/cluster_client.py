@@ -342,7 +342,7 @@ class ClusterClient:
 
     def ask(self, message: EngineMessage[Answer]) -> Future[Answer]:
         self.check_alive()
-        return asyncio.run_coroutine_threadsafe(self._answer(message), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._answer_or_die(message), self._loop)
 
     def close(self) -> None:
         if self.is_forked:
@@ -611,6 +611,15 @@ class ClusterClient:
                 continue
             self._close(request)
             request.collector.fail(request_failed(f"{MAX_LOST} replicas were lost while it ran"))
+
+    async def _answer_or_die(self, message: EngineMessage[Any]) -> Any:
+        """The answer to a message. Raises EngineDead if the client is closed meanwhile."""
+        try:
+            return await self._answer(message)
+        except asyncio.CancelledError:
+            if self._death is None:
+                raise
+            raise self._dead() from None
 
     async def _answer(self, message: EngineMessage[Any]) -> Any:
         if isinstance(message, messages.GetStats):

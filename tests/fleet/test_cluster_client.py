@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -210,6 +212,24 @@ def test_calls_during_a_loss_raise_engine_dead_or_ask_the_others(
         assert runtime.held_by_hints()["pins"] == 0
         with pytest.raises(EngineDead, match="replica a does not answer"):
             runtime.flush_cache()
+
+
+def test_a_call_that_is_open_at_the_end_raises_engine_dead(
+    links: list[Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = threading.Event()
+
+    async def hang(_: Any) -> None:
+        called.set()
+        await asyncio.sleep(PATIENCE_S)
+
+    with cluster(links[:1]) as runtime, ThreadPoolExecutor(1) as executor:
+        monkeypatch.setattr(links[0], "call", hang)
+        lookup = executor.submit(runtime.lookup, PROMPTS[0])
+        assert called.wait(PATIENCE_S)
+        runtime.close()
+        with pytest.raises(EngineDead, match="closed"):
+            lookup.result(PATIENCE_S)
 
 
 def test_a_request_is_not_sent_to_replicas_that_go_together() -> None:
