@@ -34,7 +34,7 @@ from radixserve.fleet.replica import REPORT_EVERY_S, ReplicaReport
 from radixserve.fleet.replica_link import Replica, ReplicaLink
 from radixserve.fleet.replica_router import ReplicaRouter
 from radixserve.fleet.tree_router import MAX_LOST, WITHOUT_REPLICA_S
-from radixserve.hints.hint import HintAnswer
+from radixserve.hints.hint import ANSWERS, HintAnswer
 from radixserve.hints.messages import ApplyHints, GetHeld
 from radixserve.output import Finish, Metrics, RequestOutput
 from radixserve.reports import EngineStatus
@@ -129,6 +129,9 @@ async def ask_replicas(message: EngineMessage[Any], links: Links, router: Replic
 
 async def _hint(message: ApplyHints, links: Links, router: ReplicaRouter) -> HintAnswer:
     (hint,) = message.hints
+    if hint.verb == "demote" or hint.seconds == 0.0:  # any replica may keep what it ends
+        answers = [answer for (answer,) in await _ask_present(message, links)]
+        return min(answers, key=lambda own: (ANSWERS.index(own.answer), -own.tokens_covered))
     if hint.token_ids is None:
         name = router.of_session(hint.session)
     else:

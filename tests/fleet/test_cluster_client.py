@@ -232,6 +232,24 @@ def test_a_call_that_is_open_at_the_end_raises_engine_dead(
             lookup.result(PATIENCE_S)
 
 
+@pytest.mark.parametrize("verb", ["pin", "demote"])
+def test_hints_end_on_all_replicas(
+    links: list[Link], verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixserve.fleet.replica.REPORT_EVERY_S", 0.02)
+    prompt = "A prompt that both replicas have cached and pinned. " * 4
+    for link in links:
+        with cluster([link]) as runtime:
+            runtime.generate(prompt, SamplingParams(max_tokens=4))
+            assert runtime.hint("pin", prompt, seconds=60.0).answer == "accepted"
+    with cluster(links) as runtime:
+        assert runtime.held_by_hints()["pins"] == 2
+        seconds = 0.0 if verb == "pin" else None
+        assert runtime.hint(verb, prompt, seconds=seconds).answer == "accepted"
+        assert runtime.held_by_hints()["pins"] == 0
+        assert runtime.hint("pin", prompt, seconds=0.0).answer == "missing"
+
+
 def test_a_request_is_not_sent_to_replicas_that_go_together() -> None:
     links = [SilentLink(name) for name in "abcd"]
     client = ClusterClient(ReplicaRouter(), silence_s=2 * PATIENCE_S, drain_s=0.0)
