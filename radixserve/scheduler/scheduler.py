@@ -450,7 +450,7 @@ class Scheduler:
                 group.take_sample(state, sample)
             elif state.sequence is not None:  # else another row has ended its group
                 outputs.append(self._append(state, sample))
-                self.counts.generated_tokens += 1
+                self.counts.generated_tokens += not state.request.is_prefetch
         for group in groups:
             assert not self._in_flight, "a group continues while a step is in flight"
             group.end_step()
