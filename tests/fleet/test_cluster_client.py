@@ -17,7 +17,7 @@ from radixserve import Runtime, SamplingParams
 from radixserve.cache import EventBatch
 from radixserve.engine.output_collector import Event, OutputCollector
 from radixserve.errors import EngineDead, InvalidRequest, RequestFailed
-from radixserve.fleet.cluster_client import ClusterClient
+from radixserve.fleet.cluster_client import ClusterClient, add_stats, without_gauges
 from radixserve.fleet.cluster_runtime import ClusterRuntime
 from radixserve.fleet.replica import ReplicaReport
 from radixserve.fleet.replica_router import ReplicaRouter
@@ -293,3 +293,27 @@ def test_ids_aborts_and_the_end(runtime: ClusterRuntime, monkeypatch: pytest.Mon
         list(stream)
     with pytest.raises(EngineDead):
         runtime.generate(PROMPTS[0])
+
+
+def test_gauges_count_present_replicas_only() -> None:
+    each = {
+        "page_size": 16,
+        "pages_tree": 5,
+        "evicted_window_pages": 5,
+        "window_pages_used": 5,
+        "prompted_tokens": 10,
+        "reused_tokens": 5,
+        "leases": ["lease"],
+        "last_minute": {"seconds": 9.0, "prompted_tokens": 10, "reused_tokens": 5},
+        "kv_store": {"loaded_tokens": 7, "load_latency_us": 100, "store_bytes": 3, "is_paused": 1},
+    }
+    other = {**each, "drafts": {"request": {"drafted_tokens": 2}}}
+    assert add_stats([each, without_gauges(other)]) == {
+        **other,
+        "evicted_window_pages": 10,
+        "prompted_tokens": 20,
+        "reused_tokens": 10,
+        "kv_store": {"loaded_tokens": 14, "load_latency_us": 100, "store_bytes": 3, "is_paused": 1},
+    }
+    store = add_stats([each, other])["kv_store"]
+    assert store == {"loaded_tokens": 14, "load_latency_us": 100, "store_bytes": 6, "is_paused": 1}

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+
+pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from radixserve import SamplingParams
-from radixserve.fleet.cluster_client import add_stats, without_gauges
 from radixserve.fleet.cluster_runtime import ClusterRuntime
 from tests.fleet.local_links import SETTINGS, Link, scaled_cluster
 from tests.pacing import wait_until
@@ -93,27 +95,3 @@ def test_counters_do_not_fall_when_replicas_go(
         check(0)
         wait_until(lambda: served.client.get("/health").status_code == 503)
         assert "no replica has reported" in served.client.get("/health").json()["status"]
-
-
-def test_gauges_count_present_replicas_only() -> None:
-    each = {
-        "page_size": 16,
-        "pages_tree": 5,
-        "evicted_window_pages": 5,
-        "window_pages_used": 5,
-        "prompted_tokens": 10,
-        "reused_tokens": 5,
-        "leases": ["lease"],
-        "last_minute": {"seconds": 9.0, "prompted_tokens": 10, "reused_tokens": 5},
-        "kv_store": {"loaded_tokens": 7, "load_latency_us": 100, "store_bytes": 3, "is_paused": 1},
-    }
-    other = {**each, "drafts": {"request": {"drafted_tokens": 2}}}
-    assert add_stats([each, without_gauges(other)]) == {
-        **other,
-        "evicted_window_pages": 10,
-        "prompted_tokens": 20,
-        "reused_tokens": 10,
-        "kv_store": {"loaded_tokens": 14, "load_latency_us": 100, "store_bytes": 3, "is_paused": 1},
-    }
-    store = add_stats([each, other])["kv_store"]
-    assert store == {"loaded_tokens": 14, "load_latency_us": 100, "store_bytes": 6, "is_paused": 1}
