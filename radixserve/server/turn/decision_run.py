@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -41,10 +42,12 @@ async def run_decisions(
     """
     server, caller = server_of(request), caller_of(request)
     num_requests = min(decisions.num_requests, at_once, server.config.max_queued_requests)
+    check_room = partial(server.check_room, caller.tenant, num_requests, decisions.num_tokens)
+    check_room()  # before requests are built
     with CancelOnDisconnect(server, request) as watched:
 
         def admit() -> None:
-            server.check_room(caller.tenant, num_requests, decisions.num_tokens)
+            check_room()
             watched.num_requests = num_requests
 
         decided = await decisions.arun(num_requests, admit)

@@ -47,8 +47,7 @@ class HttpGeneration(CancelOnDisconnect):
         submit: Callable[[], RequestHandle[Any]] | None = None,
         outlives_client: bool = False,
     ) -> None:
-        """Check the request. Entering the context submits it, and raises ApiError 429 if the queue
-        is full.
+        """Check the limits and build the engine's requests. Entering the context submits them.
 
         cache   the session (see `SessionTable.begin`) and the hints of the request. Hints are
                 applied when all answers have ended, before the last chunks are returned
@@ -56,7 +55,8 @@ class HttpGeneration(CancelOnDisconnect):
         submit  makes the engine requests instead of `Runtime.submit`
         outlives_client  a disconnect does not abort the requests
 
-        Raises ApiError, 403 for a priority without an admin key, and InvalidRequest for wrong
+        Raises ApiError: 429 if the queue is full, also on entering, since others may have filled it
+        meanwhile; 403 for a priority without an admin key. Raises InvalidRequest for wrong
         parameters.
         """
         super().__init__(server, request, outlives_client=outlives_client)
@@ -67,12 +67,13 @@ class HttpGeneration(CancelOnDisconnect):
         self.model = server.name_of(cache.namespace)  # its name in answers
         runtime = server.runtime
         check_priority(server.tenants, caller_of(request), params.priority)
+        self.prompts = prompts
         self.num_requests = len(prompts) * params.num_samples
+        self._check_room()  # building requests for a full queue would hold up the others
         room = min(runtime.max_seq_len - len(prompt) for prompt in prompts)
         check_logprobs(params, prompts, min(params.max_tokens, room))
         if params.max_tokens > room:
             add_header(request, MAX_TOKENS_HEADER, str(room))
-        self.prompts = prompts
         self._handle: RequestHandle[Any] = (
             self._submit(prompts, params, beams, session, streams=streams)
             if submit is None
@@ -107,9 +108,12 @@ class HttpGeneration(CancelOnDisconnect):
             prompts, replace(params, n=1), beams=beams, session=session, max_in_flight=max_in_flight
         )
 
-    def __enter__(self) -> Self:
+    def _check_room(self) -> None:
         num_tokens = sum(map(len, self.prompts))
         self.server.check_room(self.tenant, self.num_requests, num_tokens)
+
+    def __enter__(self) -> Self:
+        self._check_room()
         super().__enter__()
         if self._session:
             self.server.sessions.begin(self._session, self, supersedes=self._supersedes)
