@@ -97,11 +97,11 @@ async def ask_replicas(message: EngineMessage[Any], links: Links, router: Replic
         case GetHeld():
             return add_stats(await _ask_present(message, links))
         case GetAdvice():
-            known = [one for one in await _ask_present(message, links) if one is not None]
-            return join_advice(known) if known else None
+            advices = list(filter(None, await _ask_present(message, links)))
+            return join_advice(advices) if advices else None
         case GetWorth():
-            counted = [one for one in await _ask_present(message, links) if one is not None]
-            return join_worth(counted) if counted else None
+            worths = list(filter(None, await _ask_present(message, links)))
+            return join_worth(worths) if worths else None
         case messages.LookUpPrompt(token_ids, namespace):
             return await _ask_one(message, links, router.best(token_ids, namespace))
         case messages.ClaimSessions(claims):

@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
+
 from radixserve import EngineConfig, Runtime, SamplingParams
 from radixserve.engine.core_client import EngineFacts
 from radixserve.engine.messages import EngineMessage
@@ -104,6 +106,14 @@ class SilentLink(Link):
 
     async def end(self, *_: Any) -> None:
         pass
+
+
+@pytest.fixture
+def links() -> Iterator[list[Link]]:
+    links = [Link("a"), Link("b")]
+    yield links
+    for link in links:
+        link.replica.close()
 
 
 @contextlib.contextmanager

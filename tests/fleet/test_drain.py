@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -23,11 +23,13 @@ from tests.fleet.local_links import (
     PROMPTS,
     SETTINGS,
     Link,
+    links,
     scaled_cluster,
     wait_for_links,
 )
 from tests.pacing import wait_until
 
+__all__ = ["links"]
 Answers = list[tuple[str, list[int]]]
 PROMPT = "A prompt that is long enough to be worth a walk to where it is cached. " * 4
 ONE = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -37,14 +39,6 @@ ONE = SamplingParams(max_tokens=4, ignore_eos=True)
 def expected() -> Answers:
     with Runtime("demo", **SETTINGS) as single:
         return [(one.text, one.token_ids) for one in single.generate(PROMPTS, PARAMS)]
-
-
-@pytest.fixture
-def links() -> Iterator[list[Link]]:
-    links = [Link("a"), Link("b")]
-    yield links
-    for link in links:
-        link.replica.close()
 
 
 def hang_after(link: Link, count: int) -> None:

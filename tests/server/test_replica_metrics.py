@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
@@ -12,27 +10,18 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from radixserve import SamplingParams
 from radixserve.fleet.cluster_runtime import ClusterRuntime
-from tests.fleet.local_links import SETTINGS, Link, scaled_cluster
+from tests.fleet.local_links import SETTINGS, Link, links, scaled_cluster, wait_for_links
 from tests.pacing import wait_until
 from tests.server.local_server import LocalServer
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 
 
-@pytest.fixture
-def links() -> Iterator[list[Link]]:
-    links = [Link("a"), Link("b")]
-    yield links
-    for link in links:
-        link.replica.close()
+__all__ = ["links"]
 
 
 def generate(runtime: ClusterRuntime) -> None:
     runtime.generate([f"Question {number} of several." for number in range(8)], PARAMS)
-
-
-def wait_for_replicas(runtime: ClusterRuntime, count: int) -> None:
-    wait_until(lambda: runtime.status().stats["replicas"] == count)
 
 
 def read(served: LocalServer, kind: str) -> dict[tuple[str, ...], float]:
@@ -82,16 +71,16 @@ def test_counters_do_not_fall_when_replicas_go(
             assert bool(num_pages) == bool(num_replicas)
 
         second.is_cut = True
-        wait_for_replicas(runtime, 1)
+        wait_for_links(runtime, 1)
         check(1)
         second.is_cut = False
-        wait_for_replicas(runtime, 2)
+        wait_for_links(runtime, 2)
         check(2)
         client.set_replicas([first])
-        wait_for_replicas(runtime, 1)
+        wait_for_links(runtime, 1)
         check(1)
         client.set_replicas([])
-        wait_for_replicas(runtime, 0)
+        wait_for_links(runtime, 0)
         check(0)
         wait_until(lambda: served.client.get("/health").status_code == 503)
         assert "no replica has reported" in served.client.get("/health").json()["status"]
